@@ -164,8 +164,13 @@ def _source(spec: Spec) -> str:
             remedy = "Point at a folder written by `kd-export` or timm.models.save_for_hf"
             raise ModelError(f"{spec.where}.model", f"no config.json in '{folder}'", "", remedy)
         return f"local-dir:{folder}"
-    if not timm.is_model(name.partition(".")[0]):
-        near = did_you_mean(name, timm.list_models())
+    try:
+        known = timm.is_model(name.partition(".")[0])
+        timm.get_pretrained_cfg(name)
+    except RuntimeError:  # of this model, but not with this tag
+        known = False
+    if not known:
+        near = did_you_mean(name, [*timm.list_models(), *timm.list_pretrained()])
         allowed = "A timm model name, a folder with config.json, or hf-hub:owner/name"
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
@@ -250,8 +255,7 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
             return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
         except TypeError as error:
             errors.append(error)
-        # KeyError, AttributeError: of a config.json without what timm expects in it
-        except (RuntimeError, ValueError, AssertionError, OSError, SafetensorError, KeyError, AttributeError) as error:
+        except Exception as error:  # timm raises many types, all caused by name, arguments or config.json
             raise _creation_error(spec, error) from error
     raise _creation_error(spec, errors[-1]) from errors[-1]
 
