@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kd.errors import RunError
-from kd.files.storage import atomic_folder, write_json
+from kd.files.storage import atomic_folder, share, write_json
 from kd.types import State
 
 FORMAT = 3
@@ -48,19 +48,20 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
             raise _broken(folder, f"is damaged: {STATE} is not what was written")
         return State(**content["state"]), content
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _broken(folder, f"cannot be read ({type(error).__name__}: {error})") from error
+        raise _unread(folder, error) from error
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
     """Read a checkpoint folder; one that is cut short or damaged is `Broken`, and the error names the tensor."""
     state, content = head(folder)
     try:
-        size = (folder / TENSORS).stat().st_size
+        with (folder / TENSORS).open("rb") as file:  # safetensors says of one that may not be read that there is none
+            size = file.seek(0, 2)
         if size != content["bytes"]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
         tensors = load_file(folder / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise _broken(folder, f"cannot be read ({type(error).__name__}: {error})") from error
+        raise _unread(folder, error) from error
     for name in tensors.keys() | content["crc32"].keys():
         if name not in tensors or _crc32(tensors[name]) != content["crc32"].get(name):
             raise _broken(folder, f"is damaged: tensor '{name}' is not what was written")
@@ -84,6 +85,16 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         save_file(tensors, path, metadata)
     except SafetensorError as error:  # safetensors hides the OSError in its text
         raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
+    share(path)
+
+
+def _unread(folder: Path, error: Exception) -> RunError:
+    """Return the error for a checkpoint that cannot be read; only of one that is not whole it is `Broken`."""
+    wrong = f"cannot be read ({type(error).__name__}: {error})"
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+        return _broken(folder, wrong)
+    remedy = "It may be whole: let this user read it, or bring the storage back, and run the same command again"
+    return RunError("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)
 
 
 def _broken(folder: Path, wrong: str) -> Broken:

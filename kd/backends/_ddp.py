@@ -72,12 +72,10 @@ class DDPBackend:
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
         if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
-            raise BackendError(
-                "backend.kind",
-                f"{int(present.item())} processes joined, but {self.launch.launcher} set world size {self.world_size}",
-                "Every rank must take part in the reduction",
-                "Start all ranks with the same command and the same `backend.kind`",
-            )
+            found, wanted = int(present.item()), f"{self.launch.launcher} set world size {self.world_size}"
+            remedy = "Start all ranks with the same command and the same `backend.kind`"
+            allowed = "Every rank must take part in the reduction"
+            raise BackendError("backend.kind", f"{found} processes joined, but {wanted}", allowed, remedy)
 
     def _join(self) -> None:
         """Join the process group, with store keys that no earlier attempt of this launcher has used.
@@ -114,21 +112,15 @@ class DDPBackend:
         if stages:
             _require_torch(_PIPELINE, "teacher.pipeline", str(stages), off="0")
             if stages != self.world_size or stages < 2:
-                raise BackendError(
-                    "teacher.pipeline",
-                    f"is {stages}, but the number of processes is {self.world_size}",
-                    "One stage per process, two or more",
-                    "Start as many processes as stages, or set teacher.pipeline=0",
-                )
+                wrong = f"is {stages}, but the number of processes is {self.world_size}"
+                remedy = "Start as many processes as stages, or set teacher.pipeline=0"
+                raise BackendError("teacher.pipeline", wrong, "One stage per process, two or more", remedy)
             return
         _require_torch(_FSDP2, "teacher.shard", "true", off="false")
         if self.world_size == 1:
-            raise BackendError(
-                "teacher.shard",
-                "is true, but there is one process",
-                "Sharding needs two ranks or more",
-                "Start with torchrun --nproc-per-node 2, or set teacher.shard=false",
-            )
+            wrong, allowed = "is true, but there is one process", "Sharding needs two ranks or more"
+            remedy = "Start with torchrun --nproc-per-node 2, or set teacher.shard=false"
+            raise BackendError("teacher.shard", wrong, allowed, remedy)
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         from kd.backends._divided import shard  # older torch lacks what it imports
@@ -251,12 +243,8 @@ class DDPBackend:
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
-        return BackendError(
-            "backend",
-            f"rank {self.rank} lost the other ranks ({reason})",
-            "",
-            "Read the error of the rank that ended first; the same command resumes from the last checkpoint",
-        )
+        remedy = "Read the error of the rank that ended first; the same command resumes from the last checkpoint"
+        return BackendError("backend", f"rank {self.rank} lost the other ranks ({reason})", "", remedy)
 
     def close(self) -> None:
         if self._joined:
@@ -269,12 +257,9 @@ class DDPBackend:
 def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
     """Make this rank's GPU the current one and return it."""
     if local_rank >= torch.cuda.device_count():
-        raise BackendError(
-            "backend.kind",
-            f"is '{kind}', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs",
-            "One process per GPU",
-            "Start fewer processes, or set backend.kind=cpu",
-        )
+        wrong = f"is '{kind}', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs"
+        remedy = "Start fewer processes, or set backend.kind=cpu"
+        raise BackendError("backend.kind", wrong, "One process per GPU", remedy)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -313,9 +298,6 @@ def _require_torch(oldest: str, key: str, value: str, off: str) -> None:
 
 def _join_error(launcher: str, timeout: timedelta, error: Exception) -> BackendError:
     reason = " ".join(str(error).split())[:200]
-    return BackendError(
-        "backend",
-        f"the ranks that {launcher} started did not connect within {timeout.total_seconds():g} s ({reason})",
-        "All ranks must reach MASTER_ADDR:MASTER_PORT",
-        "Start all ranks with the same command, and check that they can reach that address",
-    )
+    wrong = f"the ranks that {launcher} started did not connect within {timeout.total_seconds():g} s ({reason})"
+    remedy = "Start all ranks with the same command, and check that they can reach that address"
+    return BackendError("backend", wrong, "All ranks must reach MASTER_ADDR:MASTER_PORT", remedy)

@@ -48,7 +48,6 @@ def complete(
     `facts` to manifest.json, beside size and sha256 of every other file and a checksum of all this.
     """
     save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
-    (draft / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read, and a server is another user
     write_json(draft / "config.json", config)
     write_json(draft / "kd.json", provenance)
     seal(draft, facts or {})

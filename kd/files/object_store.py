@@ -96,7 +96,8 @@ def upload(file: BinaryIO, url: str, where: str) -> None:
         except BaseException:
             with suppress(Exception):
                 target.discard()
-            target.closed = True  # else it would upload what it has when it is deleted
+            with suppress(AttributeError):  # a file that is not of fsspec's own class does not upload
+                target.closed = True  # else it would upload what it has when it is deleted
             raise
         target.close()
 

@@ -154,6 +154,12 @@ def flush(path: Path) -> None:
                 raise
 
 
+def share(path: Path) -> None:
+    """Let those read a file who may read its folder: safetensors lets its owner alone."""
+    with suppress(OSError):  # a file system without such rights
+        path.chmod(0o644 & path.parent.stat().st_mode)
+
+
 def _beside(path: Path) -> Path:
     """Return a new hidden name in the same folder. It is random: processes in two containers may share a PID."""
     return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"

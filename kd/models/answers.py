@@ -17,6 +17,7 @@ Shape legend: N images, V views, C classes, D width of an embedding.
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import posixpath
 import zlib
@@ -34,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kd.errors import ModelError
+from kd.files.storage import share
 
 ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")
 MEANINGS = ("logits", "embeddings")
@@ -111,7 +113,7 @@ def _not_finite(values: Tensor) -> list[int]:
 
 
 def write(path: str | Path, answers: Answers) -> None:
-    """Write a table as .safetensors; of one view the axis V is left out."""
+    """Write a table as .safetensors; of one view the axis V is left out. OSError: it cannot be written."""
     values = answers.values[0] if len(answers.values) == 1 else answers.values
     tensors = {answers.meaning: values.contiguous(), "names": _joined(answers.names)}
     if answers.val_values is not None:
@@ -119,7 +121,11 @@ def write(path: str | Path, answers: Answers) -> None:
         tensors |= {"validation.names": _joined(answers.val_names)}
     text = {"classes": json.dumps(list(answers.classes)), "made_for": json.dumps(dict(answers.made_for))}
     text |= {"problem_type": answers.problem_type}
-    save_file(tensors, str(path), metadata=text)
+    try:
+        save_file(tensors, str(path), metadata=text)
+    except SafetensorError as error:  # it hides the OSError in its text
+        raise OSError(errno.EIO, str(error)) from error
+    share(Path(path))
 
 
 def _joined(names: Sequence[str]) -> Tensor:

@@ -30,6 +30,8 @@ from kd.models.timm_folder import (
     unwrapped,
 )
 
+FITTED = "Use a teacher fitted on this data, or `kd-teach` to fit one"
+
 
 @dataclass(frozen=True, slots=True)
 class Images:
@@ -164,8 +166,13 @@ def _source(spec: Spec) -> str:
             remedy = "Point at a folder written by `kd-export` or timm.models.save_for_hf"
             raise ModelError(f"{spec.where}.model", f"no config.json in '{folder}'", "", remedy)
         return f"local-dir:{folder}"
-    if not timm.is_model(name.partition(".")[0]):
-        near = did_you_mean(name, timm.list_models())
+    try:
+        known = timm.is_model(name.partition(".")[0])
+        timm.get_pretrained_cfg(name)
+    except RuntimeError:  # of this model, but not with this tag
+        known = False
+    if not known:
+        near = did_you_mean(name, [*timm.list_models(), *timm.list_pretrained()])
         allowed = "A timm model name, a folder with config.json, or hf-hub:owner/name"
         remedy = near or "List names with `python -c 'import timm; print(timm.list_models())'`"
         raise ModelError(f"{spec.where}.model", f"no model '{name}'", allowed, remedy)
@@ -242,25 +249,21 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
         args["num_classes"] = count
     if source.startswith("local-dir:") and not pretrained:
         args.setdefault("pretrained", False)
-    errors = []
+    last = Exception()
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
     for sized in ({},) if "img_size" in args or stored else ({"img_size": image_size}, {}):
         try:
             return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
-        except TypeError as error:
-            errors.append(error)
-        # KeyError, AttributeError: of a config.json without what timm expects in it
-        except (RuntimeError, ValueError, AssertionError, OSError, SafetensorError, KeyError, AttributeError) as error:
-            raise _creation_error(spec, error) from error
-    raise _creation_error(spec, errors[-1]) from errors[-1]
-
-
-def _creation_error(spec: Spec, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())[:300]
+        except Exception as error:  # timm raises many types, all caused by name, arguments or config.json
+            last = error
+            if not isinstance(error, TypeError):
+                break
+    reason = " ".join(str(last).split())[:300]
     allowed = f"Arguments given: {json.dumps(spec.args)}" if spec.args else ""
-    wrong = f"'{spec.model}' cannot be built ({type(error).__name__}: {reason})"
-    return ModelError(f"{spec.where}.model", wrong, allowed, f"Correct {spec.where}.model or {spec.where}.args")
+    wrong = f"'{spec.model}' cannot be built ({type(last).__name__}: {reason})"
+    remedy = f"Correct {spec.where}.model or {spec.where}.args"
+    raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from last
 
 
 def read_tensors(spec: Spec) -> Any:
@@ -316,17 +319,14 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
             same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
             wrong = f"class {i} is '{name}', the data's is '{expected}'{same_set}"
             allowed = "Classes and their order must be the data's"
-            raise ModelError(where, wrong, allowed, "Use a teacher fitted on this data, or `kd-teach` to fit one")
+            raise ModelError(where, wrong, allowed, "Correct the file" if where.endswith(".classes") else FITTED)
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
     if count is not None and count != len(classes):
         wrong = f"has {count} classes, the data has {len(classes)}"
-        remedy = (
-            f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
-            if where.startswith("student")
-            else "Use a teacher fitted on this data, or `kd-teach` to fit one"
-        )
+        own = f"Set the number in {where.partition('.')[0]}.args, or take a model of these classes"
+        remedy = own if where.startswith("student") else FITTED
         raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 

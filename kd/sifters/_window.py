@@ -2,10 +2,8 @@
 
 An image whose loss has percentile u among the recent losses is kept with probability u**beta (Selective-Backprop,
 arXiv:1910.00762; the table of kept fractions of Amazon's smart sifting follows the same rule). Where u is uniform,
-1 / (1 + beta) of all images are kept. A percentile that counts strictly smaller losses is not uniform: ties all get
-the lowest one, so a run with constant losses would keep almost nothing. Here ties are broken at random: the randomized
-rank of conformal tests. It is exactly uniform for exchangeable losses of any distribution and any length of history,
-ties and the first batch included.
+1 / (1 + beta) of all images are kept. It is, for exchangeable losses of any distribution and any length of history,
+because ties are broken at random: without that a run with constant losses would keep almost nothing.
 
 All shapes are static and nothing waits for the device, except a Bernoulli draw, whose size is random.
 

@@ -70,7 +70,8 @@ class Relative:
         delay, counts = self.options.sift_delay, []
         for _ in range(epoch + 1):
             unsifted = min(delay, candidates)
-            counts = [micro] * unsifted + [quota(n * micro, micro, beta) for n in range(candidates - unsifted)]
+            held = beta if unsifted else min(beta, candidates - 1)  # an epoch has one step at least
+            counts = [micro] * unsifted + [quota(n * micro, micro, held) for n in range(candidates - unsifted)]
             if not self.options.repeat_delay_per_epoch:
                 delay = max(0, delay - sum(counts) // micro)
         return counts

@@ -100,11 +100,12 @@ class LogitsEvaluator:
         """Return the validation row, equal on all ranks."""
         raise NotImplementedError
 
-    def _require(self, images: int, labelled: int) -> None:
-        """Require that so many images, of which so many have a label, can be scored."""
-        if images == 0:
-            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
-            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
-        if self.labelled and labelled == 0:
-            wrong = "no image of the validation split that could be decoded has a label"
-            raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")
+
+def require_images(images: int, labelled: int | None = None) -> None:
+    """Require that so many images, of which so many have a label (None: no score reads labels), can be scored."""
+    if images == 0:
+        wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
+        raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+    if labelled == 0:
+        wrong = "no image of the validation split that could be decoded has a label"
+        raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")

@@ -19,6 +19,7 @@ from kd.errors import DataError
 from kd.evaluation import Evaluation, Split
 from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
+from kd.tasks._logits import require_images
 from kd.types import Batch, Outputs
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the search, as in DINO (arXiv:2104.14294)
@@ -121,10 +122,9 @@ class Evaluator:
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
     They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.
 
-    A row has `agreement`: of the projected student with the teacher, the mean cosine of validation images. With labels
-    also the accuracies `knn` (20 neighbours, weighted by exp(cosine / 0.07)) and `probe` (a ridge classifier) of the
-    student's vectors, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ... Where a loss maps the student
-    into the teacher's space, also `recall`, `teacher_recall` and `found`: see `recalled`.
+    A row has `agreement`, with labels also `knn` and `probe`, and the same of each teacher: `teacher_knn`,
+    `teacher_knn_2`, ... Where a loss maps the student into the teacher's space, also `recall`, `teacher_recall` and
+    `found`: see `recalled`. docs/teachers.md says what they are.
     """
 
     chance = 0.0
@@ -195,9 +195,7 @@ class Evaluator:
             queries.add(batch, {"": outputs.features["pooled"], **moved, **self._pooled(teacher)})
             backend.end_step()
         total, images = backend.reduce_sum(sums).tolist()
-        if images == 0:
-            wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
-            raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+        require_images(int(images))
         scores = {} if self.bank is None else self._search(student, self.bank, queries, stop)
         return {"agreement": total / images, **scores} if self.bank is None or scores else {}
 
@@ -215,6 +213,10 @@ class Evaluator:
         student_ND = bank.pop("")
         self._searched = self._searched or bank
         use_N, use_M, scores = label_N >= 0, wanted_M >= 0, {}
+        require_images(len(use_M), int(use_M.sum()))
+        if not use_N.any():
+            wrong = f"none of the {len(use_N)} training images that an evaluation searches has a label"
+            raise DataError("data.labels", wrong, "At least one", "Label more, or set data.labels=none")
         for name, bank_ND in {"": student_ND, **self._searched}.items():
             for kind, classify in (("knn", nearest), ("probe", ridge)):
                 votes_MC = classify(bank_ND[use_N], label_N[use_N], asking_MD[name][use_M], self.num_classes)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kd.evaluation import Evaluation
 from kd.intervals import Samples, resampled
 from kd.scores import Column, GraphScores, Scores
-from kd.tasks._logits import LogitsEvaluator
+from kd.tasks._logits import LogitsEvaluator, require_images
 from kd.types import Batch
 
 FEWEST = 10  # images of a class from which its own threshold is chosen; with fewer it would fit chance
@@ -127,7 +127,7 @@ class Evaluator(LogitsEvaluator):
         seen = gathered["seen"][:, 0] > 0
         label = gathered["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
         known = (label >= 0).all(1)
-        self._require(len(label), int(known.sum()))
+        require_images(len(label), int(known.sum()) if self.labelled else None)
         student, values = gathered["student"][seen].double(), {}
         self._known = (label[known] > 0, student[known]) if self.labelled else ()
         if self.labelled:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kd.evaluation import Evaluation
 from kd.intervals import Samples
 from kd.scores import Column, GraphScores, Scores
-from kd.tasks._logits import LogitsEvaluator
+from kd.tasks._logits import LogitsEvaluator, require_images
 from kd.types import Batch
 
 NUM_BINS = 15  # of the calibration error, as in arXiv:1706.04599
@@ -130,7 +130,7 @@ class Evaluator(LogitsEvaluator):
         parts = torch.split(total, [value.numel() for value in rows[0].values()])
         by_name = dict(zip(rows[0], parts, strict=True))
         images, labelled = by_name.pop("images"), by_name.pop("labelled")
-        self._require(int(images), int(labelled))
+        require_images(int(images), int(labelled) if self.labelled else None)
         values = {}
         for name, value in by_name.items():
             count = images if name in ("kl", "agreement", "agreement_bins") else labelled

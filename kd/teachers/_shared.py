@@ -5,6 +5,7 @@ Not a part (the name begins with an underscore).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,8 @@ def check_pixels(mean: Sequence[float], std: Sequence[float], input_size: int) -
         raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
     if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
         wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
-        raise ValueError(
-            f"{wrong}; each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
-        )
+        allowed = "each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
+        raise ValueError(f"{wrong}; {allowed}")
     if input_size < 0:
         raise ValueError(f"input_size is {input_size}; it must be 0 or a number of pixels")
 
@@ -36,12 +36,9 @@ def check_pixels(mean: Sequence[float], std: Sequence[float], input_size: int) -
 def require_normalization(where: str, mean: Sequence[float]) -> None:
     """Require `mean` and `std` of a model that takes float pixels: another normalization gives other answers."""
     if not mean:
-        raise ModelError(
-            f"{where}.mean",
-            "is missing: the model takes float pixels, and nothing says how they are normalized",
-            "mean and std, three numbers each, for pixels in 0..1",
-            "Set both; mean=[0, 0, 0] and std=[1, 1, 1] where the model normalizes by itself",
-        )
+        wrong = "is missing: the model takes float pixels, and nothing says how they are normalized"
+        remedy = "Set both; mean=[0, 0, 0] and std=[1, 1, 1] where the model normalizes by itself"
+        raise ModelError(f"{where}.mean", wrong, "mean and std, three numbers each, for pixels in 0..1", remedy)
 
 
 def read_names(path: str, where: str) -> list[str]:
@@ -53,7 +50,7 @@ def read_names(path: str, where: str) -> list[str]:
     names = [name.strip() for name in names]
     while names and not names[-1]:
         names.pop()
-    twice = next((name for i, name in enumerate(names) if not name or name in names[:i]), None)
+    twice = next((name for name, count in Counter(names).items() if not name or count > 1), None)
     if twice is not None or not names:
         wrong = f"'{path}' has no class" if not names else f"'{path}' has the class '{twice}' twice, or an empty line"
         raise ModelError(where, wrong, "Each class once, one a line", "Correct the file")
@@ -86,13 +83,10 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[
     if file and count > len(spec.classes) and set(spec.classes) <= set(names):
         return _chosen(where, spec.classes, names, spec.classes)
     if count != len(spec.classes):
-        raise ModelError(
-            where,
-            f"has {count} classes, the data has {len(spec.classes)}",
-            "Both must be equal, or the teacher's must be more",
-            f"Name the data's classes in a file, one a line in the data's order, as the teacher's names of them: "
-            f"{spec.where}.classes=FILE (without names of its own, all {count}); or use a teacher fitted on this data",
-        )
+        wrong = f"has {count} classes, the data has {len(spec.classes)}"
+        remedy = "Name the data's classes in a file, one a line in the data's order, as the teacher's names of them: "
+        remedy += f"{spec.where}.classes=FILE (without names of its own, all {count}); or use one fitted on this data"
+        raise ModelError(where, wrong, "Both must be equal, or the teacher's must be more", remedy)
     check_classes(where, names or spec.classes, spec.classes)
     return tuple(spec.classes), nn.Identity()
 
@@ -101,13 +95,14 @@ def _chosen(
     where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], nn.Module]:
     """Return the data's classes, and what picks the logits that `names` have among `own`."""
-    twice = next((name for name in names if own.count(name) > 1), "")
+    counts, position = Counter(own), {name: i for i, name in enumerate(own)}
+    twice = next((name for name in names if counts[name] > 1), "")
     if twice:
         raise ModelError(where, f"'{twice}' is the name of two of the model's classes", "A name that it has once", "")
     if classes is not None:
         believed = [name if name in classes else own for name, own in zip(names, classes, strict=False)]
         check_classes(where, [*believed, *names[len(believed) :]], classes)
-    return tuple(names if classes is None else classes), Pick([own.index(name) for name in names])
+    return tuple(names if classes is None else classes), Pick([position[name] for name in names])
 
 
 def columns(pick: nn.Module) -> dict[str, list[int]]:
@@ -140,9 +135,8 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     if shares != (meaning == "probabilities"):
         found = "probabilities" if shares else "no probabilities"
         other = "probabilities" if shares else "logits"
-        raise ModelError(
-            f"{spec.where}.outputs", f"is {meaning}, but the answers are {found}", "", f"Set it to {other}"
-        )
+        wrong = f"is {meaning}, but the answers are {found}"
+        raise ModelError(f"{spec.where}.outputs", wrong, "", f"Set it to {other}")
 
 
 def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:

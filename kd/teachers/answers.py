@@ -153,9 +153,8 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
     missing = [id for id, row in enumerate(found) if row < 0]
     if missing:
         there = next(iter(rows), "nothing")
-        wrong = (
-            f"has no answer for {len(missing)} of {len(found)} {split} images, the first '{source.name(missing[0])}'"
-        )
+        first = source.name(missing[0])
+        wrong = f"has no answer for {len(missing)} of {len(found)} {split} images, the first '{first}'"
         allowed = f"Names as kd lists them; the table's first is '{there}'"
         raise ModelError(where, wrong, allowed, "Name its rows so, or drop those images from the data")
     return torch.tensor(found)

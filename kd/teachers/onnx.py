@@ -20,6 +20,7 @@ from kd.errors import ModelError
 from kd.models.classifier import resized
 from kd.models.load import Spec
 from kd.models.runtimes import graph_files, open_session
+from kd.models.teacher import fails
 from kd.models.timm_folder import folder_config
 from kd.teachers import _shared as shared
 from kd.types import Outputs, file_key
@@ -126,10 +127,11 @@ class GraphTeacher(nn.Module):
         return session.run([self.output], {self.input: filled})[0][: len(array)]
 
     def _session(self) -> Any:
-        """Return the session of torch's number of threads; a session has a fixed number."""
+        """Return the session of torch's number of threads, two at most: a run alternates to compare."""
         threads = torch.get_num_threads()
         if threads not in self._sessions:
-            self._sessions = {threads: open_session(self.path, threads, f"{self.where}.model")}
+            latest = dict([*self._sessions.items()][-1:])
+            self._sessions = {**latest, threads: open_session(self.path, threads, f"{self.where}.model")}
         return self._sessions[threads]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphTeacher:
@@ -144,17 +146,13 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
     if spec.checkpoint or spec.args:
         key = "checkpoint" if spec.checkpoint else "args"
-        wrong = "is set, but a graph holds its weights"
-        raise ModelError(f"{spec.where}.{key}", wrong, "", f"Leave {key} out")
+        raise ModelError(f"{spec.where}.{key}", "is set, but a graph holds its weights", "", f"Leave {key} out")
     made = GraphTeacher(path, options, spec.where, image_size)
     noise = torch.randint(256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0))
     try:
         first = made.answer(noise.to(torch.uint8))
     except Exception as error:  # onnxruntime has its own, unrelated error types
-        reason = " ".join(str(error).split())[:200]
-        wrong = f"'{path}' fails on images of {made.input_size}x{made.input_size} pixels ({reason})"
-        allowed = "A graph from square RGB images to answers"
-        raise ModelError(f"{spec.where}.model", wrong, allowed, f"Set {spec.where}.input_size") from error
+        raise fails(spec.where, str(path), made.input_size, error) from error
     if len(first) != 2:
         wrong = f"'{path}' answers two images with the shape {tuple(first.shape)}"
         raise ModelError(f"{spec.where}.model", wrong, "One answer for each image", "Export it anew")

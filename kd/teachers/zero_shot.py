@@ -7,6 +7,7 @@ SigLIP's bias (arXiv:2303.15343) is left out: it is the same for all classes, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,13 +116,14 @@ def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str],
     """Return class names and the vectors of these classes [C, D]: by name, where the file names them."""
     where = f"{spec.where}.vectors"
     names, vectors_CD = read_vectors(path, where)
-    missing = [name for name in wanted if name not in names] if names else []
-    twice = [name for name in names if names.count(name) > 1]
+    position = {name: i for i, name in enumerate(names)}
+    missing = [name for name in wanted if name not in position] if names else []
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if missing or twice:
         wrong = f"'{path}' has {'no vector' if missing else 'two vectors'} of the class '{[*missing, *twice][0]}'"
         raise ModelError(where, wrong, f"It names {', '.join(names[:5])}", "One vector for each class")
     if names and wanted:
-        names, vectors_CD = wanted, vectors_CD[[names.index(name) for name in wanted]]
+        names, vectors_CD = wanted, vectors_CD[[position[name] for name in wanted]]
     if zeros := (vectors_CD == 0).all(1).nonzero()[:, 0].tolist():
         wrong = f"'{path}' has zeros as the vector of class {zeros[0]}"
         raise ModelError(where, wrong, "A direction for each class", "Write it anew")

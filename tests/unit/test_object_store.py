@@ -35,6 +35,11 @@ def test_an_upload_that_fails_leaves_nothing(aws):
         object_store.read("s3://bucket/a/file", "run.mirror")
 
 
+def test_an_upload_that_fails_says_why_in_any_store():
+    with pytest.raises(DataError, match="the disk is gone"):
+        object_store.upload(Failing(b"half of it, and the rest"), "memory://bucket/file", "run.mirror")
+
+
 def test_a_version_changes_with_the_content(aws):
     found = set()
     for content in (b"one", b"two", b"two"):

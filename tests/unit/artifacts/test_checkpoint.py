@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -69,6 +70,28 @@ def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     ) as e:
         checkpoint.read(folder)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(("call", "file"), [("open", checkpoint.TENSORS), ("read_text", checkpoint.STATE)])
+def test_a_checkpoint_that_this_user_may_not_read_is_not_to_be_removed(tmp_path, monkeypatch, call, file):
+    real = getattr(Path, call)
+
+    def refuse(path, *args, **more):
+        if path.name == file:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *args, **more)
+
+    checkpoint.write(tmp_path / "a", State(), TENSORS, {})
+    monkeypatch.setattr(Path, call, refuse)
+    with pytest.raises(RunError, match=r"Permission denied.*let this user read it") as caught:
+        checkpoint.read(tmp_path / "a")
+    assert not isinstance(caught.value, checkpoint.Broken)
+
+
+def test_who_may_read_the_folder_may_read_the_tensors(tmp_path):
+    checkpoint.write(tmp_path / "a", State(), TENSORS, {})
+    mode = (tmp_path / "a").stat().st_mode & 0o644
+    assert (tmp_path / "a" / "tensors.safetensors").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])

@@ -128,6 +128,9 @@ def test_unknown_name_suggests_one():
     assert message.startswith("teacher.model: no model 'vit_tiny_patch16_244'. A timm model name")
     assert message.endswith("Did you mean 'vit_tiny_patch16_224'?")
     assert refusal("no/such/folder").startswith("teacher.model: no model 'no/such/folder'")
+    message = refusal("vit_tiny_patch16_224.augreg_in22k", pretrained=True)
+    assert message.startswith("teacher.model: no model 'vit_tiny_patch16_224.augreg_in22k'. A timm model name")
+    assert message.endswith("Did you mean 'vit_tiny_patch16_224.augreg_in21k'?")
 
 
 def test_arguments_that_the_architecture_refuses():
@@ -136,6 +139,8 @@ def test_arguments_that_the_architecture_refuses():
     assert "teacher.args" in message
     assert "banana" in refusal(args={"banana": 1})
     assert "cannot be built" in refusal(args={"depth": "deep"})
+    assert "cannot be built (ZeroDivisionError" in refusal(args={"num_heads": 0})
+    assert "cannot be built (IndexError" in refusal("convnext_atto", args={"dims": [8]})
 
 
 def test_hub_id_without_the_network(monkeypatch):

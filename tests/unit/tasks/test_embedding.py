@@ -16,7 +16,7 @@ from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
 from kd.engine.loop import train
-from kd.errors import ConfigError, Interrupted, ModelError
+from kd.errors import ConfigError, DataError, Interrupted, ModelError
 from kd.evaluation import Evaluation, Split
 from kd.losses.cosine import Options
 from kd.models.cache import Codec, Store
@@ -291,3 +291,24 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
     assert found["agreement"] == pytest.approx(agreement, abs=1e-6)
     assert found["knn"] == pytest.approx(evaluator.samples()["knn"].right.mean(), abs=1e-6)
     assert len(evaluator.samples()["teacher_probe"].right) == 23
+
+
+@pytest.mark.parametrize(
+    ("bank", "val", "words"), [(-1, 1, "none of the 9 training images"), (1, -1, "no image of the")]
+)
+def test_images_of_which_none_has_a_label_cannot_be_scored(bank, val, words):
+    images = [[(torch.randn(3, 2, 2), label)] * 9 for label in (val, bank)]
+    shown = (LocalLoader(MapDataset(data, 0, labels="some"), 8, 1, 0, 1, 0) for data in images)
+    asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)
+    criterion = Criterion([("cosine", 1.0, build("losses", "cosine", Options(), "losses", dims=Dims(0, 5, 7)))])
+    setting = Evaluation(
+        CPU("fp32", 60, 1),
+        asked,
+        Counted(Embeds(7)),
+        3,
+        bank=lambda: searched,
+        agreement=criterion.agreement,
+        members=1,
+    )
+    with pytest.raises(DataError, match=rf"^data\.labels: {words}"):
+        embedding.build(embedding.Options()).evaluator(setting)(Embeds(5))

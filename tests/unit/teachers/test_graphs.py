@@ -132,6 +132,18 @@ def test_a_graph_answers_as_its_arithmetic(name, tmp_path):
     )
 
 
+def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatch):
+    model, opened, threads = load(Shape(), tmp_path / "g.onnx"), [], torch.get_num_threads()
+    monkeypatch.setattr("kd.teachers.onnx.open_session", lambda *given: opened.append(given[1]) or given[1])
+    try:
+        for number in (threads + 1, threads, threads, threads + 1, threads, threads + 2):
+            torch.set_num_threads(number)
+            assert model._session() is not None
+    finally:
+        torch.set_num_threads(threads)
+    assert opened == [threads + 1, threads + 2]
+
+
 def test_probabilities_and_features(tmp_path):
     image = torch.randint(256, (5, 3, 16, 16), dtype=torch.uint8)
     soft = Shape(softmax=True, options={"outputs": "probabilities"})
