@@ -1,12 +1,12 @@
 """Do fewer tokens pay? A ViT student that sees fewer patches of its training images, for the same CPU time.
 
-    python benchmarks/tokens.py data.root=PATH/cifar10 [teacher.checkpoint=FILE] [--work runs/tokens] [--seeds 0 1 2]
+    python benchmarks/tokens.py data.root=PATH/cifar10 teacher.checkpoint=FILE [--work runs/tokens] [--seeds 0 1 2]
 
 timm's patch dropout (arXiv:2208.07220) leaves out random patches, a quarter or half of them; the last arm sees images
 of 48 px for the first 60 % of its steps. Evaluation sees all patches of 64 px. The teacher of configs/cifar10.yaml
 looks at 32 px, the student has 64 patches of 8 x 8. All arms of a seed take the same stored answers to 4 views. A few
 steps of each arm are timed in turns, and the shorter a step, the more of them follow: the time of `--epochs` passes
-with all patches. One thread. A row that is in WORK/tokens.jsonl is not made again.
+with all patches. One thread. FILE: weights that `make proof` fitted. Rows count as made as in `proof.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import proof
 import timm
 import torch
 from frontier import KEYS, STUDENTS, shown
 from torch import Tensor, nn
 
 import kd
-from _record import write
+from _record import commit, write
 from kd.config.flat import plain
 from kd.intervals import wilson
 from kd.jobs.cache import cache
 
+THEME = "tokens_cifar10"
 ARMS: dict[str, dict[str, Any]] = {
     "all patches": {},
     "25 % left out": {"patch_drop_rate": 0.25},
@@ -105,7 +107,12 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     options = parser.parse_intermixed_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    timed, file = options.work / "timed.json", options.work / "tokens.jsonl"
+    weights = [text.partition("=")[2] for text in options.overrides if text.startswith("teacher.checkpoint=")]
+    if not weights:
+        parser.error("teacher.checkpoint=FILE is missing")
+    options.teacher = Path(weights[-1]).parent
+    own = {"teacher": proof.digest(options.teacher), "commit": commit()}
+    timed = options.work / "timed.json"
     if not timed.is_file():
         found: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for turn in range(SIZES["rounds"]):
@@ -115,21 +122,21 @@ def main() -> None:
         timed.write_text(json.dumps({arm: statistics.median(times) for arm, times in found.items()}))
     ms = json.loads(timed.read_text())
     print(ms, flush=True)
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    done = {(row["arm"], row["seed"]) for row in rows}
+    done = {(row["arm"], row["seed"]) for row in proof.earlier(options, THEME)}
     whole = options.epochs * IMAGES // 64
     for seed in options.seeds:
-        for arm, own in ARMS.items():
+        for arm, keys in ARMS.items():
             if (arm, seed) in done:
                 continue
-            share = FIRST if "small" in own else 1.0  # of the steps that are shorter
+            share = FIRST if "small" in keys else 1.0  # of the steps that are shorter
             steps = round(whole / (share * ms[arm] / ms["all patches"] + 1 - share))
             name = f"tokens-{list(ARMS).index(arm)}-{seed}"
-            rows.append(train(options, arm, seed, steps, name, round(FIRST * steps)))
-            with file.open("a") as opened:
-                opened.write(json.dumps(rows[-1]) + "\n")
-            print(rows[-1], flush=True)
-    write("tokens_cifar10", shown(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
+            row = {**train(options, arm, seed, steps, name, round(FIRST * steps)), **own}
+            with (options.work / f"{THEME}.jsonl").open("a") as opened:
+                opened.write(json.dumps(row) + "\n")
+            print(row, flush=True)
+    rows = sorted(proof.earlier(options, THEME), key=lambda row: (row["seed"], list(ARMS).index(row["arm"])))
+    write(THEME, shown(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
 
 
 if __name__ == "__main__":
