@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs", "tokens"))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     options = parser.parse_intermixed_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -125,10 +126,10 @@ def main() -> None:
     done = {(row["arm"], row["seed"]) for row in proof.earlier(options, THEME)}
     whole = options.epochs * IMAGES // 64
     for seed in options.seeds:
-        for arm, keys in ARMS.items():
+        for arm in options.arms:
             if (arm, seed) in done:
                 continue
-            share = FIRST if "small" in keys else 1.0  # of the steps that are shorter
+            share = FIRST if "small" in ARMS[arm] else 1.0  # of the steps that are shorter
             steps = round(whole / (share * ms[arm] / ms["all patches"] + 1 - share))
             name = f"tokens-{list(ARMS).index(arm)}-{seed}"
             row = {**train(options, arm, seed, steps, name, round(FIRST * steps)), **own}
