@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 import proof
+import yaml
 
 ARMS = {1: 11, 2: 10, 4: 8, 5: 7}
 """Views, and the epochs that they leave time for: a view of all images costs as much as 1.08 epochs of the student."""
@@ -19,8 +20,7 @@ ARMS = {1: 11, 2: 10, 4: 8, 5: 7}
 
 def main() -> None:
     """Let `proof.py` train the arms."""
-    options = proof.arguments(sys.argv[1:])
-    whole = proof.settings(options)["run"]["epochs"]
+    whole = yaml.safe_load(proof.CONFIG.read_text())["run"]["epochs"]
     proof.CACHE = (f"teacher.cache.views={max(ARMS)}",)
     proof.ARMS.clear()
     for views, epochs in ARMS.items():
