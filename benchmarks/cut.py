@@ -39,7 +39,7 @@ def selected(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> di
 def main() -> None:
     """Write the cut weights, then let `proof.py` train both arms."""
     options = proof.arguments(sys.argv[1:])
-    teacher = load_file(proof.fitted(options) / "model.safetensors")
+    teacher = load_file(proof.fitted(options)[0] / "model.safetensors")
     width = proof.settings(options)["student"]["args"]["width"]
     student = network(width).state_dict()
     prefix = next(name for name in teacher if name.endswith("0.0.weight")).removesuffix("0.0.weight")

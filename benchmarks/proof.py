@@ -1,17 +1,17 @@
-"""CIFAR-10 at full length: one teacher, one student, each way of training it, three seeds, on the test split.
+"""CIFAR-10 at full length: two teachers, one student, each way of training it, three seeds, on the test split.
 
 Run: make proof DATA=FOLDER                 (FOLDER: train/<class>/ and test/<class>/)
      python benchmarks/proof.py [key=value ...] --data FOLDER [--work runs/proof] [--jobs 2] [--arms "labels only" kl]
 
-One teacher is fitted, and its answers to 8 views of each image are cached for each seed. Then each run is `kd-train
-configs/cifar10.yaml` in the teacher's precision, in a process of its own on one thread, `--jobs` of them at a time. A
-row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes, and has
-`resumed` 1: its minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold all
-but the teacher and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which its
-arms share.
+The teachers are fitted, and their averaged answers to 4 views of each image are cached for each seed. Then each run is
+`kd-train configs/cifar10.yaml` in the teachers' precision, in a process of its own on one thread, `--jobs` of them at a
+time. A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes, and
+has `resumed` 1: its minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold
+all but the teacher and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which
+its arms share.
 
 The runs take longer than a machine may be free. Rows of a CSV beside this file count as made if their `teacher`, the
-first digits of the SHA-256 of its weights, is the teacher at hand: the same machine fits the same one again.
+first digits of the SHA-256 of the weights, is that of the teachers at hand: the same machine fits the same ones again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "cifar10.yaml"
 Row = dict[str, Any]
 CE: Row = {"kind": "ce", "label_smoothing": 0.1}
-CACHE = ("teacher.cache.views=8",)
+CACHE = ("teacher.cache.views=4",)
 TEXTS = ("arm", "split", "teacher", "commit")  # columns that are no numbers
 
 
@@ -62,7 +62,7 @@ ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
     "kl, T 4": (kl(4.0), CACHE, 1.0),
     "wttm": ([{"kind": "wttm"}], CACHE, 1.0),
     "dist": ([{"kind": "dist", "weight": 2.0}, {"kind": "ce"}], CACHE, 1.0),
-    "kl, 4 views": (kl(2.0), ("teacher.cache.views=4",), 1.0),
+    "kl, 8 views": (kl(2.0), ("teacher.cache.views=8",), 1.0),
     "kl, live": (kl(2.0), (), 1.0),
     "history": (kl(2.0), sifted("history"), 1.0),
     "random": (kl(2.0), sifted("random"), 1.0),
@@ -75,15 +75,17 @@ ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
 
 
 def settings(options: argparse.Namespace) -> Row:
-    """Return the configuration of all runs; `options.teacher`: the fitted teacher, None before that."""
+    """Return the configuration of all runs; `options.teachers`: the folders of the fitted ones, none before that."""
     content = yaml.safe_load(CONFIG.read_text())
     content["data"]["root"] = str(options.data.resolve())
     content["run"] |= {"folder": str(options.work / "runs"), "baseline": False}
     content["teacher"]["fit"]["folder"] = str(options.work / "teachers")
     content["backend"] = {"threads": 1}
-    if options.teacher:  # by its file: threads are part of what names a fit, so another number would fit another one
-        content["teacher"]["checkpoint"] = str(options.teacher / "model.safetensors")
-        chosen = json.loads((options.teacher.parent / "manifest.json").read_text())["choices"]["student"]
+    content["teacher"]["cache"]["views"] = 0  # each arm says so
+    if options.teachers:  # by files: threads are part of what names a fit, so another number would fit others
+        for member, folder in zip([content["teacher"], *content["teacher"]["also"]], options.teachers, strict=True):
+            member["checkpoint"] = str(folder / "model.safetensors")
+        chosen = json.loads((options.teachers[0].parent / "manifest.json").read_text())["choices"]["student"]
         precision = chosen.split("+")[0]  # what each run would choose for itself, arms would not share
         content["teacher"]["precision"] = content["backend"]["precision"] = precision
     return content
@@ -135,14 +137,14 @@ def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
         **minutes,
         "cache_cpu_minutes": filled(options, seed)["cpu_minutes"] if overrides else 0.0,
         "resumed": resumed,
-        "teacher": digest(options.teacher),
+        "teacher": digest(options.teachers),
         "commit": commit(),
     }
 
 
-def digest(teacher: Path) -> str:
-    """Return the first digits of the SHA-256 of a teacher's weights."""
-    return hashlib.sha256((teacher / "model.safetensors").read_bytes()).hexdigest()[:12]
+def digest(teachers: Sequence[Path]) -> str:
+    """Return the first digits of the SHA-256 of teachers' weights."""
+    return hashlib.sha256(b"".join((one / "model.safetensors").read_bytes() for one in teachers)).hexdigest()[:12]
 
 
 def filled(options: argparse.Namespace, seed: int) -> Row:
@@ -188,7 +190,7 @@ def earlier(options: argparse.Namespace, theme: str) -> list[Row]:
         with path.open() as opened:
             lines = csv.DictReader(line for line in opened if not line.startswith("#"))
             rows += [{key: text if key in TEXTS else json.loads(text) for key, text in line.items()} for line in lines]
-    own = [row for row in rows if row.get("teacher") == digest(options.teacher)]
+    own = [row for row in rows if row.get("teacher") == digest(options.teachers)]
     return list({(row["arm"], row["seed"]): row for row in reversed(own)}.values())
 
 
@@ -202,21 +204,29 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args(argv)
-    options.work, options.teacher = options.work.resolve(), None
+    options.work, options.teachers = options.work.resolve(), []
     return options
 
 
-def fitted(options: argparse.Namespace) -> Path:
-    """Fit the teacher, unless it is there; return its folder of weights."""
+def fitted(options: argparse.Namespace) -> list[Path]:
+    """Fit the teachers at once, a process each, unless they are there; return their folders of weights."""
     options.work.mkdir(parents=True, exist_ok=True)
-    call(options, "teach", settings(options), "teacher", ["backend.threads=0"])
-    return Path((options.work / "teacher.log").read_text().splitlines()[-1])
+    content = settings(options)
+    members = 1 + len(content["teacher"].pop("also"))  # alike but for the seed
+
+    def fit(number: int) -> Path:
+        name = f"teacher-{number}"
+        call(options, "teach", content, name, [f"teacher.fit.seed={number}"])
+        return Path((options.work / f"{name}.log").read_text().splitlines()[-1])
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return list(pool.map(fit, range(members)))
 
 
 def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
     """Make what is missing of the arms; write the CSV and print the table."""
     options = arguments(argv)
-    options.teacher = fitted(options)
+    options.teachers = fitted(options)
     done = {(row["arm"], row["seed"]) for row in earlier(options, theme)}
     missing = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
     failed = []

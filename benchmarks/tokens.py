@@ -111,8 +111,8 @@ def main() -> None:
     weights = [text.partition("=")[2] for text in options.overrides if text.startswith("teacher.checkpoint=")]
     if not weights:
         parser.error("teacher.checkpoint=FILE is missing")
-    options.teacher = Path(weights[-1]).parent
-    own = {"teacher": proof.digest(options.teacher), "commit": commit()}
+    options.teachers = [Path(weights[-1]).parent]
+    own = {"teacher": proof.digest(options.teachers), "commit": commit()}
     timed = options.work / "timed.json"
     if not timed.is_file():
         found: dict[str, list[float]] = {arm: [] for arm in ARMS}

@@ -221,7 +221,8 @@ class TeacherSection:
     micro_batch: int = ranged(0, low=0)
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     also: tuple[Member, ...] = ()
-    """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531)."""
+    """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531). One that is
+    written like an earlier one is fitted with the next seed."""
     cache: Cache = field(default_factory=Cache)
     """Keep the teacher's outputs and do not ask it twice."""
     shard: bool = False

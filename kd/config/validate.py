@@ -269,8 +269,9 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
         key = (member.kind, member.model, member.args, member.checkpoint, member.options)
         if not member.model:
             yield ConfigError(f"{where}.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
-        elif key in seen:
-            yield ConfigError(where, "is a teacher that is there already", "Each teacher once", "Change its weight")
+        elif key in seen and (member.checkpoint or not teacher.fit.length or member.kind not in TRAINED):
+            allowed = "Each teacher once; one that is to be fitted may come again, with another seed"
+            yield ConfigError(where, "is a teacher that is there already", allowed, "Change its weight")
         seen.append(key)
 
 

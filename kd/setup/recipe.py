@@ -210,12 +210,17 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
 
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
-    """Return for each teacher, by its config path, a section in which it is the only one."""
-    found = {}
+    """Return for each teacher, by its config path, a section in which it is the only one.
+
+    One that is written like others before it would be fitted to the same bits: it gets a seed of its own.
+    """
+    found: dict[str, TeacherSection] = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
         own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "options")}
-        found[where] = replace(section, **own, also=())
+        alike = sum(all(getattr(other, key) == own[key] for key in own) for other in found.values())
+        fit = replace(section.fit, seed=section.fit.seed + alike)
+        found[where] = replace(section, **own, also=(), fit=fit)
     return found
 
 

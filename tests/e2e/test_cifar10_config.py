@@ -35,6 +35,6 @@ def test_it_fits_trains_and_scores(command, tmp_path, monkeypatch):
     )
     assert answer.code == 0, answer
     manifest = json.loads((run / "cifar10" / "manifest.json").read_text())
-    assert manifest["parameters"] == {"student": 412_954, "teacher": 2_570_290}
+    assert manifest["parameters"] == {"student": 927_010, "teacher": 2 * 2_570_290}
     scored = json.loads((run / "cifar10" / "scored.json").read_text())
     assert (scored["split"], scored["images"]) == ("test", 30)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from pieces import tiny
+
+from kd.config.load import read_yaml
 
 FIT = {"epochs": 3, "lr": 3e-3}
 
@@ -36,6 +39,17 @@ def test_two_teachers_are_fitted_checked_and_averaged(several, command, tmp_path
     assert checked.out.count("teacher   vit_tiny_patch16_224") == 2
 
 
+def test_one_that_comes_again_is_fitted_with_another_seed(several, command, tmp_path):
+    taught = command("teach", several, "teacher.also.0.args.embed_dim=48", "teacher.fit.seed=3")
+    assert taught.code == 0, taught
+    first, second = (Path(line) for line in taught.out.splitlines() if line.endswith("export"))
+    assert first != second
+    seeds = [read_yaml(folder.parent / "config.yaml")["run"]["seed"] for folder in (first, second)]
+    assert seeds == [3, 4]
+    alone = command("teach", several, "teacher.also=[]", "teacher.fit.seed=4")
+    assert Path(alone.out.splitlines()[-1]) == second  # the same fit, found again
+
+
 def test_another_weight_is_another_cache(several, command, tmp_path, refused):
     place = ("teacher.cache.views=1", f"teacher.cache.path={tmp_path / 'cache'}")
     assert command("cache", several, *place).code == 0
@@ -50,7 +64,7 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
         (["teacher.also.0.weight=0"], "teacher.also[0].weight: is 0"),
         (["teacher.also.0.model=vit_tinny"], "teacher.also[0].model: no model 'vit_tinny'"),
         (["teacher.also.0.checkpoint=no/such"], "teacher.also[0].checkpoint: no file"),
-        (["teacher.also.0.args.embed_dim=48"], "teacher.also[0]: is a teacher that is there already"),
+        (["teacher.also.0.args.embed_dim=48", "teacher.fit.epochs=0"], "teacher.also[0]: is a teacher that is there"),
     ],
 )
 def test_what_is_refused(several, refused, overrides, told):

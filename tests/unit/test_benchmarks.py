@@ -30,13 +30,15 @@ def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
     options = proof.arguments(["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm])
     assert options.overrides == ["run.steps=9"]
     assert options.arms == [arm]
-    options.teacher = tmp_path / "teacher" / "export"
-    options.teacher.mkdir(parents=True)
-    (options.teacher.parent / "manifest.json").write_text('{"choices": {"student": "bf16+unfused"}}')
+    options.teachers = [tmp_path / name / "export" for name in ("one", "other")]
+    for export in options.teachers:
+        export.mkdir(parents=True)
+        (export.parent / "manifest.json").write_text('{"choices": {"student": "bf16+unfused"}}')
     content = {**proof.settings(options), "losses": losses}
     loaded = config.load(content, [*overrides, *options.overrides])
     assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
-    assert loaded.teacher.checkpoint  # else each run fits a teacher of its own: its threads are not those of `teach`
+    weights = [one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)]  # else each run fits its own
+    assert weights == [str(export / "model.safetensors") for export in options.teachers]
 
 
 def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teacher(tmp_path, monkeypatch):
@@ -50,13 +52,13 @@ def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teach
         (options.work / f"cache-{seed}.json").touch()
 
     def one(options, arm, seed):
-        assert options.teacher == export
+        assert options.teachers == [export, export]
         made.append(arm)
         if arm in failing:
             raise SystemExit(f"{arm} failed")
         numbers = ("images", "accuracy", "low", "high", "agreement", "ece", "teacher_share", "cpu_minutes", "resumed")
         fields = {"arm": arm, "seed": seed, "split": "test", **dict.fromkeys(numbers, 0.0)}
-        return {**fields, "teacher": proof.digest(export), "commit": "1234e56"}
+        return {**fields, "teacher": proof.digest([export, export]), "commit": "1234e56"}
 
     made: list[str] = []
     failing = {"kl"}
