@@ -151,8 +151,12 @@ def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
 
 
 def test_frozen_for_all_epochs_is_frozen_for_good(make):
-    """Gradients that are dropped, or never computed: the same bits."""
-    both = [make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", "run.every.log=1") for epochs in (0, 9)]
+    """Gradients that are dropped, or never computed: the same bits, of a ViT.
+
+    Not of each network: torch folds a product of strided inputs where a weight needs a gradient, and not where none
+    does. XCiT has one, and where oneDNN has kernels of AMX the two have other last bits.
+    """
+    both = [make(FROZEN, f"student.tuning.freeze_epochs={epochs}", "run.every.log=1") for epochs in (0, 9)]
     for made in both:
         train(made.run)
     assert moved(tensors(both[0]), tensors(both[1])) == set()
