@@ -26,6 +26,8 @@ from kd.types import Sample
 
 MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])
 """Of ImageNet's pixels, 0 to 255."""
+ASPECTS = math.log(3 / 4), math.log(4 / 3)
+"""Logarithms of a random crop's least and greatest aspect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ class Views:
             raise
         finally:
             self.decode_seconds += time.perf_counter() - begin
-        array = np.asarray(self.transform(image, rng))
+        image = self.transform(image, rng)
+        # np.asarray would ask Pillow for the same bytes by way of a description of them: 1.3 us more, in each image.
+        array = np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, 3)
         return torch.from_numpy(array.transpose(2, 0, 1).copy()), crc
 
 
@@ -138,7 +142,7 @@ class Train:
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         """Return an RGB image of `size` x `size`."""
-        box = random_box(image.width, image.height, self.crop, rng)
+        box = random_box(*image.size, self.crop, rng)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
         if rng.random() < self.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -170,7 +174,7 @@ def random_box(width: int, height: int, smallest: float, rng: random.Random) -> 
     if smallest >= 1.0:
         return 0.0, 0.0, float(width), float(height)
     area = width * height * rng.uniform(smallest, 1.0)
-    aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+    aspect = math.exp(rng.uniform(*ASPECTS))
     aspect = min(max(aspect, area / height**2), width**2 / area)
     crop_width, crop_height = math.sqrt(area * aspect), math.sqrt(area / aspect)
     left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)

@@ -11,6 +11,8 @@ import zlib
 
 log = logging.getLogger("kd")
 
+FIRST = mmap.PAGESIZE  # bytes that are read at first: a small record is one request
+
 
 class Stop:
     """Whether writing has ended, and why. Processes forked from this one share it, so that only one of them warns."""
@@ -54,15 +56,17 @@ class Records:
 
     def read(self, id: int) -> bytes | None:
         """Return the content of a record, or None if it is not whole or cannot be read."""
-        start = id * self.stride
+        start, head = id * self.stride, self.HEAD.size
         try:
-            head = os.pread(self._file, self.HEAD.size, start)
-            if len(head) < self.HEAD.size:
+            record = os.pread(self._file, min(self.stride, FIRST), start)
+            if len(record) < head:
                 return None
-            checksum, length = self.HEAD.unpack(head)
+            checksum, length = self.HEAD.unpack_from(record)
             if not 0 < length <= self.size:
                 return None
-            content = os.pread(self._file, length, start + self.HEAD.size)
+            content = record[head : head + length]
+            if length > len(content):
+                content += os.pread(self._file, length - len(content), start + head + len(content))
         except OSError:
             return None
         return content if len(content) == length and self._checksum(id, content) == checksum else None
