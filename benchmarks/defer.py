@@ -58,11 +58,11 @@ def asked(path: Path, test: bool) -> Answers:
         if test:
             assert data.test is not None, "no test split"
             data = replace(data, val=data.test, stored=None)
-        teacher = load_fitted(recipe.teacher, data)
+        teacher = load_fitted(recipe.teacher, data).model
         assert teacher is not None
         device = torch.device("cpu")
         models: dict[str, Any] = {"student": student.eval(), "teacher": LiveTeacher(teacher, device).validation()}
-        found = ask(models, data, 0, device)
+        found = ask(models, data.views()[1], 0, device)
     lists = (found["label"], found["student"], found["teacher"])
     more = {"student_sure": found["student_sure"], "cpu_ms": found["cpu_ms"]}
     return Answers(tuple(data.classes), *lists, of=found["of"], **more)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.data.views import Views
 from kd.errors import DataError, ModelError
 from kd.evaluation import Task
 from kd.export.calibrate import divide_logits, exchanged
@@ -79,9 +78,7 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
     `limit` of them, evenly spaced over the split; 0: all. `training`: of the training split, as its first epoch sees
     them.
     """
-    section = data.section
-    evaluated = Views(data.val, data.evaluate(), section.image_size, 0, on_corrupt=section.on_corrupt)
-    shown = data.views()[0] if training else evaluated
+    shown = data.views()[0] if training else data.shown(data.val)
     ids = evenly_spaced(len(shown), limit or len(shown))
     found = 0
     for first in range(0, len(ids), BATCH):

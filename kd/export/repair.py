@@ -23,8 +23,8 @@ from kd.engine.loop import train
 from kd.models.classifier import Classifier
 from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
-from kd.setup.data import Data, open_data
-from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.data import open_data
+from kd.setup.recipe import Recipe
 from kd.setup.student import build_criterion
 from kd.setup.teacher import Teachers, load_fitted
 from kd.types import Batch, Dims, Needs, Outputs
@@ -76,7 +76,7 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
     chosen = {**recorded, "student": "fp32+unfused", "sifter": "none"}
     with distributed(recipe.backend) as backend, Console("repair", scores=student.task.scores) as console:
         data = open_data(recipe.data, backend)
-        teachers = _teachers(teacher, data) if needed else Teachers(None, data)
+        teachers = load_fitted(teacher, data) if needed else Teachers(None, data)
         data = teachers.data
         own.to(backend.device).eval()
         dims = Dims(len(data.classes), 0, 0, classes=tuple(data.classes), labels=data.labels)
@@ -87,8 +87,3 @@ def repair(recipe: Recipe, recorded: Mapping[str, Any], fake: Classifier, own: C
         setting = Setting(teachers, backend, recipe.backend)
         train(build_run(teacher, student, loop, setting, Results(Memory(), console, chosen), made).run)
         fake.cpu()
-
-
-def _teachers(plan: TeacherPlan, data: Data) -> Teachers:
-    model: Any = load_fitted(plan, data)
-    return Teachers(model, data.with_classes(model.classes), list(getattr(model, "members", [model])))

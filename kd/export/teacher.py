@@ -29,7 +29,7 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
         raise ModelError(WHERE, f"the run averages {len(kinds)} teachers, which are no one graph", "", remedy)
     vouched.check_folder(recipe.data)
     vouched.check_teacher(plan)
-    model = load_fitted(plan, open_sources(recipe.data))
+    model = load_fitted(plan, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         wrong = f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is written from"
         raise ModelError(WHERE, wrong, "Kinds timm, torch and zero_shot", "Ask it by itself, beside kd-predict")

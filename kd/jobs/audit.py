@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,12 @@ def audit(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
         raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label an image", "")
     if run.backend.world_size > 1:
         raise RunError("--audit", "runs in one process", "", "Start it without a launcher")
-    answers = {
-        "train": _training(run, data),
-        "val": answers_to(_live(run).validation(), data.val, range(len(data.val)), data),
-    }
+    val = answers_to(_live(run).validation(), data.shown(data.val, "skip"), range(len(data.val)))
+    answers = {"train": _training(run, data), "val": val}
     target = folder / lists.FOLDER
     return [
-        *_labels(answers, data, target),
-        *_repeats(answers, data, target),
+        *_labels(answers, data.splits, data.classes, target),
+        *_repeats(answers, data.splits, target),
         f"listed    in '{target}', with pictures",
     ]
 
@@ -57,16 +55,14 @@ def _live(run: Run) -> Any:
 
 def _training(run: Run, data: Data) -> Answers:
     """Return the answers to the training images: from the cache, and for the others from the teacher."""
-    views = data.plan.views
-    usable = isinstance(run.teacher, CachedTeacher) and not data.section.augment.mixes  # mixed images have two labels
-    known = _stored(run.teacher.store, views, data) if usable and isinstance(run.teacher, CachedTeacher) else None
-    if known is None:
-        return answers_to(_live(run), data.train, range(len(data.train)), data)
-    left = np.setdiff1d(np.arange(len(data.train)), known.id)
-    return _joined([known, answers_to(_live(run), data.train, left.tolist(), data)])
+    shown, left, known = data.shown(data.train, "skip"), np.arange(len(data.train)), []
+    if isinstance(run.teacher, CachedTeacher) and not data.section.augment.mixes:  # mixed images have two labels
+        known = [_stored(run.teacher.store, data.plan.views, data.train)]
+        left = np.setdiff1d(left, known[0].id)
+    return _joined([*known, answers_to(_live(run), shown, left.tolist())])
 
 
-def _stored(store: Store, views: int, data: Data) -> Answers:
+def _stored(store: Store, views: int, source: Source) -> Answers:
     """Return the mean of the answers of the cache over the views of each image that has one."""
     found = []
     for start in range(0, store.num_images, READ):
@@ -78,17 +74,14 @@ def _stored(store: Store, views: int, data: Data) -> Answers:
             total, count = shares if total is None else total + shares, count + readable
         rows = np.flatnonzero(count)
         if total is not None and len(rows):
-            found.append(
-                _labelled(np.arange(start, start + len(ids))[rows], total[rows] / count[rows, None], data.train)
-            )
+            found.append(_labelled(np.asarray(ids)[rows], total[rows] / count[rows, None], source))
     return _joined(found)
 
 
-def answers_to(teacher: Any, source: Source, ids: Sequence[int], data: Data) -> Answers:
-    """Return a teacher's answers to images with a label, as evaluation shows them, without damaged ones."""
-    section, found = data.section, []
+def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> Answers:
+    """Return a teacher's answers to those of the images that have a label and can be read."""
+    source, found = shown.source, []
     ids = [id for id in ids if source.label(id) >= 0]
-    shown = Views(source, data.evaluate(), section.image_size, data.plan.seed, on_corrupt="skip")
     for start in range(0, len(ids), BATCH):
         samples = [(id, shown.load(id, 0)) for id in ids[start : start + BATCH]]
         samples = [(id, sample) for id, sample in samples if sample.readable]
@@ -123,40 +116,41 @@ def _joined(parts: Sequence[Answers]) -> Answers:
     return Answers(*(np.concatenate(one) for one in zip(*parts, strict=True)))
 
 
-def _labels(answers: dict[str, Answers], data: Data, target: Path) -> list[str]:
+def _labels(
+    answers: dict[str, Answers], splits: Mapping[str, Source], classes: Sequence[str], target: Path
+) -> list[str]:
     """Write labels.csv and labels.html, and say how many labels are doubted."""
     head = ("split", "name", "label", "answer", "share of answer", "share of label")
-    listed, counts, classes = [], [], data.classes
+    listed, counts = [], []
     for split, one in answers.items():
         found = doubted(one.label, one.answer, one.share, one.own)
         counts.append(f"{len(found)} of {len(one.id)} in '{split}'")
         for rank, row in enumerate(found):
             id, label, answer = int(one.id[row]), classes[int(one.label[row])], classes[int(one.answer[row])]
-            seen, shares = lists.Seen(split, data.splits[split].name(id), label, id), (one.share[row], one.own[row])
+            seen, shares = lists.Seen(split, splits[split].name(id), label, id), (one.share[row], one.own[row])
             listed.append((rank, seen, answer, [round(float(share), 4) for share in shares]))
     listed.sort(key=lambda one: one[:2])
     rows = [(*seen[:3], answer, *shares) for _, seen, answer, shares in listed]
     lists.write_table(target / "labels.csv", [head, *rows])
     figures = [(f"{one.label}, or {answer} ({100 * shares[0]:.0f} %)?", [one]) for _, one, answer, shares in listed]
-    write_text(
-        target / "labels.html", lists.page("Labels that the teacher doubts, the surest first", figures, data.splits)
-    )
+    page = lists.page("Labels that the teacher doubts, the surest first", figures, splits)
+    write_text(target / "labels.html", page)
     lines = [f"labels    doubted by the teacher: {', '.join(counts)}"]
     return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
 
 
-def _repeats(answers: dict[str, Answers], data: Data, target: Path) -> list[str]:
+def _repeats(answers: dict[str, Answers], splits: Mapping[str, Source], target: Path) -> list[str]:
     """Add to duplicates.csv the pairs of two splits that have near answers and show one photograph."""
     train, val = answers["train"], answers["val"]
     if not len(train.id) or not len(val.id) or train.vector.shape[1] != val.vector.shape[1]:
         return []
     rows, near = neighbours(train.vector, val.vector)
-    numbers = [*data.splits]
+    numbers = [*splits]
     wanted = dict.fromkeys(
         [("val", int(id)) for id in val.id] + [("train", int(id)) for id in train.id[np.unique(near)]]
     )
     album, row_of = Album(len(wanted)), {}
-    for split, id, decoded in _decoded(wanted, data):
+    for split, id, decoded in _decoded(wanted, splits):
         row_of[split, id] = len(album)
         album.add(numbers.index(split), id, decoded)
     pairs = [
@@ -166,18 +160,18 @@ def _repeats(answers: dict[str, Answers], data: Data, target: Path) -> list[str]
     known = np.array([pair for pair in pairs if None not in pair], np.int64).reshape(-1, 2)
     count = len(known)
     candidates = Pairs(known[:, 0], known[:, 1], np.full(count, -1), np.zeros(count))
-    found = lists.repeats(album, closely(album, candidates), data.splits)
-    before = lists.present(lists.read_repeats(target), data.splits)
+    found = lists.repeats(album, closely(album, candidates), splits)
+    before = lists.present(lists.read_repeats(target), splits)
     both = lists.worst_first([*before, *found])
     if both:
-        lists.write_repeats(target, both, data.splits)
+        lists.write_repeats(target, both, splits)
     text = f"repeats   {len(found)} pairs in two splits by the teacher's answers, {len(both) - len(before)} of them new"
     return [f"{text}; {lists.DUPLICATES} has {len(both)}"]
 
 
-def _decoded(wanted: Any, data: Data) -> Iterator[Any]:
+def _decoded(wanted: Any, splits: Mapping[str, Source]) -> Iterator[Any]:
     for split, id in wanted:
         try:
-            yield split, id, data.splits[split].decode(id)
+            yield split, id, splits[split].decode(id)
         except CorruptImage:  # data.on_corrupt decides where a run reads it
             continue

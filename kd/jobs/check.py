@@ -51,8 +51,9 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         with torch.device("meta"):
             built[name] = build_student(phase.student, data.classes, section.image_size, weights=False)
         tune(phase.student, built[name])
+    state_mib = {name: _state_mib(one.loop.optimizer, built[name], num_ranks) for name, one in phases.items()}
     student = built["distillation"]
-    dims = dims_of(data, student, teachers.members)
+    dims = dims_of(student, teachers)
     build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))
     lines = [
         f"config    {path}: well-formed",
@@ -72,7 +73,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
-        _memory(recipe.teacher.section, teachers, phases, built, num_ranks),
+        _memory(recipe.teacher.section, teachers, state_mib, num_ranks),
     ]
     return "\n".join(lines)
 
@@ -129,7 +130,7 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
 
 def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     try:
-        return [f"          {one.text}" for one in compare(plan, teachers, teachers.data, torch.device("cpu"))]
+        return [f"          {one.text}" for one in compare(plan, teachers, torch.device("cpu"))]
     except DataError:
         return ["          not asked: the images do not exist yet"]
 
@@ -148,14 +149,11 @@ def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _memory(
-    section: TeacherSection, teachers: Teachers, phases: Mapping[str, Recipe], built: Mapping[str, Any], num_ranks: int
-) -> str:
+def _memory(section: TeacherSection, teachers: Teachers, state_mib: Mapping[str, float], num_ranks: int) -> str:
     """Say what weights, gradients and optimizer take in the largest phase, and in which."""
     frozen = sum(count_parameters(model) for model in teachers.members if model.runtime == "torch")
     frozen *= (2 if section.precision == "bf16" else 4) / (num_ranks if section.shard or section.pipeline else 1)
-    sizes = {name: _state_mib(one.loop.optimizer, built[name], num_ranks) for name, one in phases.items()}
-    sizes["distillation"] += frozen / 2**20
+    sizes = {**state_mib, "distillation": state_mib["distillation"] + frozen / 2**20}
     largest, *rest = sorted(sizes.items(), key=lambda pair: -pair[1])
     others = "".join(f", {mib:.0f} in {name}" for name, mib in rest)
     text = f"{largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, gradients and optimizer"

@@ -103,7 +103,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             from kd.setup.answers import mistakes  # only where a tracker shows them
 
             with run.average.applied() if run.average is not None else nullcontext():
-                trackers.pictures(state.step, mistakes(run.distillation.student.eval(), data, backend.device))
+                found = mistakes(run.distillation.student.eval(), data.views()[1], data.classes, backend.device)
+            trackers.pictures(state.step, found)
         sifting = sifting_report(run, data.train, data.labels, folder)
         saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
         console.info(f"{title}: {saved}" if saved else "")
@@ -112,7 +113,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             folder.record(unreadable=broken)
             count = f"{len(broken)} images" if len(broken) > 1 else "1 image"
             console.info(f"{title}: {count} could not be decoded and had weight 0: {', '.join(broken[:5])}")
-        scored = conclude(built, data, folder, final == "test") if final else None
+        scored = conclude(built, folder, final == "test") if final else None
         if scored is not None:
             console.info(f"{title}: {scores.conclusion(scored)}")
     return Result(
@@ -165,7 +166,7 @@ def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title
 def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: Console) -> None:
     """Show and record, at the first start, how the teachers' answers differ from those at home."""
     if "teacher_home" not in folder.manifest():
-        compared = compare(plan, setting.teachers, setting.teachers.data, setting.backend.device)
+        compared = compare(plan, setting.teachers, setting.backend.device)
         for one in compared:
             console.info(f"{one.where}: {one.text}")
         folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})

@@ -47,7 +47,7 @@ def evaluate(
         setting = Setting(teachers, backend, recipe.backend)
         built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
         load_distillation(built.run.distillation, best)
-        scored = score(built, data, state.step, len(folder.metrics("val")), split == "test")
+        scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:
             from kd.jobs.audit import audit as audited  # only where it is asked for
 

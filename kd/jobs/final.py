@@ -8,19 +8,19 @@ from kd.artifacts.run_dir import RunDir
 from kd.evaluation import Sampled
 from kd.scores import Scored
 from kd.setup.build import Built
-from kd.setup.data import Data
 from kd.setup.student import load_distillation
 
 
 @torch.no_grad()
-def conclude(built: Built, data: Data, folder: RunDir, test: bool = True) -> Scored | None:
+def conclude(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
     """Score the best checkpoint of a run that has ended and write scored.json; what was scored before is read.
 
     `test`: of the test images, where there are some. The student has the weights of that checkpoint afterwards. All
     ranks must call it. Rank 0 reads the folder; where it knows the score, the others return None.
     """
     backend, module = built.run.backend, built.run.distillation
-    source = data.test if test and data.test is not None else data.val
+    test = test and built.test is not None
+    source = built.test if test and built.test is not None else built.val
     known, step, rows = None, 0, 0
     if backend.rank == 0:
         known = folder.scored()
@@ -34,15 +34,15 @@ def conclude(built: Built, data: Data, folder: RunDir, test: bool = True) -> Sco
         load_distillation(module, tensors)
         step, rows = state.step, len(folder.metrics("val"))
     backend.broadcast_([*module.parameters(), *module.buffers()])
-    known = score(built, data, step, rows, source is data.test)
+    known = score(built, step, rows, test)
     if backend.rank == 0:
         folder.write_scored(known)
     return known
 
 
-def score(built: Built, data: Data, step: int, evaluations: int, test: bool) -> Scored:
+def score(built: Built, step: int, evaluations: int, test: bool) -> Scored:
     """Score the student as it is on the test images, or on the validation images. All ranks must call it."""
-    evaluator, source = (built.test(), data.test) if test else (built.run.evaluator, data.val)
+    evaluator, source = (built.test_evaluator(), built.test) if test else (built.run.evaluator, built.val)
     assert source is not None
     row = evaluator(built.run.distillation.student)
     samples = evaluator.samples() if isinstance(evaluator, Sampled) else {}

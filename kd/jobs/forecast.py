@@ -43,7 +43,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     with distributed(recipe.backend) as backend:
         found = measure(recipe.teacher, recipe.student, data, split, backend, fitting=True)
         fits = sum(not is_fitted(target) for _, target in fit_folders(recipe.teacher, data.fingerprint).values())
-        guess = estimate(recipe, data, split, backend, found, fits)
+        guess = estimate(recipe, (len(data.train), len(data.val)), split, backend, found, fits)
     parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())
     measured = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
     lines += [

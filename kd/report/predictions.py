@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from PIL import Image
 
 from kd.artifacts.run_dir import RunDir
 from kd.audit.lists import FOLDER, present, read_repeats
-from kd.contracts import TeacherModel
-from kd.errors import CorruptImage, DataError, KdError, RunError
+from kd.contracts import Source, TeacherModel
+from kd.data.views import Views
+from kd.errors import DataError, KdError, RunError
 from kd.files.storage import write_json
 from kd.models.teacher import LiveTeacher
 from kd.report.record import Answers, Picture
@@ -51,7 +51,7 @@ def answers(
         if stored is None:
             vouched.check_teacher(teacher)
             vouched.check_student(student)
-            stored = {**_predict(folder, student, load_fitted(teacher, data), data, images), "belongs": belongs}
+            stored = {**_predict(folder, student, load_fitted(teacher, data).model, data, images), "belongs": belongs}
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No answers of the models on validation images: {error}"
@@ -63,10 +63,12 @@ def answers(
         of=stored["of"],
         student_sure=stored["student_sure"],
         cpu_ms=stored["cpu_ms"],
-        leaked=_leaked(stored, data, folder.path),
+        leaked=_leaked(stored["ids"], data.splits, folder.path),
     )
     try:
-        return replace(answers, pictures=_pictures(stored, data)), ""
+        return replace(
+            answers, pictures=_pictures(stored, data.shown(data.val, on_corrupt="skip"), list(data.classes))
+        ), ""
     except DataError as error:  # each missing file is waited for: one is enough
         return answers, f"No photographs: {error}"
 
@@ -91,48 +93,46 @@ def _predict(
     models: dict[str, Any] = {"student": student.to(device).eval()}
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()
-    return ask(models, data, images, device)
+    return ask(models, data.views()[1], images, device)
 
 
-def _leaked(stored: Mapping[str, Any], data: Data, path: Path) -> list[int]:
-    """Return which of the images are in another split too, as the list of `--check` or `--audit` says."""
-    pairs = [pair for pair in present(read_repeats(path / FOLDER), data.splits) if pair.leaks]
+def _leaked(ids: Sequence[int], splits: Mapping[str, Source], path: Path) -> list[int]:
+    """Return which of the validation images are in another split too, as the list of `--check` or `--audit` says."""
+    pairs = [pair for pair in present(read_repeats(path / FOLDER), splits) if pair.leaks]
     names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
-    return [i for i, id in enumerate(stored["ids"]) if data.val.name(id) in names] if names else []
+    return [i for i, id in enumerate(ids) if splits["val"].name(id) in names] if names else []
 
 
-def _pictures(stored: Mapping[str, Any], data: Data) -> list[Picture]:
+def _pictures(stored: Mapping[str, Any], shown: Views, classes: list[str]) -> list[Picture]:
     """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
     if "teacher" not in stored:
         return []
     differ = [i for i, answer in enumerate(stored["student"]) if answer != stored["teacher"][i]]
     differ.sort(key=lambda i: (stored["teacher"][i] != stored["label"][i], -stored["teacher_share"][i]))
-    classes, crop, pictures = list(data.classes), data.evaluate(), []
+    pictures = []
     for i in differ:
         if len(pictures) == MOST_PICTURES:
             break
         id = stored["ids"][i]
         truth, teacher, student = (classes[stored[name][i]] for name in ("label", "teacher", "student"))
-        try:
-            image = crop(data.val.decode(id).image, Random(0))
-        except CorruptImage:
+        sample = shown.load(id, 0)
+        if not sample.readable:
             continue
         picture = Picture(
-            name=data.val.name(id),
+            name=shown.source.name(id),
             truth=truth,
             teacher=teacher,
             teacher_share=stored["teacher_share"][i],
             student=student,
             student_share=stored["student_share"][i],
-            data=_thumbnail(image),
+            data=_thumbnail(Image.fromarray(sample.pixels.permute(1, 2, 0).numpy())),
         )
         pictures.append(picture)
     return pictures
 
 
 def _thumbnail(image: Image.Image) -> str:
-    small = image.copy()
-    small.thumbnail((SIDE, SIDE))
+    image.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
-    small.save(file, "JPEG", quality=82)
+    image.save(file, "JPEG", quality=82)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

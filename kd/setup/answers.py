@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from kd.contracts import Dataset
+from kd.data.views import Views
 from kd.seeds import evenly_spaced
-from kd.setup.data import Data
 from kd.tasks.single_label import temperature
 from kd.types import Batch
 
@@ -18,21 +19,20 @@ BATCH = 50  # images of a forward
 LOOKED, SHOWN = 500, 12  # images among which the surest mistakes are looked for; mistakes
 
 
-def ask(models: Mapping[str, Any], data: Data, images: int, device: torch.device) -> dict[str, Any]:
-    """Run models over so many validation images as evaluation shows them, in float32; 0: all.
+def ask(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device) -> dict[str, Any]:
+    """Run models over so many images of a split as evaluation shows them, in float32; 0: all.
 
     Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and
     their probabilities (`NAME_share`). "student" takes pixels, any other model a batch. `student_sure` are its
     probabilities after a temperature that every second image gave; `cpu_ms` is the CPU time of an image by model.
     """
-    dataset = data.views()[1]
-    sampled = evenly_spaced(len(data.val), images or len(data.val))
-    content: dict[str, Any] = {"of": len(data.val), "ids": [], "label": []}
+    sampled = evenly_spaced(len(shown), images or len(shown))
+    content: dict[str, Any] = {"of": len(shown), "ids": [], "label": []}
     content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
     logits: list[torch.Tensor] = []
     seconds = dict.fromkeys(models, 0.0)
     for start in range(0, len(sampled), BATCH):
-        samples = [(id, dataset.load(id, 0)) for id in sampled[start : start + BATCH]]
+        samples = [(id, shown.load(id, 0)) for id in sampled[start : start + BATCH]]
         samples = [(id, sample) for id, sample in samples if sample.readable and sample.label >= 0]
         if not samples:
             continue
@@ -65,14 +65,14 @@ def _calibrated(logits_NC: torch.Tensor, label_N: torch.Tensor) -> list[float]:
     return (logits_NC.double() / by).softmax(1).amax(1).tolist()
 
 
-def mistakes(student: Any, data: Data, device: torch.device) -> dict[str, np.ndarray]:
-    """Return validation images that a student gets wrong, uint8 [S, S, 3], its surest mistakes first, by a title."""
-    found = ask({"student": student}, data, LOOKED, device)
+def mistakes(student: Any, shown: Views, classes: Sequence[str], device: torch.device) -> dict[str, np.ndarray]:
+    """Return images of a split that a student gets wrong, uint8 [S, S, 3], its surest mistakes first, by a title."""
+    found = ask({"student": student}, shown, LOOKED, device)
     wrong = [i for i, label in enumerate(found["label"]) if label != found["student"][i]]
     wrong.sort(key=lambda i: -found["student_share"][i])
-    pictures, dataset, classes = {}, data.views()[1], data.classes
+    pictures = {}
     for i in wrong[:SHOWN]:
         id, label, answer = found["ids"][i], classes[found["label"][i]], classes[found["student"][i]]
-        title = f"{label}, answered {answer} ({100 * found['student_share'][i]:.0f} %): {data.val.name(id)}"
-        pictures[title] = dataset.load(id, 0).pixels.permute(1, 2, 0).numpy()
+        title = f"{label}, answered {answer} ({100 * found['student_share'][i]:.0f} %): {shown.source.name(id)}"
+        pictures[title] = shown.load(id, 0).pixels.permute(1, 2, 0).numpy()
     return pictures

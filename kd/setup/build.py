@@ -14,7 +14,6 @@ from kd import parts
 from kd.config.schema import BackendSection
 from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
 from kd.data.loader import evaluation_plan
-from kd.data.views import Views
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
@@ -144,8 +143,12 @@ class Built:
     run: Run
     facts: dict[str, Any]
     """For the manifest: what was chosen and measured."""
-    test: Callable[[], Evaluator]
-    """Makes what scores the test split; only where the data has one."""
+    val: Source
+    """Images of the validation split."""
+    test: Source | None
+    """Those of the test split, where there is one."""
+    test_evaluator: Callable[[], Evaluator]
+    """Makes what scores the test split; only where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ def build_run(
     logger, section, num_images = results.logger, data.section, len(data.train)
     chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
     session = Session(backend, data, split_batch(section, backend.world_size, num_images))
-    distillation = prepared if prepared is not None else build_distillation(student, data, setting.teachers)
+    distillation = prepared if prepared is not None else build_distillation(student, setting.teachers)
     distillation.to(backend.device)
 
     visits = loop.images(num_images, session.split.batch_size) // backend.world_size
@@ -216,7 +219,7 @@ def build_run(
         "workers": loader.workers,
         "measured_ms": {name: table for name, table in measured.items() if table},
     }
-    return Built(run, facts | teacher_facts(report, backend), test)
+    return Built(run, facts | teacher_facts(report, backend), data.val, data.test, test)
 
 
 def compare_threads(run: Run, facts: BackendFacts, steps: int, threads: int) -> Run:
@@ -277,10 +280,8 @@ def test_evaluator(
 
 def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_seconds: float) -> Split:
     """Return images of a source as evaluation shows them, by their ids [N]."""
-    data, backend, split = session.data, session.backend, session.split
-    section = data.section
-    shown = Views(source, data.evaluate(), section.image_size, data.plan.seed, on_corrupt=section.on_corrupt)
-    loader = evaluation_loader(shown, section, split, backend, timeout_seconds)
+    data, split = session.data, session.split
+    loader = evaluation_loader(data.shown(source), data.section, split, session.backend, timeout_seconds)
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
 

@@ -116,6 +116,12 @@ class Data:
     def evaluate(self) -> Evaluate:
         return Evaluate(self.section.image_size, self.section.eval_crop)
 
+    def shown(self, source: Source, on_corrupt: str = "") -> Views:
+        """Return the images of a split as evaluation shows them, from their files; `on_corrupt` "": as configured."""
+        section = self.section
+        on_corrupt = on_corrupt or section.on_corrupt
+        return Views(source, self.evaluate(), section.image_size, self.plan.seed, on_corrupt=on_corrupt)
+
     def views(self) -> tuple[Views, Views]:
         """Return the views of both splits, of the stored pixels where there is a store."""
         section, augment = self.section, self.section.augment

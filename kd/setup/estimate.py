@@ -67,7 +67,7 @@ def measure(
     teachers = load_teachers(teacher, data, random)
     model, data, size = teachers.model, teachers.data, data.section.image_size
     fresh = replace(student, section=replace(student.section, init="scratch", checkpoint=""))
-    distillation = build_distillation(fresh, data, teachers).to(backend.device)
+    distillation = build_distillation(fresh, teachers).to(backend.device)
     dtype = backend.autocast_dtype or torch.float32
     live: Teacher = LiveTeacher(model, backend.device, dtype) if model is not None else NoTeacher()
     count = trial_images(split.micro_batch, backend)
@@ -138,10 +138,15 @@ class Estimate:
         return sum(self.seconds.values())
 
 
-def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, found: Measured, fits: int) -> Estimate:
-    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations."""
-    loop, teacher, num_images = recipe.loop, recipe.teacher, len(data.train)
-    workers = default_workers(backend) if data.section.workers == "auto" else int(data.section.workers)
+def estimate(
+    recipe: Recipe, sizes: tuple[int, int], split: BatchSplit, backend: Backend, found: Measured, fits: int
+) -> Estimate:
+    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations.
+
+    `sizes`: training and validation images. `fits`: how many teachers are fitted first.
+    """
+    loop, teacher, section, (num_images, num_val) = recipe.loop, recipe.teacher, recipe.data.section, sizes
+    workers = default_workers(backend) if section.workers == "auto" else int(section.workers)
     images = loop.images(num_images, split.batch_size)
     share = loop.teacher_images(num_images, split.batch_size) / images if teacher.needed else 0.0
     fixed = found.fixed / split.micro_batch
@@ -158,7 +163,7 @@ def estimate(recipe: Recipe, data: Data, split: BatchSplit, backend: Backend, fo
     runs, every = 2 if recipe.baseline is not None else 1, loop.every.evaluate
     between = every * split.batch_size if every else loop.epoch_images(num_images, split.batch_size)
     times = runs * max(1.0, images / between) + 1  # one before step 1
-    parts["evaluations"] = seconds(times * len(data.val), found.score) + len(data.val) * found.teacher / 1000
+    parts["evaluations"] = seconds(times * num_val, found.score) + num_val * found.teacher / 1000
     return Estimate({name: value for name, value in parts.items() if value}, images / distilling)
 
 

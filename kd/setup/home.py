@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kd.data.views import Views
 from kd.errors import ModelError
 from kd.models.classifier import Home, Pick
 from kd.models.teacher import FAILURES, LiveTeacher
-from kd.setup.data import Data
 from kd.setup.recipe import TeacherPlan
-from kd.setup.teacher import Teachers, validation_pictures, validation_views
+from kd.setup.teacher import Teachers, pixels_of, readable
 from kd.types import Outputs
 
 LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0
@@ -33,34 +33,33 @@ class Compared:
     share of its probability that belongs to the data's."""
 
 
-def compare(plan: TeacherPlan, teachers: Teachers, data: Data, device: torch.device) -> list[Compared]:
+def compare(plan: TeacherPlan, teachers: Teachers, device: torch.device) -> list[Compared]:
     """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks."""
     if plan.section.shard or plan.section.pipeline:
         return []
     device = torch.device("cpu") if device.type == "xla" else device  # it would compile for each batch size
-    members = [
-        (where, one) for where, one in zip(plan.members, teachers.members, strict=False) if where not in plan.fits
-    ]
-    found = [_compared(where, one, plan, data, device) for where, one in members]
+    members = zip(plan.members, teachers.members, strict=False)
+    shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
+    found = [_compared(where, one, plan, shown, device) for where, one in members if where not in plan.fits]
     return [one for one in found if one.values]
 
 
 @torch.inference_mode()
-def _compared(where: str, member: Any, plan: TeacherPlan, data: Data, device: torch.device) -> Compared:
+def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: torch.device) -> Compared:
     home: Home | None = getattr(member, "home", None)
     if home is None and not any(isinstance(one, Pick) for one in member.modules()):
         return Compared(where, "", {})
-    pictures, ids = validation_pictures(data)
+    pictures, ids = readable(shown.source)
     model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as an evaluation makes it
     kept: list[float] = []
     for pick in (one for one in model.modules() if isinstance(one, Pick)):
         pick.register_forward_pre_hook(lambda one, given: kept.append(_share(one, given[0])))
-    views = validation_views(data, pictures).to(device)
+    views = pixels_of(pictures, shown).to(device)
     ours = model(views, torch.tensor(ids)) if member.reads_ids else model(views)
     values, texts = {"images": float(len(ids))}, []
     if kept and plan.task.logits == "softmax":
         values["kept"] = kept[0]
-        texts.append(f"{kept[0]:.1%} of its probability belongs to the data's {len(data.classes)} classes")
+        texts.append(f"{kept[0]:.1%} of its probability belongs to the data's {ours.logits.shape[1]} classes")
     if home is not None:
         values |= _differences(_vectors(ours), _at_home(where, model, home, pictures, device), ours.logits.shape[1] > 0)
         texts.append(_words(home, values))

@@ -11,13 +11,12 @@ import torch
 
 from kd import parts
 from kd.config.schema import LossSection
-from kd.contracts import Backend, Teacher, TeacherModel
+from kd.contracts import Backend, Teacher
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import require_repeatable
 from kd.seeds import seed_from
-from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
 from kd.setup.recipe import Session, StudentPlan
 from kd.setup.teacher import Teachers
@@ -56,8 +55,9 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
     )
 
 
-def dims_of(data: Data, student: Classifier, teachers: Sequence[TeacherModel]) -> list[Dims]:
+def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
     """Return what losses are built for, one for each teacher; one without teachers too."""
+    data = teachers.data
     image_size, classes = data.section.image_size, tuple(data.classes)
     own, none = feature_shapes(student, image_size), (0, 0)
     return [
@@ -70,7 +70,7 @@ def dims_of(data: Data, student: Classifier, teachers: Sequence[TeacherModel]) -
             classes,
             data.labels,
         )
-        for shapes in [feature_shapes(one, image_size) for one in teachers] or [{}]
+        for shapes in [feature_shapes(one, image_size) for one in teachers.members] or [{}]
     ]
 
 
@@ -100,11 +100,12 @@ def build_criterion(
     return Criterion(terms, members, labelled)
 
 
-def build_distillation(plan: StudentPlan, data: Data, teachers: Teachers) -> Distillation:
+def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:
     """Build student and criterion as one nn.Module."""
+    data = teachers.data
     student = build_student(plan, data.classes, data.section.image_size)
     frozen = tune(plan, student)
-    dims = dims_of(data, student, teachers.members)
+    dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
     criterion = build_criterion(plan.losses, dims, plan.seed, shares, data.labelled_share())
     return Distillation(student, criterion, plan.task, frozen)

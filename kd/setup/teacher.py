@@ -17,7 +17,8 @@ from torch import nn
 from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, Noted, TeacherModel
+from kd.contracts import Backend, Noted, Source, TeacherModel
+from kd.data.views import Views
 from kd.errors import CorruptImage, ModelError, RunError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.load import Spec
@@ -64,14 +65,14 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
     return Teachers(model, data, models)
 
 
-def load_fitted(plan: TeacherPlan, data: Data) -> TeacherModel | None:
-    """Load the teacher of a finished run, several as one; None without any."""
+def load_fitted(plan: TeacherPlan, data: Data) -> Teachers:
+    """Load the teachers of a finished run, which are not fitted again."""
     weights: dict[str, str | Path] = {}
     for where, (_, target) in fit_folders(plan, data.fingerprint).items():
         weights[where] = target
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
-    return load_teachers(plan, data, weights).model
+    return load_teachers(plan, data, weights)
 
 
 def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, weights: str | Path) -> TeacherModel:
@@ -241,7 +242,7 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
     """Return how far a teacher's logits are from its own in torch float32, in numbers and in words."""
     if factory.section.shard or factory.section.pipeline or session.backend.fixed_mode:
         return {}, "its logits were not compared with float32's"  # that would divide, or compile, another teacher
-    images = validation_images(session.data)
+    images = validation_images(session.data.shown(session.data.val))
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(session.backend.device)
     reference_BC, logits_BC = factory(PLAIN)(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
@@ -253,23 +254,23 @@ def logit_error(live: LiveTeacher, factory: TeacherFactory, session: Session) ->
     )
 
 
-def validation_images(data: Data) -> torch.Tensor:
-    """Return uint8 [N, 3, S, S]: images from all over the validation split as evaluation shows them."""
-    return validation_views(data, validation_pictures(data)[0])
+def validation_images(shown: Views) -> torch.Tensor:
+    """Return uint8 [N, 3, S, S]: images from all over a split as evaluation shows them."""
+    return pixels_of(readable(shown.source)[0], shown)
 
 
-def validation_views(data: Data, pictures: Sequence[Image.Image]) -> torch.Tensor:
+def pixels_of(pictures: Sequence[Image.Image], shown: Views) -> torch.Tensor:
     """Return pictures as evaluation shows them, uint8 [N, 3, S, S]."""
-    crop = data.evaluate()
-    return torch.from_numpy(np.stack([np.asarray(crop(one, Random(0))).transpose(2, 0, 1) for one in pictures]))
+    views = [np.asarray(shown.transform(one, Random(0))).transpose(2, 0, 1) for one in pictures]
+    return torch.from_numpy(np.stack(views))
 
 
-def validation_pictures(data: Data) -> tuple[list[Image.Image], list[int]]:
-    """Return images from all over the validation split, as they lie, and their ids."""
+def readable(source: Source) -> tuple[list[Image.Image], list[int]]:
+    """Return images from all over a split, as they lie, and their ids."""
     found, ids, broken = [], [], None
-    for id in evenly_spaced(len(data.val), COMPARED):
+    for id in evenly_spaced(len(source), COMPARED):
         try:
-            found.append(data.val.decode(id).image)
+            found.append(source.decode(id).image)
             ids.append(id)
         except CorruptImage as error:  # data.on_corrupt decides where the run reads it
             broken = error

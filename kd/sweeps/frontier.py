@@ -183,7 +183,7 @@ def _teacher(trial: Trial) -> Classifier:
     recipe = resolve(trial.config)
     section = recipe.teacher.section
     spread = section.shard or section.pipeline  # it may not fit into the memory of one process
-    model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data))
+    model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         raise ModelError("teacher", "is no one network of torch in one process, so that it has no graph")
     return model

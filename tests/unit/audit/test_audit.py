@@ -106,7 +106,7 @@ def test_the_teacher_is_not_asked_about_images_without_a_label(settings, photos:
             seen.extend(batch.ids.tolist())
             return Outputs(torch.zeros(len(batch.ids), 2))
 
-    answers = answers_to(Teacher(), data.train, range(len(data.train)), data)
+    answers = answers_to(Teacher(), data.shown(data.train, "skip"), range(len(data.train)))
     assert len(data.train) == 36
     assert seen == answers.id.tolist() == [id for id in range(36) if data.train.label(id) >= 0]
 

@@ -262,7 +262,7 @@ def test_the_error_is_that_of_the_logits(built, settings):
     recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
     data, backend = open_sources(recipe.data), build_backend(recipe.backend)
     model = load_teachers(recipe.teacher, data, {}).model
-    images = validation_images(data)
+    images = validation_images(data.shown(data.val))
     assert images.shape == (13, 3, 16, 16)
     session = Session(backend, data, split_batch(data.section, 1, len(data.train)))
     taught = choose_teacher(session, recipe.teacher.section, model, 0, None)

@@ -52,7 +52,7 @@ def loaded(settings, section, **values):
 
 def compared(settings, section, **values):
     recipe, teachers = loaded(settings, section, **values)
-    return compare(recipe.teacher, teachers, teachers.data, CPU)
+    return compare(recipe.teacher, teachers, CPU)
 
 
 def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
@@ -170,11 +170,12 @@ def test_what_the_data_s_classes_hold_of_the_probability_is_shown(bare, tmp_path
     (tmp_path / "names.txt").write_text("Granny Smith\nfig\npear\n")
     section = {"kind": "transformers", "model": str(folder), "classes": str(tmp_path / "names.txt")}
     recipe, teachers = loaded(bare, section)
-    (one,) = compare(recipe.teacher, teachers, teachers.data, CPU)
+    (one,) = compare(recipe.teacher, teachers, CPU)
     alone = loaded(merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""})[1].model
+    images = validation_images(teachers.data.shown(teachers.data.val))
     with torch.no_grad():
-        logits = alone(validation_images(teachers.data)).logits
-        picked = teachers.model(validation_images(teachers.data)).logits
+        logits = alone(images).logits
+        picked = teachers.model(images).logits
     torch.testing.assert_close(picked, logits[:, [3, 4, 5]])
     assert one.values["kept"] == pytest.approx(logits.softmax(1)[:, [3, 4, 5]].sum(1).mean().item(), rel=1e-4)
     assert "of its probability belongs to the data's 3 classes" in one.text
