@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,13 +23,7 @@ LOADED, LOADED_SECONDS = 16, 1.0  # images that are loaded to time loading, and 
 
 
 def sift_context(
-    num_images: int,
-    labels: Callable[[], torch.Tensor],
-    backend: Backend,
-    split: BatchSplit,
-    seed: int,
-    views: int = 0,
-    balance: float = 0.0,
+    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int
 ) -> SiftContext:
     """Return what a sifter must know of the images and of how they are divided."""
     return SiftContext(
@@ -41,8 +35,6 @@ def sift_context(
         seed=seed,
         labels=labels,
         reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
-        views=views,
-        balance=balance,
     )
 
 
@@ -63,8 +55,8 @@ def choose_sifter(
     `recorded` is the decision of an earlier start of this run, or "".
     """
     section, data, split = loop.sifter, session.data, session.split
-    views = data.plan.views
-    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed, views, loop.balance)
+    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed)
+    context = replace(context, views=data.plan.views, balance=loop.balance)
     made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
     if recorded == "none":
         return Gate(visit_everything(context), recorded)
