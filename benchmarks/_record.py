@@ -6,6 +6,7 @@ import csv
 import datetime
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ def hardware() -> str:
     """Return a short name of this machine: processor and cores, or the GPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name().lower().replace(" ", "-")
-    return f"{processor()}-{os.cpu_count()}cores".lower().replace(" ", "-")
+    name = re.sub(r"\(\w+\)|processor", "", processor().lower())
+    return "-".join([*name.split(), f"{os.cpu_count()}cores"])
 
 
 def commit() -> str:

@@ -12,6 +12,8 @@ its arms share.
 
 The runs take longer than a machine may be free. Rows of a CSV beside this file count as made if their `teacher`, the
 first digits of the SHA-256 of the weights, is that of the teachers at hand: the same machine fits the same ones again.
+
+Where the folder has runs of "kl" and of "labels only", docs/proof.svg shows them, and `proof_curves` has its points.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from patience import plot
 
 from _record import HERE, commit, write
 from kd.intervals import wilson
@@ -42,6 +45,7 @@ CONFIG = ROOT / "configs" / "cifar10.yaml"
 Row = dict[str, Any]
 CE: Row = {"kind": "ce", "label_smoothing": 0.1}
 CACHE = ("teacher.cache.views=4",)
+FROM = 4  # epochs before the plot begins
 TEXTS = ("arm", "split", "teacher", "commit")  # columns that are no numbers
 
 
@@ -194,6 +198,20 @@ def earlier(options: argparse.Namespace, theme: str) -> list[Row]:
     return list({(row["arm"], row["seed"]): row for row in reversed(own)}.values())
 
 
+def curves(options: argparse.Namespace) -> list[Row]:
+    """Return the accuracy on the validation images after each epoch, of the distilled students and of labels alone."""
+    rows = []
+    for arm, student in (("kl", "distilled"), ("labels only", "labels")):
+        for seed in options.seeds:
+            file = options.work / "runs" / f"{arm}-{seed}".replace(" ", "_") / "metrics.jsonl"
+            known = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+            for row in known:
+                if row["kind"] == "val" and row["epoch"] > FROM:
+                    own = {"student": student, "seed": seed, "epochs": row["epoch"], "accuracy": row["accuracy"]}
+                    rows.append(own | {"teacher": row.get("teacher_accuracy", ""), "cpu_minutes": row["seconds"] / 60})
+    return rows
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,7 +268,12 @@ def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
     if rows:
         print(summary(rows))
         start = "make proof DATA=FOLDER" if theme == "proof" else f"python benchmarks/{theme}.py --data FOLDER"
-        write(theme, " ".join([start, *options.overrides]), rows)
+        command = " ".join([start, *options.overrides])
+        write(theme, command, rows)
+        drawn = curves(options) if theme == "proof" else []
+        if len({row["student"] for row in drawn}) == 2:
+            write("proof_curves", command, drawn)
+            (ROOT / "docs" / "proof.svg").write_text(plot(drawn))
     if failed:
         raise SystemExit("\n".join(failed))
 
