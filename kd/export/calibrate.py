@@ -13,7 +13,10 @@ import torch
 from timm.layers import Linear
 from torch import Tensor, nn
 
+from kd.models.classifier import Network
 from kd.tasks.single_label import temperature
+
+LINEAR = (nn.Linear, Linear)
 
 
 def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
@@ -29,14 +32,18 @@ def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
 
 
 def divide_logits(network: nn.Module, by: float) -> bool:
-    """Divide the weights of a timm network's last layer, in place, and return whether it has one.
+    """Divide the weights of a network's last layer, in place, and return whether it has one.
 
-    So it has where a few are added or averaged, and all of them are linear. Else nothing is changed.
+    So a timm network has where a few are added or averaged, and all of them are linear. The last layer of another
+    network is the linear one that it names last; whether it is, its logits must show. Else nothing is changed.
     """
-    model: Any = network
-    found = model.get_classifier() if hasattr(network, "get_classifier") else None
+    model: Any = network.inner if isinstance(network, Network) else network
+    if hasattr(model, "get_classifier"):
+        found = model.get_classifier()
+    else:
+        found = [one for one in model.modules() if type(one) in LINEAR][-1:] if model is not network else None
     heads: list[Any] = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
-    if not all(type(head) in (nn.Linear, Linear) for head in heads):
+    if not heads or not all(type(head) in LINEAR for head in heads):
         return False
     with torch.no_grad():
         for parameter in {p for head in heads for p in head.parameters()}:

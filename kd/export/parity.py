@@ -16,7 +16,7 @@ from kd.errors import DataError, ModelError
 from kd.evaluation import Task
 from kd.export.calibrate import divide_logits, exchanged
 from kd.intervals import around, resampled, wilson
-from kd.models.classifier import Classifier
+from kd.models.classifier import Classifier, Network
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
@@ -127,12 +127,14 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     if len(label_N) < FEWEST_LABELLED or not mistakes:
         reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
         return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
-    found = temperature(logits_NC, label_N)
-    if not divide_logits(student.network, found):
-        return {}, f"not calibrated: the last layer of {type(student.network).__name__} is not one nn.Linear"
+    found, network = temperature(logits_NC, label_N), student.network
+    name = type(network.inner if isinstance(network, Network) else network).__name__
+    weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    if not divide_logits(network, found):
+        return {}, f"not calibrated: the last layer of {name} is not one nn.Linear"
     if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
-        wrong = f"the logits of {type(student.network).__name__} are not what its last layer returns"
-        raise ModelError("export.calibrate", wrong, "", "Export with --no-calibrate")
+        network.load_state_dict(weights)
+        return {}, f"not calibrated: the logits of {name} are not what its last linear layer returns"
     before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
     line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
     line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from kd.export.calibrate import divide_logits, exchanged
+from kd.export.parity import calibrate
+from kd.models.classifier import Classifier, Network
 from kd.tasks.single_label import HIGHEST, LOWEST, temperature
 
 
@@ -77,3 +79,37 @@ def test_what_is_not_linear_is_left_alone():
     assert not divide_logits(network, 4.0)
     assert not divide_logits(nn.Linear(2, 2), 4.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+class Own(nn.Module):
+    """A network that no `get_classifier` describes; `before`: its last linear layer is not its last."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before, self.one, self.two = before, nn.Linear(48, 3), nn.Linear(3, 3)
+        nn.init.normal_(self.one.weight)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(pixels.flatten(1))
+        return hidden + self.two(hidden).tanh() if self.before else self.two(hidden.tanh())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
+    torch.manual_seed(0)
+    network = Own(before)
+    student = Classifier(Network(network), 3, 4)
+    pixels = torch.randint(0, 256, (300, 3, 4, 4), dtype=torch.uint8)
+    with torch.no_grad():
+        logits_NC = student.answer(pixels)
+        kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        label_N = torch.multinomial((logits_NC / 3).softmax(1), 1)[:, 0]
+        values, line = calibrate(student, [(pixels.numpy(), label_N.numpy())])
+        after_NC = student.answer(pixels)
+    if before:
+        assert not values
+        assert "Own" in line
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in network.state_dict().items())
+    else:
+        torch.testing.assert_close(after_NC, logits_NC / values["temperature"])
+        assert values["calibrated_ece"] < values["ece"]
