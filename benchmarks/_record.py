@@ -33,7 +33,7 @@ def commit() -> str:
         return os.environ["COMMIT"]
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-        dirty = subprocess.run(["git", "status", "--porcelain", "kd"], capture_output=True, text=True, cwd=HERE)
+        dirty = subprocess.run(["git", "status", "--porcelain", ":/kd"], capture_output=True, text=True, cwd=HERE)
     except OSError:
         return "unknown"
     changed = " (with uncommitted changes)" if dirty.stdout.strip() else ""

@@ -80,15 +80,14 @@ def measured(teacher: Path, student: str, seeds: Sequence[int], epochs: Sequence
     return [rows[student, seed, length] for length in epochs for seed in seeds]
 
 
-def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float, float]]:
-    """Return epochs, mean CPU minutes, mean accuracy and its standard deviation, sorted by epochs."""
+def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """Return epochs, mean accuracy and its standard deviation, sorted by epochs."""
     found = []
     for epochs in sorted({row["epochs"] for row in rows}):
         same = [row for row in rows if row["epochs"] == epochs]
         values = [row["accuracy"] for row in same]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        minutes = statistics.mean(row["cpu_minutes"] for row in same)
-        found.append((epochs, minutes, statistics.mean(values), spread))
+        found.append((epochs, statistics.mean(values), spread))
     return found
 
 
@@ -98,7 +97,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
         if points:
-            series.append(Series(name, color, [point[0] for point in points], [point[2] for point in points]))
+            series.append(Series(name, color, [point[0] for point in points], [point[1] for point in points]))
     students = list(series)
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
     ends = [min(series[0].x), max(series[0].x)]
@@ -136,8 +135,8 @@ def main() -> None:
     rows = measured(fitted, "distilled", given.seeds, given.epochs)
     rows += measured(fitted, "labels", given.label_seeds, given.labels)
     for name in ("distilled", "labels"):
-        for epochs, minutes, mean, spread in curve([row for row in rows if row["student"] == name]):
-            print(f"{name:9s} {epochs:3d} epochs {minutes:5.1f} min {100 * mean:.1f} +- {100 * spread:.1f} %")
+        for epochs, mean, spread in curve([row for row in rows if row["student"] == name]):
+            print(f"{name:9s} {epochs:3d} epochs {100 * mean:.1f} +- {100 * spread:.1f} %")
     (Path(os.environ.get("OUT") or CONFIG.parents[1] / "docs") / "patience.svg").write_text(plot(rows))
     write("patience", " ".join(["python benchmarks/patience.py", *sys.argv[1:]]), rows)
 

@@ -208,7 +208,7 @@ def curves(options: argparse.Namespace) -> list[Row]:
             for row in known:
                 if row["kind"] == "val" and row["epoch"] > FROM:
                     own = {"student": student, "seed": seed, "epochs": row["epoch"], "accuracy": row["accuracy"]}
-                    rows.append(own | {"teacher": row.get("teacher_accuracy", ""), "cpu_minutes": row["seconds"] / 60})
+                    rows.append(own | {"teacher": row.get("teacher_accuracy", ""), "seconds": row["seconds"]})
     return rows
 
 

@@ -34,14 +34,16 @@ def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
 def divide_logits(network: nn.Module, by: float) -> bool:
     """Divide the weights of a network's last layer, in place, and return whether it has one.
 
-    So a timm network has where a few are added or averaged, and all of them are linear. The last layer of another
-    network is the linear one that it names last; whether it is, its logits must show. Else nothing is changed.
+    A timm network may have several, all linear, whose outputs are added or averaged. Of a network of one's own it is
+    the linear layer that is registered last; the caller must check that the logits are divided. Else nothing changes.
     """
-    model: Any = network.inner if isinstance(network, Network) else network
+    own = isinstance(network, Network)
+    model: Any = network.inner if own else network
+    found: Any = None
     if hasattr(model, "get_classifier"):
         found = model.get_classifier()
-    else:
-        found = [one for one in model.modules() if type(one) in LINEAR][-1:] if model is not network else None
+    elif own:
+        found = [one for one in model.modules() if type(one) in LINEAR][-1:]
     heads: list[Any] = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
     if not heads or not all(type(head) in LINEAR for head in heads):
         return False
