@@ -86,6 +86,7 @@ def settings(options: argparse.Namespace) -> Row:
     content["teacher"]["fit"]["folder"] = str(options.work / "teachers")
     content["backend"] = {"threads": 1}
     content["teacher"]["cache"]["views"] = 0  # each arm says so
+    del content["teacher"]["also"][options.members - 1 :]
     if options.teachers:  # by files: threads are part of what names a fit, so another number would fit others
         for member, folder in zip([content["teacher"], *content["teacher"]["also"]], options.teachers, strict=True):
             member["checkpoint"] = str(folder / "model.safetensors")
@@ -219,6 +220,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "proof")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--members", type=int, default=2, help="teachers, of those of the configuration")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
     options = parser.parse_intermixed_args(argv)
@@ -268,7 +270,7 @@ def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
     if rows:
         print(summary(rows))
         start = "make proof DATA=FOLDER" if theme == "proof" else f"python benchmarks/{theme}.py --data FOLDER"
-        command = " ".join([start, *options.overrides])
+        command = " ".join([start, *([] if options.members == 2 else ["--members 1"]), *options.overrides])
         write(theme, command, rows)
         drawn = curves(options) if theme == "proof" else []
         if len({row["student"] for row in drawn}) == 2:
