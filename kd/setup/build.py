@@ -207,7 +207,8 @@ def build_run(
     test = partial(test_evaluator, setting, session, student.task, evaluation, report.live)
     run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
     steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
-    run = compare_threads(run, setting.facts, steps, chosen.threads)
+    if not any(mode and mode.compiled for mode in (report.mode, chosen.student)):  # else each number is compiled anew
+        run = compare_threads(run, setting.facts, steps, chosen.threads)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     measured = {"teacher": report.chosen.record if report.chosen else {}, "student": mode.record}
     facts = {

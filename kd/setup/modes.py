@@ -13,16 +13,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.contracts import Backend
 from kd.errors import KdError, ModelError
 from kd.models.classifier import count_attention
-from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds
+from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds, of_rank_0
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
-"""What a trial of a form costs, with a second compilation where shapes change. A ViT-S at 224 px on two cores: its
-frozen forward compiles in 25 s, its export takes 9 s, and a session is added."""
-TRIAL_SHARE = 0.01  # of the work that could get faster, what a trial may cost
+"""What a trial of a form costs. On two cores, 224 px: training steps of nine networks compile in 22 to 73 s
+(`compile_*.csv`), a ViT-S is exported in 9 s, and a session is added."""
+KNOWN_SECONDS = 10.0
+"""The same where the libraries lie here, from an earlier run: 2 to 9 s."""
+TRIAL_SHARE = 0.04  # of the work that could get faster, what a trial may cost
 MARGIN = 0.05  # share of the plain candidate's time that another must save to be taken
 
 log = logging.getLogger("kd")
@@ -116,23 +120,39 @@ class Workload:
     """What a run will ask of a model on this rank."""
 
     images: int  # that it will run on; 0: unknown, or none
-    trial: int  # images of a trial
+    trial: int  # images of a trial in plain torch
+    whole: int  # images of a step: other forms are tried with these, since each shape is compiled anew
+    size: int = 0  # pixels a side
 
     def seconds(self, milliseconds: float) -> float:
         """Return the seconds of the whole run, where a trial takes so long."""
         return milliseconds / 1000 * self.images / self.trial
 
 
-def choose_mode(wanted: Wanted, work: Callable[[ExecutionMode], Work], workload: Workload, backend: Backend) -> Chosen:
+WorkOf = Callable[[ExecutionMode, int], Work]
+"""Returns the work on so many images in a mode."""
+
+
+def choose_mode(wanted: Wanted, work: WorkOf, workload: Workload, backend: Backend) -> Chosen:
     """Return the fastest mode; a mode that is asked for by name is not compared."""
-    best, table = _plain(wanted, work, backend)
+    best, table = _plain(wanted, lambda mode: work(mode, workload.trial), backend)
     if wanted.compile == "on":
         return Chosen(replace(best, compiled=True), table)
     forms = [*wanted.exported, *([replace(best, compiled=True)] if wanted.compile == "auto" else [])]
     if not forms or not workload.images or not wanted.rebuilt or backend.fixed_mode:
         return Chosen(best, table)
-    found = _compare(best, forms, table.get(best, 0.0), work, workload, backend)
-    return replace(found, table={**table, **found.table})
+    seconds = workload.seconds(table.get(best) or milliseconds(work(best, workload.trial), backend))
+    tried = [mode for mode in forms if _shortest(mode, wanted.module, workload, backend, seconds) <= seconds]
+    if not tried:
+        return Chosen(best, table)
+    found = _compare(best, tried, lambda mode: work(mode, workload.whole), backend)
+    for mode in found.table:
+        if mode.compiled:
+            from kd.models.compiled import note_compiled  # only where a compiler is used
+
+            note_compiled(_name(mode, wanted.module, workload, backend))
+    size = f"{workload.whole} images, {seconds:.0f} s of work"
+    return replace(found, table={**table, **found.table}, summary=f"{found.summary} ({size})")
 
 
 def _plain(
@@ -156,16 +176,27 @@ def _plain(
     return best, table | more
 
 
+def _shortest(mode: ExecutionMode, module: Any, workload: Workload, backend: Backend, seconds: float) -> float:
+    """Return how many seconds of work a trial needs to pay; `seconds`: those of the run."""
+    cost = TRIAL_SECONDS[mode.form]
+    if mode.compiled and KNOWN_SECONDS <= TRIAL_SHARE * seconds < cost:
+        from kd.models.compiled import compiled_before  # only where a compiler is used
+
+        known = compiled_before(_name(mode, module, workload, backend))
+        cost = KNOWN_SECONDS if of_rank_0([float(known)], backend)[0] else cost
+    return cost / TRIAL_SHARE
+
+
+def _name(mode: ExecutionMode, module: Any, workload: Workload, backend: Backend) -> str:
+    """Return what a compiled step depends on, as text."""
+    threads = torch.get_num_threads()
+    return f"{torch.__version__} {backend.device} {threads} {mode} {workload.whole} x {workload.size} {module!r}"
+
+
 def _compare(
-    best: ExecutionMode,
-    forms: Sequence[ExecutionMode],
-    best_ms: float,
-    work: Callable[[ExecutionMode], Work],
-    workload: Workload,
-    backend: Backend,
+    best: ExecutionMode, forms: Sequence[ExecutionMode], work: Callable[[ExecutionMode], Work], backend: Backend
 ) -> Chosen:
-    """Compare compiled and exported forms with the best mode in plain torch; `best_ms` is 0 if not measured yet."""
-    seconds = workload.seconds(best_ms or milliseconds(work(best), backend))
+    """Compare compiled and exported forms with the best mode in plain torch."""
     runs, lines = {best: work(best)}, []
 
     def first(mode: ExecutionMode):
@@ -173,18 +204,14 @@ def _compare(
         return runs[mode]()
 
     for mode in forms:
-        if TRIAL_SECONDS[mode.form] <= TRIAL_SHARE * seconds:
-            reason = attempt(partial(first, mode), backend)
-            if reason:
-                runs.pop(mode, None)
-                lines.append(f"{mode} cannot be run here ({reason})")
+        reason = attempt(partial(first, mode), backend)
+        if reason:
+            runs.pop(mode, None)
+            lines.append(f"{mode} cannot be run here ({reason})")
     winner, table = fastest(runs, backend, margin=MARGIN, warm=True)
     lines += [f"{mode} {table[best] / table[mode]:.2f} times as fast as {best}" for mode in runs if mode != best]
-    if not lines:
-        return Chosen(best)
     margin = f", {100 * MARGIN:.0f} % are required" if winner == best and len(runs) > 1 else ""
-    size = f"{workload.trial} images, {seconds:.0f} s of work"
-    return Chosen(winner, table, f"{winner}: {'; '.join(lines)}{margin} ({size})")
+    return Chosen(winner, table, f"{winner}: {'; '.join(lines)}{margin}")
 
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:

@@ -125,15 +125,16 @@ def choose_student(
     it pays. `recorded` is the mode of an earlier start of this run.
     """
     backend, size, section = session.backend, session.image_size, plan.section
-    count = trial_images(session.split.micro_batch, backend)
+    micro = session.split.micro_batch
     with ExitStack() as stack:
-        trials: dict[bool, Trial] = {}
+        trials: dict[tuple[bool, int], Trial] = {}
 
-        def work(mode: ExecutionMode) -> Work:
-            if mode.compiled not in trials:  # compiling cannot be undone, so it is tried on a copy
+        def work(mode: ExecutionMode, count: int) -> Work:
+            key = mode.compiled, count
+            if key not in trials:  # compiling cannot be undone, so it is tried on a copy
                 module = copy.deepcopy(distillation) if mode.compiled else distillation
-                trials[mode.compiled] = stack.enter_context(Trial(module, teacher, backend, size, count))
-            return lambda: step(mode, trials[mode.compiled])
+                trials[key] = stack.enter_context(Trial(module, teacher, backend, size, count))
+            return lambda: step(mode, trials[key])
 
         def step(mode: ExecutionMode, trial: Trial) -> torch.Tensor:
             apply_mode(mode, trial.distillation, backend)
@@ -143,9 +144,9 @@ def choose_student(
             chosen = Chosen(recorded)
         else:
             wanted = Wanted(plan.precision, section.attention, section.compile, distillation)
-            chosen = choose_mode(wanted, work, Workload(images, count), backend)
+            chosen = choose_mode(wanted, work, Workload(images, trial_images(micro, backend), micro, size), backend)
         if chosen.mode.compiled and (recorded or section.compile == "on"):
-            require(work(chosen.mode), "student.compile", chosen.mode)
+            require(work(chosen.mode, micro), "student.compile", chosen.mode)
     return chosen
 
 

@@ -153,10 +153,10 @@ def choose_teacher(
         return TeacherReport(NoTeacher())
     backend, size = session.backend, session.image_size
     factory = TeacherFactory(section, model, backend, size)
-    batch = noise(trial_images(session.split.micro_batch, backend), size, backend)
+    micro = session.split.micro_batch
 
-    def work(mode: ExecutionMode) -> Work:
-        live = factory(mode)
+    def work(mode: ExecutionMode, images: int) -> Work:
+        live, batch = factory(mode), noise(images, size, backend)
         return lambda: live(batch).main
 
     named = recorded or named_mode(section, backend) or (None if model.runtime == "torch" else PLAIN)
@@ -171,10 +171,10 @@ def choose_teacher(
             exported=exported_forms(section, model, backend),
             rebuilt=not (section.shard or section.pipeline),
         )
-        chosen = choose_mode(wanted, work, Workload(images, len(batch.label)), backend)
+        chosen = choose_mode(wanted, work, Workload(images, trial_images(micro, backend), micro, size), backend)
     mode = chosen.mode
     if mode.rebuilt:
-        require(lambda: work(mode)(), f"teacher.{mode.key}", mode)
+        require(lambda: work(mode, micro)(), f"teacher.{mode.key}", mode)
     live, error = factory(mode), {}
     if not recorded and not mode.plain:
         error, text = logit_error(live, factory, session)
