@@ -6,7 +6,7 @@ import os
 import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,13 +57,34 @@ class ImageFolder(Listed):
     """A listing of image files. Its memory is a few arrays, cheap to pickle and to share with forked workers."""
 
     def __init__(
-        self, root: str, files: Files, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str]
+        self,
+        root: str,
+        files: Files,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        notes: Sequence[str],
+        known: str = "",
     ) -> None:
-        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets."""
+        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets.
+
+        `known`: the fingerprint, where it was computed before.
+        """
         self.classes, self.notes = tuple(classes), tuple(notes)
         self._root = os.fsencode(root)
         self._names, self._labels, self._stamps = files.names, labels, files.stamps
-        self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
+        self.fingerprint = known or fingerprint(self.classes, files.names, labels, files.sizes)
+
+    @property
+    def names(self) -> Names:
+        return self._names
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+    @property
+    def stamps(self) -> np.ndarray:
+        return self._stamps
 
     def name(self, id: int) -> str:
         return text(self._names[id])
@@ -80,6 +101,7 @@ class Listing(NamedTuple):
     folders: list[bytes]  # those that directly hold images, as paths in the root
     folder_of: np.ndarray  # the position of each image's folder, int32 [N]
     notes: tuple[str, ...]  # what is left out, a line each
+    visited: Mapping[bytes, int]  # all folders, and when an entry of each was last made or removed, in ns
 
 
 def scan(root: str, folder: bytes) -> Listing:
@@ -91,7 +113,8 @@ def scan(root: str, folder: bytes) -> Listing:
     scanned = _Scan(root)
     files = Files.of(scanned.images(folder))
     folder_of = np.asarray(scanned.folder_of)
-    return Listing(files, [*scanned.holding], folder_of, (*_unread(scanned.other), *scanned.without_images()))
+    notes = (*_unread(scanned.other), *scanned.without_images())
+    return Listing(files, [*scanned.holding], folder_of, notes, scanned.folders)
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
@@ -103,7 +126,8 @@ class _Scan:
 
     def __init__(self, root: str) -> None:
         self._root = os.fsencode(root)
-        self.folders: list[bytes] = []
+        self.folders: dict[bytes, int] = {}
+        """All of them, and the time of each in ns."""
         self.holding: dict[bytes, int] = {}
         """Folders that directly hold images, and their position."""
         self.folder_of = array("i")
@@ -125,9 +149,9 @@ class _Scan:
 
     def _listed(self, relative: bytes, above: frozenset[tuple[int, int]]) -> _Listed:
         """List a folder; `above`: the folders that lead here."""
-        self.folders.append(relative)
         path = os.path.join(self._root, relative) if relative else self._root
-        entries, here = entries_of(path)
+        entries, status = entries_of(path)
+        self.folders[relative], here = status.st_mtime_ns, (status.st_dev, status.st_ino)
         if here in above:
             raise DataError(WHERE, f"the folder '{text(path)}' is a link to a folder above it", "", "Remove the link")
         found: list[tuple[bytes, File | None]] = []
@@ -147,7 +171,9 @@ class _Scan:
             while folder not in holding:
                 holding.add(folder)
                 folder = posixpath.dirname(folder)
-        bare = sorted(name for name in self.folders[1:] if name not in holding and posixpath.dirname(name) in holding)
+        bare = sorted(
+            name for name in [*self.folders][1:] if name not in holding and posixpath.dirname(name) in holding
+        )
         if not bare:
             return []
         words = "1 folder has" if len(bare) == 1 else f"{len(bare)} folders have"
@@ -158,15 +184,15 @@ def _join(folder: bytes, name: bytes) -> bytes:
     return folder + b"/" + name if folder else name
 
 
-def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], tuple[int, int]]:
-    """Return what a folder holds, without hidden names, and by what the system knows the folder."""
+def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
+    """Return what a folder holds, without hidden names, and what the system said of the folder before."""
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
             entries = [entry for entry in listing if not entry.name.startswith(b".")]  # macOS ._* too
     except OSError as error:
         raise DataError(WHERE, f"the folder '{text(path)}' cannot be listed ({error.strerror})") from error
-    return entries, (status.st_dev, status.st_ino)
+    return entries, status
 
 
 def is_image(entry: os.DirEntry[bytes]) -> bool:

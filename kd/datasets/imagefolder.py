@@ -10,6 +10,7 @@ import numpy as np
 
 from kd.datasets._decode import Column, first_few, label_images, part
 from kd.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
+from kd.datasets._kept import Made, kept
 from kd.errors import DataError, did_you_mean
 from kd.types import DatasetFacts, file_key
 
@@ -37,6 +38,10 @@ class Options:
     unlabelled: str = "unlabelled"
     """With `labels: some`, the folder beside the classes' whose images have no label."""
 
+    listing: str = ""
+    """Folder in which the listing is kept, for folders that take minutes to list. The next run uses it if no folder has
+    changed, nor any of 1,000 files. It does not see other files that were written in place. Empty: none is kept."""
+
     def __post_init__(self) -> None:
         if not self.root:
             raise ValueError("root is empty; it must be the folder of the images")
@@ -56,6 +61,15 @@ def facts(options: Options) -> DatasetFacts:
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
     """List the images of a split; without labels they may lie in any folders."""
     root = find_root(options.root)
+    if not options.listing:
+        return _listed(options, root, split, classes, labels)[0]
+    own = [getattr(options, key) for key in ("train_split", "val_split", "test_split", "val_fraction", "unlabelled")]
+    asked = [*own, split, labels, classes and list(classes)]
+    return kept(options.listing, root, asked, lambda: _listed(options, root, split, classes, labels))
+
+
+def _listed(options: Options, root: str, split: str, classes: Sequence[str] | None, labels: str) -> Made:
+    """List the images below a root."""
     folder, shared = b"", bool(options.val_fraction) and split != "test"
     if shared and not options.test_split:
         listing = scan(root, b"")
@@ -80,7 +94,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     if shared:
         ids = part(files.names, label, options.val_fraction, split)
         files, label = files.take(ids), label[ids]
-    return ImageFolder(root, files, label, order, notes)
+    return ImageFolder(root, files, label, order, notes), files.sizes, listing.visited
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:
