@@ -127,6 +127,10 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     if len(label_N) < FEWEST_LABELLED or not mistakes:
         reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
         return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
+    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
+    if after >= before:
+        errors = f"calibration error {percent(before)} -> {percent(after)}"
+        return {}, f"not calibrated: a temperature fitted on one half does not help the other ({errors})"
     found, network = temperature(logits_NC, label_N), student.network
     name = type(network.inner if isinstance(network, Network) else network).__name__
     weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
@@ -135,7 +139,6 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
         network.load_state_dict(weights)
         return {}, f"not calibrated: the logits of {name} are not what its last linear layer returns"
-    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
     line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
     line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
     return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line

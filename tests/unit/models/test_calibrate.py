@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from kd.export.calibrate import divide_logits, exchanged
 from kd.export.parity import calibrate
 from kd.models.classifier import Classifier, Network
-from kd.tasks.single_label import HIGHEST, LOWEST, temperature
+from kd.tasks.single_label import HIGHEST, LOWEST, calibration_error, temperature
 
 
 def drawn(images=20_000, classes=7, scale=1.0):
@@ -113,3 +115,21 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
     else:
         torch.testing.assert_close(after_NC, logits_NC / values["temperature"])
         assert values["calibrated_ece"] < values["ece"]
+
+
+def test_a_temperature_that_does_not_help_is_not_taken():
+    torch.manual_seed(0)
+    student = Classifier(Network(Own(False)), 3, 4)
+    pixels = torch.randint(0, 256, (100, 3, 4, 4), dtype=torch.uint8)
+    with torch.no_grad():
+        logits_NC = student.answer(pixels)
+        taken = []
+        for seed in range(12):  # labels that the logits are right about: what is fitted is chance
+            generator = torch.Generator().manual_seed(seed)
+            label_N = torch.multinomial(logits_NC.softmax(1), 1, generator=generator)[:, 0]
+            values, line = calibrate(copy.deepcopy(student), [(pixels.numpy(), label_N.numpy())])
+            taken.append(bool(values))
+            before, after = (calibration_error(each, label_N) for each in (logits_NC, exchanged(logits_NC, label_N)))
+            assert bool(values) == (after < before)
+            assert ("not calibrated" in line) == (after >= before)
+    assert {*taken} == {True, False}
