@@ -22,10 +22,10 @@ from kd.models.classifier import count_attention
 from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds, of_rank_0
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
-"""What a trial of a form costs. On two cores, 224 px: training steps of nine networks compile in 22 to 73 s
-(`compile_*.csv`), a ViT-S is exported in 9 s, and a session is added."""
+"""What a trial of a form costs. Training steps of nine networks compile in 29 to 203 s on one busy core
+(`compile_*.csv`), in 22 to 90 s on two; a ViT-S is exported in 9 s, and a session is added."""
 KNOWN_SECONDS = 10.0
-"""The same where the libraries lie here, from an earlier run: 2 to 9 s."""
+"""What a compiled form costs where its libraries lie here, from an earlier run: they are loaded in 1 to 8 s."""
 TRIAL_SHARE = 0.04  # of the work that could get faster, what a trial may cost
 MARGIN = 0.05  # share of the plain candidate's time that another must save to be taken
 
