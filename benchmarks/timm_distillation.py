@@ -38,6 +38,8 @@ RUNTIMES = {
 }
 """How else a live teacher may run: through an extra; and in int8, which changes what it says a little. `auto` tries
 OpenVINO only in runs longer than these."""
+COMPILED = "kd cached, compiled"
+"""The student's step through torch.compile, without the seconds of compiling: `auto` tries it in longer runs."""
 TEACHERS = {"S": "vit_small_patch16_224", "B": "vit_base_patch16_224"}
 
 
@@ -215,6 +217,8 @@ def main() -> None:
                 run = f"{kind.split()[-1]}-{name}-{turn}"
                 note(turn, name, kind, run_kd(given, settings[name], run, work, *RUNTIMES[kind]))
             note(turn, name, "kd cached", run_kd(given, settings[name], f"cached-{name}-{turn}", work, *cached))
+            run = f"compiled-{name}-{turn}"
+            note(turn, name, COMPILED, run_kd(given, settings[name], run, work, *cached, "student.compile=on"))
         alone = {**settings[given.teachers[0]], "losses": [{"kind": "ce"}], "teacher": {}}
         note(turn, "-", "kd labels only", run_kd(given, alone, f"labels-{turn}", work))
     report(rows, list(teachers))
@@ -254,7 +258,7 @@ def report(rows: list[dict[str, Any]], teachers: list[str]) -> None:
         told = [f"ViT-{name} -> ViT-Ti: timm {timm:.2f}"]
         told += [
             f"{which} {median(name, which):.2f} ({median(name, which) / timm:.2f}x)"
-            for which in ("kd live", *runtimes(), "kd cached")
+            for which in ("kd live", *runtimes(), "kd cached", COMPILED)
         ]
         share = median(name, "kd cached") / median("-", "kd labels only")
         print(", ".join(told), f"images/s; cached {share:.2f} of labels only")
