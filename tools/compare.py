@@ -44,10 +44,11 @@ ARMS: dict[str, tuple[str, ...]] = {
     "kd, teacher each step": (),
     "kd, cache of 4 views": ("teacher.cache.views=4",),
     "kd, cache of 2 views": ("teacher.cache.views=2",),
+    "kd, cache of 1 view": ("teacher.cache.views=1",),
 }
 """The cache is empty at the start and fills as the run goes, so that its cost is inside the measured time."""
 STYLE = (
-    "<style>svg{--c1:#d9822b;--c2:#2f6fde;--c3:#2c8a5b;--c4:#8a4fb8;background:#fff;font:13px system-ui,sans-serif}"
+    "<style>svg{--c1:#d9822b;--c2:#2f6fde;--c3:#2c8a5b;--c4:#8a4fb8;--c5:#c2344d;background:#fff;font:13px system-ui,sans-serif}"
     "text{fill:#475467}.grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}</style>"
 )
 
