@@ -310,6 +310,7 @@ FREE = (
     "run.every.",
     "data.root",
     "data.copies",
+    "data.listing",
     "data.exclude",
     "data.test",  # test_split and its like: no weight depends on them
     "data.workers",

@@ -188,6 +188,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.test_labels [multilabel]": ("", "c", *SETS),
     "data.test [webdataset]": ("", "c", *SHARDS),
     "data.root [imagefolder]": ("", "elsewhere"),
+    "data.listing [imagefolder]": ("", "kept"),
     "data.train_split [imagefolder]": ("FR", "b"),
     "data.val_split [imagefolder]": ("FR", "b"),
     "data.val_fraction [imagefolder]": ("FR", "0.1"),
