@@ -207,8 +207,7 @@ def build_run(
     test = partial(test_evaluator, setting, session, student.task, evaluation, report.live)
     run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
     steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
-    if not any(mode and mode.compiled for mode in (report.mode, chosen.student)):  # else each number is compiled anew
-        run = compare_threads(run, setting.facts, steps, chosen.threads)
+    run = compare_threads(run, setting.facts, steps, chosen)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     measured = {"teacher": report.chosen.record if report.chosen else {}, "student": mode.record}
     facts = {
@@ -223,9 +222,13 @@ def build_run(
     return Built(run, facts | teacher_facts(report, backend), data.val, data.test, test)
 
 
-def compare_threads(run: Run, facts: BackendFacts, steps: int, threads: int) -> Run:
-    """Let a long run on a CPU compare threads on its own steps, where they are left to it."""
-    if facts.cpu and not facts.threads and threads > 1 and steps >= threads_of_a_step.SHORTEST:
+def compare_threads(run: Run, facts: BackendFacts, steps: int, chosen: Choices) -> Run:
+    """Let a long run on a CPU compare threads on its own steps, where they are left to it.
+
+    A compiled model would be compiled anew for each number.
+    """
+    threads, compiled = chosen.threads, any(mode and mode.compiled for mode in (chosen.teacher, chosen.student))
+    if not compiled and facts.cpu and not facts.threads and threads > 1 and steps >= threads_of_a_step.SHORTEST:
         run = replace(run, threads=threads_of_a_step.Threads(run.backend, threads, run.logger.info))
     return run
 

@@ -22,14 +22,15 @@ from kd.models import compiled
 from kd.models.classifier import Classifier, Ensemble
 from kd.progress.console import Console
 from kd.setup import modes
-from kd.setup.build import build_backend
+from kd.setup.build import build_backend, compare_threads
 from kd.setup.data import open_sources
 from kd.setup.loaders import split_batch
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
-from kd.setup.recipe import Session, resolve
+from kd.setup.recipe import Choices, Session, resolve
 from kd.setup.teacher import Teachers, choose_teacher, load_teachers, validation_images
 from kd.setup.trial import attempt, clear_winner, fastest, milliseconds
 from kd.tasks import single_label
+from kd.types import BackendFacts
 
 LONG = ("run.steps=1000000000", "student.compile=off")
 """So many steps that everything is worth trying; built, never trained."""
@@ -235,6 +236,13 @@ def test_what_is_named_and_cannot_be_run(cpu):
 
 
 # --------------------------------------------------------------------------------------------- chosen in a run
+
+
+def test_threads_are_compared_in_a_long_run_of_plain_torch_alone(built):
+    run, _, _ = built()
+    for steps, student, expected in ((100, FUSED, True), (99, FUSED, False), (100, COMPILED, False)):
+        found = compare_threads(run, BackendFacts(cpu=True), steps, Choices(FUSED, student, threads=2))
+        assert (found is not run) is expected
 
 
 def test_in_a_short_run_nothing_is_tried(built):
