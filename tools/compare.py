@@ -239,7 +239,7 @@ def main() -> None:
     command = ["python tools/compare.py --timm FOLDER", f"--config {given.config.name}", "--seeds"]
     command += [*map(str, given.seeds), *([f"--threads {given.threads}"] if given.threads else [])]
     command += [re.sub("=/.*", "=FOLDER", word) for word in given.overrides]  # no folder of this machine
-    path = write(f"compare_{given.config.stem}", " ".join(command), rows)
+    path = write(f"compare_{given.config.stem.removeprefix('compare_')}", " ".join(command), rows)
     path.with_suffix(".md").write_text(f"{HEAD.format(csv=path.name)}\n{text}\n")
     path.with_suffix(".svg").write_text(plot(rows))
 
