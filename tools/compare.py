@@ -49,7 +49,8 @@ ARMS: dict[str, tuple[str, ...]] = {
 """The cache is empty at the start and fills as the run goes, so that its cost is inside the measured time."""
 STYLE = (
     "<style>svg{--c1:#d9822b;--c2:#2f6fde;--c3:#2c8a5b;--c4:#8a4fb8;--c5:#c2344d}"
-    "svg{background:#fff;font:13px system-ui,sans-serif}text{fill:#475467}.grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}</style>"
+    "svg{background:#fff;font:13px system-ui,sans-serif}text{fill:#475467}"
+    ".grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}</style>"
 )
 
 
