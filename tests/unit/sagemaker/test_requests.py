@@ -223,7 +223,8 @@ def test_weights_of_further_teachers_become_channels(food, command):
 
 def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to_be():
     """The check's list of keys comes from the schema: a new key that names files must say so."""
-    written = {"run.name", "run.folder", "run.mirror", "data.copies", "teacher.cache.path", "teacher.fit.folder"}
+    written = {"run.name", "run.folder", "run.mirror", "data.copies", "teacher.cache.path"}
+    written |= {"teacher.fit.folder", "data.listing"}
     inside = {"data.train_split", "data.val_split", "data.test_split", "data.unlabelled", "data.ending"}
     inside |= {"data.image_keys"}
     inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
