@@ -38,7 +38,7 @@ def kept(folder: str, root: str, asked: Any, make: Callable[[], Made]) -> ImageF
     `asked`: what else the listing depends on, as JSON values.
     """
     named = json.dumps([FORMAT, os.path.realpath(root), sorted(map(os.fsdecode, ENDINGS)), asked])
-    file = Path(folder) / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.npz"
+    file = Path(folder).expanduser() / f"{hashlib.sha256(named.encode()).hexdigest()[:16]}.npz"
     found = _read(file, root)
     if found is not None:
         return found

@@ -52,9 +52,10 @@ def compiled_before(name: str) -> bool:
 
 def note_compiled(name: str) -> None:
     """Note that the libraries of something are there, for later processes. Notes and libraries go together."""
-    file = _note(name)
-    file.parent.mkdir(exist_ok=True)
-    file.touch()
+    with suppress(OSError):  # a later process then takes a trial for longer than it is
+        file = _note(name)
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
 
 
 def _note(name: str) -> Path:

@@ -23,7 +23,7 @@ from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds, of_ra
 
 TRIAL_SECONDS = {"compiled": 60.0, "onnxruntime": 15.0, "openvino": 15.0}
 """What a trial of a form costs. Training steps of nine networks compile in 29 to 203 s on one busy core
-(`compile_*.csv`), in 22 to 90 s on two; a ViT-S is exported in 9 s, and a session is added."""
+(`compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
 KNOWN_SECONDS = 10.0
 """What a compiled form costs where its libraries lie here, from an earlier run: they are loaded in 1 to 8 s."""
 TRIAL_SHARE = 0.04  # of the work that could get faster, what a trial may cost
