@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from kd.evaluation import Task
 from kd.export import defer, int8, parity, variants
 from kd.export.defer import Rule
 from kd.export.parity import EAGER
+from kd.export.subject import Images, Options, Subject
 from kd.export.variants import ONNX, Quality
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-
-if TYPE_CHECKING:
-    from kd.export.export import Images, Options, Subject
 
 CALIBRATION_IMAGES = 1000
 INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"

@@ -31,6 +31,7 @@ from kd.errors import MissingExtra, ModelError
 from kd.evaluation import Task
 from kd.export.calibrate import divide_logits
 from kd.export.parity import Runner, eager_runner
+from kd.export.subject import Train
 from kd.export.variants import ONNX, Variant
 from kd.host import signal_stack
 from kd.intervals import around, paired, resampled
@@ -44,8 +45,6 @@ LEAST = 0.5  # share of the weights that the first rung must make int8
 VIEWS = 300  # training views on which NNCF finds ranges: its own default
 RANKED, CONTROLLED = 20, 2000
 """Batches of images on which accuracy control ranks layers; images, which it holds in memory, on which it measures."""
-Train = Callable[[Classifier, Classifier, int], None]
-"""(fake-quantized student, float32 student, steps): trains the first in place."""
 Shown = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 Views = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +15,7 @@ from kd.evaluation import Task
 from kd.export.calibrate import divide_logits, exchanged
 from kd.intervals import around, resampled, wilson
 from kd.models.classifier import Classifier, Network
+from kd.models.speed import cpu_ms
 from kd.scores import GraphScores
 from kd.seeds import evenly_spaced
 from kd.setup.data import Data
@@ -27,7 +26,7 @@ from kd.text import percent
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16
 FEWEST_LABELLED = 100  # images with a label below which no temperature is fitted
-TIMED_SECONDS, TIMED_ROUNDS = 4.0, 30
+TIMED_SECONDS = 4.0  # for timing all graphs of an export
 EAGER = ""  # the name of PyTorch among the graphs
 
 
@@ -153,26 +152,6 @@ def eager_runner(student: Classifier) -> Runner:
             return student.answer(torch.from_numpy(image)).float().numpy()
 
     return run
-
-
-def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return the CPU milliseconds of each call with one thread, in turns, as medians: 30, or four and `seconds`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        took: dict[str, list[float]] = {name: [] for name in calls}
-        begin = time.perf_counter()
-        for turn in range(TIMED_ROUNDS + 2):
-            for name, call in calls.items():
-                start = time.process_time()
-                call()
-                if turn >= 2:
-                    took[name].append(1000 * (time.process_time() - start))
-            if turn > 4 and time.perf_counter() - begin > seconds:
-                break
-    finally:
-        torch.set_num_threads(threads)
-    return {name: statistics.median(times) for name, times in took.items()}
 
 
 def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kd.artifacts.run_dir import RunDir
 from kd.errors import ModelError
+from kd.export.subject import Subject
 from kd.models.classifier import Classifier, digest
 from kd.setup.data import open_sources
 from kd.setup.finished import Trust
 from kd.setup.teacher import load_fitted
-
-if TYPE_CHECKING:
-    from kd.export.export import Subject
 
 WHERE = "--teacher"
 

@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,15 +18,13 @@ from PIL import Image
 from kd.errors import ModelError
 from kd.evaluation import Task
 from kd.export import parity
+from kd.export.subject import Options
 from kd.files.manifest import GRAPHS
 from kd.host import cores
 from kd.models import runtimes
 from kd.serve import bench
 from kd.serve.bench import Seen
 from kd.text import percent
-
-if TYPE_CHECKING:
-    from kd.export.export import Options
 
 ONNX = "model.onnx"
 SECONDS = 12.0

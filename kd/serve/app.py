@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.serve import answers, bodies
-from kd.serve.bodies import request_body
+from kd.serve.intake import request_body
 from kd.serve.metrics import MEDIA_TYPE
 from kd.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 from kd.serve.service import Service

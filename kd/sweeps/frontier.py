@@ -19,11 +19,11 @@ import numpy as np
 from kd.artifacts.run_dir import RunDir
 from kd.config.load import parse_value
 from kd.errors import KdError, ModelError
-from kd.export.parity import cpu_ms
 from kd.files.storage import write_json, write_text
 from kd.host import processor
 from kd.models import runtimes
 from kd.models.classifier import Classifier
+from kd.models.speed import cpu_ms
 from kd.models.teacher import count_parameters
 from kd.report.svg import Series, esc, lines
 from kd.scores import Column
