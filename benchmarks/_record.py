@@ -14,7 +14,7 @@ from typing import Any
 import timm
 import torch
 
-from kd.host import processor
+from kd.core.host import processor
 
 HERE = Path(__file__).parent
 

@@ -30,22 +30,22 @@ import torch
 from PIL import Image
 
 import _record
-from kd import parts
-from kd.audit.album import BASES, Album, hashes
-from kd.audit.copies import Pairs, copies
-from kd.audit.lists import COPY, FOLDER, repeats
-from kd.contracts import Source
+from kd.core.contracts import Source
+from kd.parts import registry
+from kd.study.audit.album import BASES, Album, hashes
+from kd.study.audit.copies import Pairs, copies
+from kd.study.audit.lists import COPY, FOLDER, repeats
 
 SHARE, SEEDS = 0.05, (0, 1, 2)
 
 
 def opened(root: Path, train: str, val: str) -> dict[str, Source]:
     """List two splits of a folder."""
-    options = parts.options_type("datasets", "imagefolder", "data.kind")(
+    options = registry.options_type("datasets", "imagefolder", "data.kind")(
         root=str(root), train_split=train, val_split=val
     )
-    first = parts.build("datasets", "imagefolder", options, "data.kind", split="train", classes=None)
-    second = parts.build("datasets", "imagefolder", options, "data.kind", split="val", classes=first.classes)
+    first = registry.build("datasets", "imagefolder", options, "data.kind", split="train", classes=None)
+    second = registry.build("datasets", "imagefolder", options, "data.kind", split="val", classes=first.classes)
     return {"train": first, "val": second}
 
 
@@ -186,7 +186,7 @@ def published(file: Path, labels: list[Path]) -> Callable[[dict[str, Source]], s
 
 def scale(count: int) -> dict[str, Any]:
     """Compare so many synthetic pictures, one in a hundred a noisy copy, in this process."""
-    from kd.datasets._decode import Names
+    from kd.parts.datasets._decode import Names
 
     names = Names([f"train/class_{id % 1000:04d}/{id:07d}.jpg".encode() for id in range(count)])
     album, rng = Album(count), np.random.default_rng(0)
@@ -218,10 +218,10 @@ def scale(count: int) -> dict[str, Any]:
 
 def labels(run: Path) -> list[dict[str, Any]]:
     """Count planted wrong labels among those that lists name first; names say which dish was painted."""
-    from kd.setup.answers import BATCH
     from kd.setup.data import open_sources
-    from kd.setup.finished import best_student, opened_run
     from kd.setup.recipe import resolve
+    from kd.study.answers import BATCH
+    from kd.study.finished import best_student, opened_run
 
     folder, stored = opened_run(run)
     recipe = resolve(stored)

@@ -35,7 +35,7 @@ import yaml
 from timm_distillation import bf16_pays
 
 from _record import write
-from kd.host import cores
+from kd.core.host import cores
 
 VIT_FOOD = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
 FIRST, TURN = (32, 64), 16

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from _record import write
+from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Criterion, Distillation
-from kd.losses.kl import KL
 from kd.models.cache import CachedTeacher, Codec, open_store
 from kd.models.classifier import set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import NoTeacher
-from kd.tasks.single_label import SingleLabel
-from kd.types import Batch, Outputs
+from kd.parts.losses.kl import KL
+from kd.parts.tasks.single_label import SingleLabel
 
 STUDENT = "vit_tiny_patch16_224"
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from _record import write
-from kd.export import parity as _parity
+from kd.core.text import table
+from kd.deploy.export import parity as _parity
+from kd.parts.tasks.single_label import calibration_error, temperature
 from kd.setup.build import distributed
 from kd.setup.data import open_data
-from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import resolve
-from kd.tasks.single_label import calibration_error, temperature
-from kd.text import table
+from kd.study.finished import best_student, opened_run
 
 
 def one(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def measure(name: str, threads: int) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
 
     from examples.residual import network
-    from kd.host import keep_freed_memory
+    from kd.core.host import keep_freed_memory
     from kd.models.classifier import set_attention
 
     keep_freed_memory()

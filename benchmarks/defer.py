@@ -30,18 +30,18 @@ import numpy as np
 import torch
 
 from _record import HERE, hardware, write
-from kd.artifacts.run_dir import RunDir
-from kd.export.defer import Rule
-from kd.intervals import paired, wilson
+from kd.core.intervals import paired, wilson
+from kd.deploy.export.defer import Rule
+from kd.files.run_dir import RunDir
 from kd.models.teacher import LiveTeacher
-from kd.report.pair import Half
-from kd.report.record import Answers
-from kd.setup.answers import ask
 from kd.setup.build import distributed
 from kd.setup.data import open_data
-from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_fitted
+from kd.study.answers import ask
+from kd.study.finished import best_student, opened_run
+from kd.study.report.pair import Half
+from kd.study.report.record import Answers
 
 RESAMPLES, MOST_PASSED = 20, 0.15
 FIELDS = ("part", "run", "seed", "asked", "images", "passed_on", "value", "low", "high", "beside", "cpu", "held")
@@ -111,11 +111,11 @@ def promises(run: str, one: Answers, wrong: float) -> list[dict[str, Any]]:
 
 def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
     """Measure an answer of the endpoint's own code with and without `sure`, in turns, in CPU time of one thread."""
-    from kd.serve.answers import JSON, predictions
-    from kd.serve.answers import write as written
-    from kd.serve.images import prepare
-    from kd.serve.limits import Limits
-    from kd.serve.model import describe, load
+    from kd.deploy.serve.answers import JSON, predictions
+    from kd.deploy.serve.answers import write as written
+    from kd.deploy.serve.images import prepare
+    from kd.deploy.serve.limits import Limits
+    from kd.deploy.serve.model import describe, load
 
     model, picture = load(describe(export), 1, 1), (HERE / "../docs/food_mini.jpg").read_bytes()
     times: dict[bool, list[float]] = {True: [], False: []}

@@ -22,8 +22,8 @@ import numpy as np
 from _load import answered, kd_serve, percentile, request
 
 from _record import write
+from kd.core.intervals import wilson
 from kd.files.manifest import GRAPHS
-from kd.intervals import wilson
 
 WARM = 50
 

@@ -19,10 +19,10 @@ from typing import Any
 import kd
 from _record import write
 from kd.config.flat import plain
-from kd.intervals import wilson
+from kd.core.intervals import wilson
 from kd.jobs.evaluate import evaluate
-from kd.sweeps.frontier import members, picture
-from kd.tasks.single_label import SCORES
+from kd.parts.tasks.single_label import SCORES
+from kd.study.sweeps.frontier import members, picture
 
 PIXELS = {"mean": [0.491, 0.482, 0.447], "std": [0.247, 0.243, 0.262]}
 OWN = {"kind": "torch", "model": "examples.residual:network", **PIXELS, "input_size": 32}

@@ -141,14 +141,14 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
 def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from float32's."""
-    from kd import parts
     from kd.config.schema import TeacherSection
     from kd.models.load import Spec, load
+    from kd.parts import registry
     from kd.setup.modes import ExecutionMode
     from kd.setup.teacher import PLAIN, TeacherFactory
     from kd.setup.trial import attempt, milliseconds, noise
 
-    module = parts.find("backends", scale.kind, "backend.kind")
+    module = registry.find("backends", scale.kind, "backend.kind")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=60.0)
     model = load(Spec("teacher", scale.teacher, scale.teacher_args, [str(i) for i in range(101)]), scale.size)
     factory = TeacherFactory(TeacherSection(), model, backend, scale.size)
@@ -170,8 +170,8 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
 def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Export a student that was trained here and compare ONNX Runtime with PyTorch."""
-    from kd.export.export import Options
-    from kd.export.export import export as job
+    from kd.deploy.export.export import Options
+    from kd.deploy.export.export import export as job
 
     folder = train(scale, work, "exported", "run.steps=2")
     start = time.perf_counter()

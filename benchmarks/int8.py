@@ -23,16 +23,16 @@ import numpy as np
 import torch
 
 from _record import write
-from kd.export import int8
-from kd.export.parity import shown_images
-from kd.export.repair import repair
-from kd.export.variants import Variant
+from kd.deploy.export import int8
+from kd.deploy.export.parity import shown_images
+from kd.deploy.export.repair import repair
+from kd.deploy.export.variants import Variant
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.setup.build import distributed
 from kd.setup.data import open_data
-from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import resolve
+from kd.study.finished import best_student, opened_run
 
 ROUNDS = 60
 FLOAT = "openvino.xml"

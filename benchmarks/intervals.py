@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 from _record import write
-from kd.intervals import Samples, resampled
-from kd.tasks.embedding import ridge
-from kd.tasks.label_sets import score
+from kd.core.intervals import Samples, resampled
+from kd.parts.tasks.embedding import ridge
+from kd.parts.tasks.label_sets import score
 
 TRAIN = 2000
 """Training images of each class."""

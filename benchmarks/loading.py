@@ -19,8 +19,8 @@ from typing import Any
 
 from _record import write
 from kd import config
+from kd.core.seeds import evenly_spaced
 from kd.data.views import Views
-from kd.seeds import evenly_spaced
 from kd.setup.build import build_backend
 from kd.setup.data import open_data, open_sources
 from kd.setup.recipe import resolve

@@ -22,10 +22,10 @@ from regimes import append, earlier, settings
 
 from _record import write
 from kd import config
+from kd.core.text import table
 from kd.jobs.cache import cache
 from kd.jobs.teach import teach
 from kd.jobs.train import train
-from kd.text import table
 
 Terms = list[dict[str, Any]]
 CE: dict[str, Any] = {"kind": "ce"}

@@ -21,14 +21,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from _record import write
+from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Criterion, Distillation
-from kd.losses.kl import KL
 from kd.models.classifier import set_attention
 from kd.models.compiled import compile_forward
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.tasks.single_label import SingleLabel
-from kd.types import Batch, Outputs
+from kd.parts.losses.kl import KL
+from kd.parts.tasks.single_label import SingleLabel
 
 CLASSES = [str(i) for i in range(101)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -26,15 +26,15 @@ from torch.utils.data import TensorDataset
 
 from _record import write
 from kd import api
-from kd.artifacts.run_dir import Memory
+from kd.core.types import State
 from kd.engine.loop import steps_of, update
 from kd.engine.meter import Meter
+from kd.engine.monitor.system import INTERVAL, Monitor, Sampler
+from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import Run
-from kd.monitor.system import INTERVAL, Monitor, Sampler
-from kd.monitor.timeline import Timeline
-from kd.progress.console import Console
+from kd.files.run_dir import Memory
+from kd.jobs.progress.console import Console
 from kd.setup.build import Results, distributed
-from kd.types import State
 
 SPANS = ("data", "teacher", "forward", "backward", "sifting", "optimizer")
 

@@ -1,4 +1,4 @@
-"""What it saves that a run on a CPU keeps the memory that it frees (`kd.host.keep_freed_memory`).
+"""What it saves that a run on a CPU keeps the memory that it frees (`kd.core.host.keep_freed_memory`).
 
 Run: python benchmarks/page_faults.py [--rounds 3] [--teachers vit_base_patch16_224] [--batch 32] [--precision bf16]
 
@@ -20,7 +20,7 @@ import torch
 from mfu import Step, arguments
 
 from _record import write
-from kd.host import keep_freed_memory
+from kd.core.host import keep_freed_memory
 
 WARM, TIMES = 2, 5
 

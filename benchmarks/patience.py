@@ -28,7 +28,7 @@ import kd
 from _record import write
 from kd.jobs.cache import cache
 from kd.jobs.teach import teach
-from kd.report.svg import Frame, Series, lines
+from kd.study.report.svg import Frame, Series, lines
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
 PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]

@@ -7,7 +7,7 @@ without reduction, DDP's step, and the all-reduce of the whole gradient alone. T
 
     step without reduction + tail + max(0, all-reduce - tail - backward)
 
-where `tail` is the last bucket's share (`kd.report.scaling.exposed_ms`). The step without reduction is
+where `tail` is the last bucket's share (`kd.study.report.scaling.exposed_ms`). The step without reduction is
 measured on all ranks at once, so that a busy machine slows both sides alike. Medians.
 """
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from _record import write
-from kd.report.scaling import exposed_ms
+from kd.study.report.scaling import exposed_ms
 
 BATCH, SIZE, STEPS = 16, 64, 6
 RANKS = (1, 2, 4)

@@ -28,8 +28,8 @@ import numpy as np
 from PIL import Image
 
 from _record import write
+from kd.deploy.serve.model import describe
 from kd.files.pixels import centre_crop, to_rgb
-from kd.serve.model import describe
 
 ARGS = {"patch_size": 8, "embed_dim": 96, "depth": 3, "num_heads": 3}
 LABELS = [f"class_{i:02d}" for i in range(28)]
@@ -40,7 +40,7 @@ def random_export(folder: Path) -> Path:
     """Write an export of the student of configs/grocery.yaml with random weights."""
     import torch
 
-    from kd.export.folder import complete, new_export
+    from kd.deploy.export.folder import complete, new_export
     from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
@@ -85,7 +85,7 @@ def bare(export: Path, paths: Sequence[Path], target: Path, threads: int) -> Non
 
 def ours(export: Path, paths: Sequence[Path], target: Path) -> None:
     """Classify the images of a list."""
-    from kd.predict.run import Settings, predict
+    from kd.deploy.predict.run import Settings, predict
 
     listed = target.with_suffix(".txt")
     listed.write_text("\n".join(map(str, paths)))

@@ -37,8 +37,8 @@ import yaml
 from patience import plot
 
 from _record import HERE, commit, write
-from kd.intervals import wilson
-from kd.text import table
+from kd.core.intervals import wilson
+from kd.core.text import table
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "cifar10.yaml"

@@ -26,15 +26,15 @@ import torch
 
 from _record import write
 from kd import config
-from kd.artifacts.run_dir import RunDir
-from kd.export.export import Options, export
+from kd.core.text import table
+from kd.deploy.export.export import Options, export
+from kd.files.run_dir import RunDir
 from kd.jobs.cache import cache
 from kd.jobs.teach import teach
 from kd.jobs.train import train
 from kd.setup.data import open_sources
-from kd.setup.finished import best_student
 from kd.setup.recipe import resolve
-from kd.text import table
+from kd.study.finished import best_student
 
 REGIMES = {
     "both": {"train_images": 410, "imbalance": 30, "redundancy": 4},

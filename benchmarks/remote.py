@@ -28,14 +28,14 @@ from typing import Any
 import torch
 
 from _record import write
-from kd.data.decoders import Pool
+from kd.cluster.decoders import Pool
+from kd.cluster.hosts import marked, signal_all
+from kd.cluster.local import LocalJob
+from kd.cluster.remote import RemoteLoader
+from kd.core.types import TENSORS, Batch, Plan, Sample
 from kd.data.loader import LocalLoader
-from kd.data.remote import RemoteLoader
 from kd.data.views import Train, Views
-from kd.datasets.imagefolder import Options, build
-from kd.sagemaker.hosts import marked, signal_all
-from kd.sagemaker.local import LocalJob
-from kd.types import TENSORS, Batch, Plan, Sample
+from kd.parts.datasets.imagefolder import Options, build
 
 BATCH, WAITED, STEP = 32, 0.020, 0.001
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -31,8 +31,8 @@ from PIL import Image
 
 import kd
 from _record import HERE, write
+from kd.core.host import cores
 from kd.files.storage import read_rows
-from kd.host import cores
 
 STEPS = 90
 PHOTOS = 160
@@ -61,7 +61,7 @@ RANK = f"""
 import sys
 
 from kd.cli.training import train as main
-from kd.monitor import system
+from kd.engine.monitor import system
 
 system.INTERVAL = {INTERVAL}
 sys.exit(main())

@@ -35,16 +35,16 @@ import torch
 
 import _record
 from kd.config.schema import DataSection
+from kd.core.types import SiftContext
 from kd.data.loader import Share
-from kd.datasets import csv, imagefolder
-from kd.datasets._decode import Column, label_images, part, stamp
-from kd.datasets._folder import File, Files, ImageFolder
-from kd.datasets._kept import SAMPLE, SETTLED, kept
 from kd.models.cache import Codec, open_store
+from kd.parts.datasets import csv, imagefolder
+from kd.parts.datasets._decode import Column, label_images, part, stamp
+from kd.parts.datasets._folder import File, Files, ImageFolder
+from kd.parts.datasets._kept import SAMPLE, SETTLED, kept
+from kd.parts.sifters import history
+from kd.parts.sifters._plan import full_plan
 from kd.setup.data import Data, DataPlan
-from kd.sifters import history
-from kd.sifters._plan import full_plan
-from kd.types import SiftContext
 
 FOLDER = 1000
 """Images of a class."""

@@ -45,10 +45,10 @@ LITSERVE = """
 import base64, io, sys
 import litserve as ls, numpy as np, onnxruntime as ort
 from pathlib import Path
-from kd.serve.answers import predictions
-from kd.serve.images import prepare
-from kd.serve.limits import Limits
-from kd.serve.model import describe, load
+from kd.deploy.serve.answers import predictions
+from kd.deploy.serve.images import prepare
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe, load
 
 class API(ls.LitAPI):
     def setup(self, device):

@@ -29,10 +29,10 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
 from _record import write
-from kd.serve.answers import predictions
-from kd.serve.images import decode
-from kd.serve.model import Model, describe, load
-from kd.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, Watch, measure
+from kd.deploy.serve.answers import predictions
+from kd.deploy.serve.images import decode
+from kd.deploy.serve.model import Model, describe, load
+from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, Watch, measure
 
 REFERENCE, STREAM, CHANGED = 2000, 2000, 1000
 Change = Callable[[Image.Image], Image.Image]

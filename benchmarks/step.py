@@ -18,17 +18,17 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from _record import write
-from kd.artifacts.run_dir import Memory
+from kd.core.types import Batch, State
 from kd.engine.criterion import Criterion
 from kd.engine.loop import update
-from kd.losses.ce import CE
-from kd.losses.kl import KL
+from kd.files.run_dir import Memory
+from kd.jobs.progress.console import Console
 from kd.models.classifier import Classifier, set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.progress.console import Console
+from kd.parts.losses.ce import CE
+from kd.parts.losses.kl import KL
 from kd.setup.build import Results, distributed
-from kd.types import Batch, State
 
 CLASSES = [str(i) for i in range(12)]
 
@@ -83,8 +83,8 @@ def bare(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Call
 def engine(teacher: Classifier, student: Classifier, batches: list[Batch]) -> Callable[[int], None]:
     """Return the engine's step, with its per-image terms, seeds, schedule and metrics."""
     from kd import api
+    from kd.core.seeds import seed_from
     from kd.engine.meter import Meter
-    from kd.seeds import seed_from
 
     criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.3, CE(label_smoothing=0.0))])
     data = TensorDataset(batches[0].image.float(), batches[0].label)

@@ -15,12 +15,12 @@ import torch
 
 from _record import write
 from kd.config.validate import installed
+from kd.core.types import Batch
 from kd.models.classifier import set_attention
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
 from kd.setup.modes import ExecutionMode
 from kd.setup.teacher import rebuild
-from kd.types import Batch
 
 CLASSES = [str(i) for i in range(101)]
 FORMS = [

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import kd
 from _record import commit, write
 from kd.config.flat import plain
-from kd.intervals import wilson
+from kd.core.intervals import wilson
 from kd.jobs.cache import cache
 
 THEME = "tokens_cifar10"

@@ -67,7 +67,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     """Write an export of a model with random weights, with all graphs that can be made here."""
     import torch
 
-    from kd.export.folder import complete, new_export
+    from kd.deploy.export.folder import complete, new_export
     from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files
@@ -91,7 +91,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
 def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
     """Return the compared export of a student; train and export it where it is not there yet."""
     import kd
-    from kd.export.export import Options, export
+    from kd.deploy.export.export import Options, export
 
     target = given.work / f"{name}_{seed}" / "export"
     if (target / "manifest.json").is_file():
@@ -134,7 +134,7 @@ def table(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 def client(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield for each file the median of the table's client and that of another one, at the same server in turns."""
-    from kd.serve import bench
+    from kd.deploy.serve import bench
 
     manifest = json.loads((folder / "manifest.json").read_text())
     size, sent = manifest["input"]["size"], picture(manifest["input"]["size"], manifest["input"]["size"])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kd
-from kd import parts
 from kd.models.answers import Answers, write
+from kd.parts import registry
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -33,10 +33,10 @@ class Photographs:
     """Both splits as tensors."""
 
     def __init__(self, root: Path, size: int) -> None:
-        self.size, options = size, parts.default_options("datasets", "imagefolder", root=str(root))
-        self.train = parts.build("datasets", "imagefolder", options, "data", split="train", classes=None)
+        self.size, options = size, registry.default_options("datasets", "imagefolder", root=str(root))
+        self.train = registry.build("datasets", "imagefolder", options, "data", split="train", classes=None)
         self.classes = list(self.train.classes)
-        self.val = parts.build("datasets", "imagefolder", options, "data", split="val", classes=self.classes)
+        self.val = registry.build("datasets", "imagefolder", options, "data", split="val", classes=self.classes)
 
     def pixels(self, source: Any) -> Tensor:
         """Return the whole images of a split, uint8 [N, 3, S, S]."""

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from kd.core.types import Batch, Outputs, SiftContext
 from kd.engine.criterion import Criterion
-from kd.losses.ce import CE
-from kd.losses.kl import KL
 from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher
-from kd.sifters.history import History, Options
-from kd.types import Batch, Outputs, SiftContext
+from kd.parts.losses.ce import CE
+from kd.parts.losses.kl import KL
+from kd.parts.sifters.history import History, Options
 from own_modules import blobs, network
 
 

@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kd.api import Distilled, distill, train
     from kd.config import Config
     from kd.config import load as load_config
-    from kd.errors import KdError
-    from kd.monitor.timeline import region
-    from kd.sweeps.sweep import sweep
+    from kd.core.errors import KdError
+    from kd.engine.monitor.timeline import region
+    from kd.jobs.api import Distilled, distill, train
+    from kd.study.sweeps.sweep import sweep
 
 # Read by OpenMP when torch starts. Its threads otherwise spin for long while they wait: beside any busy neighbour, such
 # as the loader's own worker, a step on two cores was measured to take fifty times as long. Where they sleep at once, a
@@ -33,13 +33,13 @@ __all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_con
 
 _HOMES = {
     "Config": ("kd.config", "Config"),
-    "Distilled": ("kd.api", "Distilled"),
-    "KdError": ("kd.errors", "KdError"),
-    "distill": ("kd.api", "distill"),
+    "Distilled": ("kd.jobs.api", "Distilled"),
+    "KdError": ("kd.core.errors", "KdError"),
+    "distill": ("kd.jobs.api", "distill"),
     "load_config": ("kd.config", "load"),
-    "region": ("kd.monitor.timeline", "region"),
-    "sweep": ("kd.sweeps.sweep", "sweep"),
-    "train": ("kd.api", "train"),
+    "region": ("kd.engine.monitor.timeline", "region"),
+    "sweep": ("kd.study.sweeps.sweep", "sweep"),
+    "train": ("kd.jobs.api", "train"),
 }
 
 

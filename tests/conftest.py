@@ -176,7 +176,7 @@ def distilled(photos, teacher, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def exported(distilled, tmp_path_factory) -> Path:
     """What `kd-export --int8 --pt2` writes for `distilled`. Do not write into it."""
-    from kd.export.export import Options, export
+    from kd.deploy.export.export import Options, export
 
     target = tmp_path_factory.mktemp("exported") / "export"
     return export(distilled, target, Options(int8=True, pt2=True, max_drop=0.2)).folder
@@ -214,7 +214,7 @@ def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
 def embedded(photos, teacher, tmp_path_factory) -> Path:
     """A finished run folder of an embedding student, with its export. Do not write into it."""
     from kd import config
-    from kd.export.export import Options, export
+    from kd.deploy.export.export import Options, export
     from kd.jobs.train import train
 
     settings = base(photos, tmp_path_factory.mktemp("embedded"))

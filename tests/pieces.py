@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kd.datasets._decode import HEIF
+from kd.parts.datasets._decode import HEIF
 
 WITHOUT_HEIF = pytest.mark.skipif(HEIF, reason="pillow-heif is installed; test_what_is_said_without_pillow_heif")
 """For what is said where the extra heic is not installed."""

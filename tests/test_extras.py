@@ -28,14 +28,14 @@ ACCOUNT = (
 )
 TRIED: dict[str, str] = {
     "": "-m kd.cli train food.yaml --check",
-    "hf": "-c 'import datasets, kd.datasets.hf'",
-    "heic": "-c 'import pillow_heif; from kd.datasets._decode import HEIF, _load_heif; assert HEIF; _load_heif()'",
-    "nncf": "-c 'import nncf, openvino, kd.export.int8; nncf.quantize'",
-    "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.export.export; openvino.Core()'",
+    "hf": "-c 'import datasets, kd.parts.datasets.hf'",
+    "heic": "-c 'import pillow_heif; from kd.parts.datasets import _decode; assert _decode.HEIF; _decode._load_heif()'",
+    "nncf": "-c 'import nncf, openvino, kd.deploy.export.int8; nncf.quantize'",
+    "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.deploy.export.export; openvino.Core()'",
     "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",
     "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",
     "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
-    "transformers": "-c 'import transformers, kd.teachers.transformers, kd.teachers.zero_shot'",
+    "transformers": "-c 'import transformers, kd.parts.networks.transformers, kd.parts.networks.zero_shot'",
     "completion": "-c 'import argcomplete, kd.cli.__main__'",
     "sift-integrations": "-c 'import lightning, transformers, kd.sifting.lightning, kd.sifting.trainer'",
 }

@@ -155,7 +155,7 @@ def earlier(path: str) -> list[dict[str, Any]]:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return the table of means and spreads as Markdown."""
-    from kd.text import table
+    from kd.core.text import table
 
     baseline = [row for row in rows if row["method"] == "none"]
     full = statistics.mean(row["images_trained"] for row in baseline)

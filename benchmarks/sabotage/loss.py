@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kd.losses.ce import CE
-from kd.types import Batch, Dims, Needs, Outputs
+from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.parts.losses.ce import CE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kd.contracts import Source
-from kd.datasets import imagefolder
-from kd.types import Decoded
+from kd.core.contracts import Source
+from kd.core.types import Decoded
+from kd.parts.datasets import imagefolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kd import __version__
 from kd.cli import launch, report, serving, training
 from kd.cli.command import Parser, explained, guarded
-from kd.errors import ConfigError, did_you_mean
+from kd.core.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     "train": training.train,

@@ -16,9 +16,9 @@ from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from kd.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
+from kd.core.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
+from kd.core.references import redact
 from kd.jobs.signals import signals
-from kd.references import redact
 
 if TYPE_CHECKING:
     from kd.config.schema import Config

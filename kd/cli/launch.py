@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd.cli.command import guarded, new_parser, taken, whole_number
-from kd.errors import ConfigError, ConfigErrors
+from kd.core.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
-    from kd.sagemaker.requests import Hosting
+    from kd.cluster.requests import Hosting
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
@@ -58,8 +58,8 @@ def _train(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd import config
+        from kd.cluster.requests import Job, training_request
         from kd.config.flat import file_keys, flat
-        from kd.sagemaker.requests import Job, training_request
 
         keys = flat(options.config, options.overrides)
         _complete(options)
@@ -75,7 +75,7 @@ def _train(argv: Sequence[str]) -> int:
         final = request["HyperParameters"].items()
         config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with what the options have changed
         if _validate({"CreateTrainingJob": request}, options.dry_run):
-            from kd.sagemaker import aws
+            from kd.cluster import aws
 
             aws.train(request, options.follow)
 
@@ -88,7 +88,7 @@ def _train_here(options: argparse.Namespace) -> int:
 
     def command() -> None:
         from kd import config
-        from kd.sagemaker.local import run_job
+        from kd.cluster.local import run_job
 
         nonlocal code
         argv = [options.config, *options.overrides]
@@ -115,13 +115,13 @@ def _deploy(argv: Sequence[str]) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd.sagemaker.requests import hosting_requests
-        from kd.serve.model import describe
+        from kd.cluster.requests import hosting_requests
+        from kd.deploy.serve.model import describe
 
         model = describe(options.export)
         requests = hosting_requests(_hosting(options, model.name))
         if _validate(requests, options.dry_run):
-            from kd.sagemaker import aws
+            from kd.cluster import aws
 
             print(aws.deploy(requests, options.export, model.labels))
 
@@ -144,14 +144,14 @@ def _transform(argv: Sequence[str]) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd.sagemaker.requests import transform_requests
-        from kd.serve.model import describe
+        from kd.cluster.requests import transform_requests
+        from kd.deploy.serve.model import describe
 
         hosting = _hosting(options, describe(options.export).name)
         output = options.to or f"{options.output}/transform/{hosting.name}"
         requests = transform_requests(hosting, options.images, output, options.at_once)
         if _validate(requests, options.dry_run):
-            from kd.sagemaker import aws
+            from kd.cluster import aws
 
             aws.transform(requests, options.export)
             print(f"results: {output}")
@@ -197,7 +197,7 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def _hosting(options: argparse.Namespace, model: str) -> Hosting:
-    from kd.sagemaker.requests import Hosting
+    from kd.cluster.requests import Hosting
 
     _complete(options)
     name = options.name or _unique_name(model)
@@ -206,7 +206,7 @@ def _hosting(options: argparse.Namespace, model: str) -> Hosting:
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
     """Check requests and return whether to send them; those of a dry run are printed instead."""
-    from kd.sagemaker.requests import validate
+    from kd.cluster.requests import validate
 
     for operation, request in requests.items():
         validate(operation, request)

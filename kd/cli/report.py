@@ -15,10 +15,10 @@ def report(argv: Sequence[str] | None = None) -> int:
     paths = [Path(text) for text in options.runs if text not in overrides]
 
     def command() -> None:
-        from kd.errors import ConfigError
+        from kd.core.errors import ConfigError
+        from kd.core.text import table
         from kd.files.storage import write_text
-        from kd.report import report as job
-        from kd.text import table
+        from kd.study.report import report as job
 
         if not paths:
             wrong = f"'{overrides[0]}' is no run folder, and there is no other"

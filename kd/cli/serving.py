@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from kd.cli.command import Parser, add_trust, guarded, new_parser, taken, whole_number
-from kd.errors import Interrupted
-from kd.text import VARIANTS_NOTE, table, variant_rows
+from kd.core.errors import Interrupted
+from kd.core.text import VARIANTS_NOTE, table, variant_rows
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
@@ -28,7 +28,7 @@ def export(argv: Sequence[str] | None = None) -> int:
     options = _export_parser().read(argv)
 
     def command() -> None:
-        from kd.export.export import Options, export
+        from kd.deploy.export.export import Options, export
 
         options.compare = options.compare or bool(options.budget)
         wanted = taken(Options, options)
@@ -39,7 +39,7 @@ def export(argv: Sequence[str] | None = None) -> int:
         if rows := variant_rows(exported.manifest):
             print(f"{table(rows)}\n{VARIANTS_NOTE}\npicked: {exported.manifest['pick']}, which kd-serve now loads")
         if options.sagemaker:
-            from kd.sagemaker.archives import sagemaker_archives
+            from kd.cluster.archives import sagemaker_archives
 
             archives = sagemaker_archives(exported.folder)
             print(*(f"wrote {path}" for path in archives), sep="\n")
@@ -103,8 +103,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     options = _serve_parser().read(argv)
 
     def command() -> None:
-        from kd.serve.limits import Limits
-        from kd.serve.server import Settings, serve
+        from kd.deploy.serve.limits import Limits
+        from kd.deploy.serve.server import Settings, serve
 
         hosted = options.folder == SAGEMAKER_WORD
         if options.drain_seconds is None:
@@ -216,7 +216,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd.predict.run import Settings, predict
+        from kd.deploy.predict.run import Settings, predict
 
         result = predict(taken(Settings, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""

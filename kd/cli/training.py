@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser, whole_number
-from kd.host import command_seconds
+from kd.core.host import command_seconds
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +114,7 @@ def sweep(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd.sweeps.sweep import sweep
+        from kd.study.sweeps.sweep import sweep
 
         print(sweep(options.config, *options.overrides, by=options.by, trials=options.trials, jobs=options.jobs).text)
 
@@ -146,7 +146,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         if options.endpoint:
-            from kd.serve import client
+            from kd.deploy.serve import client
 
             values, samples = client.evaluate(options.endpoint, options.data), {}
         else:
@@ -180,8 +180,8 @@ def plan(argv: Sequence[str] | None = None) -> int:
         parser.error("give --on MACHINE xN; --instances lists the machines")
 
     def command() -> None:
-        from kd.report.plan import plan
         from kd.setup.recipe import resolve
+        from kd.study.report.plan import plan
 
         print(plan(resolve(load_config(options)), options.on, options.mfu, options.run, options.trust))
 
@@ -189,7 +189,7 @@ def plan(argv: Sequence[str] | None = None) -> int:
 
 
 def _listing() -> str:
-    from kd.report.plan import listing
+    from kd.study.report.plan import listing
 
     return listing()
 
@@ -204,19 +204,19 @@ def parts(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd import parts
-        from kd.errors import ConfigError, did_you_mean
+        from kd.core.errors import ConfigError, did_you_mean
+        from kd.parts import registry
 
         name = options.folder
         if name and "." in name:
-            print(f"{name}: {parts.summary(parts.find('losses', name, 'kd-parts'))}\n{explained(name)}")
+            print(f"{name}: {registry.summary(registry.find('losses', name, 'kd-parts'))}\n{explained(name)}")
             return
-        if name and name not in parts.FOLDERS:
-            near = did_you_mean(name, parts.FOLDERS) or "Give none to see all"
-            raise ConfigError("kd-parts", f"no folder '{name}'", f"Allowed: {', '.join(parts.FOLDERS)}", near)
-        for folder in [name] if name else parts.FOLDERS:
+        if name and name not in registry.FOLDERS:
+            near = did_you_mean(name, registry.FOLDERS) or "Give none to see all"
+            raise ConfigError("kd-parts", f"no folder '{name}'", f"Allowed: {', '.join(registry.FOLDERS)}", near)
+        for folder in [name] if name else registry.FOLDERS:
             print(f"{folder}:")
-            for part, summary in parts.describe(folder):
+            for part, summary in registry.describe(folder):
                 print(f"  {part:14s} {summary}")
 
     return guarded(command)

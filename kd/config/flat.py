@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.load import apply_overrides, load, parse_value, read_yaml
-from kd.errors import ConfigError, ConfigErrors, KdError
-from kd.references import written
-from kd.types import FileKey
+from kd.core.errors import ConfigError, ConfigErrors, KdError
+from kd.core.references import written
+from kd.core.types import FileKey
 
 
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
@@ -62,7 +62,7 @@ def alternatives(override: str) -> list[str]:
 
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
-    """Yield the keys below a section whose values name files that the run reads (see `kd.types.file_key`)."""
+    """Yield the keys below a section whose values name files that the run reads (see `kd.core.types.file_key`)."""
     for one in fields(section):
         value, key = getattr(section, one.name), f"{where}.{one.name}".lstrip(".")
         if "files" in one.metadata and value:

@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kd.errors import ConfigError, KdError
-from kd.references import Referenced
+from kd.core.errors import ConfigError, KdError
+from kd.core.references import Referenced
 
 _KEY = re.compile(r"\$\{([A-Za-z_][\w.\[\]-]*)\}")
 """A reference to another key of the configuration."""

@@ -17,13 +17,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from kd import parts
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
 from kd.config.schema import BackendSection, Config
 from kd.config.validate import validate
-from kd.errors import ConfigError, ConfigErrors, KdError, did_you_mean
-from kd.references import Referenced, written
+from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean
+from kd.core.references import Referenced, written
+from kd.parts import registry
 
 
 def load(
@@ -272,12 +272,12 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
         return None
     kind, folder = raw.get("kind", field.default), field.metadata["parts"]
     if kind == "auto" and folder in ("backends", "tasks"):  # the losses name the task later: no own one has options
-        kind = _auto_backend() if folder == "backends" else parts.names(folder)[0]
+        kind = _auto_backend() if folder == "backends" else registry.names(folder)[0]
     try:
         if not isinstance(kind, str) or not kind:
-            allowed = f"Allowed: {', '.join(parts.names(folder))}"
+            allowed = f"Allowed: {', '.join(registry.names(folder))}"
             raise ConfigError(f"{where}.kind", "is missing" if not kind else f"is {kind!r}", allowed, "Add it")
-        return parts.options_type(folder, kind, f"{where}.kind")
+        return registry.options_type(folder, kind, f"{where}.kind")
     except KdError as error:
         errors.append(error)
         return None
@@ -299,7 +299,7 @@ def _auto_backend() -> str:
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
     """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix; or of a module."""
     if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in _types(Config):  # a part from outside
-        return list(_explain(parts.options_type("losses", prefix, prefix), ""))
+        return list(_explain(registry.options_type("losses", prefix, prefix), ""))
     rows = list(_explain(Config, ""))
     return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]
 
@@ -322,8 +322,8 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
 
 def _explain_parts(f: dataclasses.Field[Any], where: str) -> Iterator[tuple[str, str, str, str]]:
     folder = f.metadata["parts"]
-    for name in f.metadata["only"] or parts.names(folder):
-        for key, allowed, default, meaning in _explain(parts.options_type(folder, name, where), where):
+    for name in f.metadata["only"] or registry.names(folder):
+        for key, allowed, default, meaning in _explain(registry.options_type(folder, name, where), where):
             yield key, allowed, default, f"[kind: {name}] {meaning}"
 
 
@@ -357,7 +357,7 @@ def _allowed(cls: type, key: str) -> str:
     """Describe in words what a key accepts."""
     field = next(f for f in dataclasses.fields(cls) if f.name == key)
     if "parts" in field.metadata:
-        return f"Allowed: {', '.join(field.metadata['only'] or parts.names(field.metadata['parts']))}"
+        return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
     text = _describe(_types(cls)[key])
     low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
     limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kd import parts
 from kd.config.schema import DataSection, LossSection, TaskSection
-from kd.errors import ConfigError
-from kd.evaluation import Task
-from kd.types import Dims, Needs
+from kd.core.errors import ConfigError
+from kd.core.evaluation import Task
+from kd.core.types import Dims, Needs
+from kd.parts import registry
 
 ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
 
@@ -30,11 +30,11 @@ def needs(losses: Sequence[LossSection]) -> list[Needs]:
     """Return what each loss reads."""
     found = []
     for i, term in enumerate(losses):
-        loss = parts.build("losses", term.kind, term.options, f"losses[{i}]", dims=ANY_DIMS)
+        loss = registry.build("losses", term.kind, term.options, f"losses[{i}]", dims=ANY_DIMS)
         if not isinstance(getattr(loss, "needs", None), Needs):
             wrong = f"the loss '{term.kind}' does not say what it reads"
             remedy = "Set needs = Needs(teacher=True, logits='softmax'), for example"
-            raise ConfigError(f"losses[{i}].kind", wrong, "An attribute `needs` of the type kd.types.Needs", remedy)
+            raise ConfigError(f"losses[{i}].kind", wrong, "An attribute `needs`, a kd.core.types.Needs", remedy)
         found.append(loss.needs)
     return found
 
@@ -61,12 +61,12 @@ def label_of(data: DataSection) -> str:
     """Return what the label of an image is, "class" or "set"; "" where images have none."""
     if data.labels == "none":
         return ""
-    return parts.facts("datasets", data.kind, data.options, "data.kind").label
+    return registry.facts("datasets", data.kind, data.options, "data.kind").label
 
 
 def build_task(section: TaskSection) -> Task:
     """Build the task that a section names."""
-    return parts.build("tasks", section.kind, section.options, "task.kind")
+    return registry.build("tasks", section.kind, section.options, "task.kind")
 
 
 def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: DataSection) -> TaskSection:
@@ -78,8 +78,8 @@ def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: Dat
         return section
     functions = [one.logits for one in needs(losses) if one.logits] or [""]
     label, found = label_of(data), []
-    for name in parts.names("tasks"):
-        own = TaskSection(kind=name, options=parts.default_options("tasks", name))
+    for name in registry.names("tasks"):
+        own = TaskSection(kind=name, options=registry.default_options("tasks", name))
         task = build_task(own)
         fits = bool(task.logits) == bool(functions[0]) and label in ("", task.label)
         # a loss that does not fit the labels is wrong, not the task

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kd.config.fields import chosen, ranged
 from kd.config.tuning import Fit, OptimizerSection, Tuning
-from kd.types import file_key
+from kd.core.types import file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""
@@ -177,7 +177,7 @@ class Cache:
 class Member:
     """A further teacher; of kind timm or torch, it is fitted like the first where it has no checkpoint."""
 
-    kind: str = chosen("teachers", "timm")
+    kind: str = chosen("networks", "timm")
     """As `teacher.kind`."""
     model: str = file_key("", or_name=True)
     """As `teacher.model`."""
@@ -194,7 +194,7 @@ class Member:
 class TeacherSection:
     """The frozen model that is distilled."""
 
-    kind: str = chosen("teachers", "timm")
+    kind: str = chosen("networks", "timm")
     """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
     model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
@@ -248,7 +248,7 @@ class TeacherSection:
 class StudentSection:
     """The small model that is trained and exported."""
 
-    kind: str = chosen("teachers", "timm", only=TRAINED)
+    kind: str = chosen("networks", "timm", only=TRAINED)
     """A model of timm, or your own function `module:function`, as for teachers."""
     model: str = file_key("", or_name=True)
     """What `kind` builds. timm: a name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`."""

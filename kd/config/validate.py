@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from kd import parts
 from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
     QUANTIZED,
@@ -24,9 +23,10 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.config.tuning import Tuning
-from kd.errors import ConfigError, KdError, MissingExtra, did_you_mean
-from kd.evaluation import Task
-from kd.types import BackendFacts, Needs
+from kd.core.errors import ConfigError, KdError, MissingExtra, did_you_mean
+from kd.core.evaluation import Task
+from kd.core.types import BackendFacts, Needs
+from kd.parts import registry
 
 
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
@@ -52,7 +52,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     yield from _data(config.data, config.teacher)
     yield from _remote(config.data, here, here and cluster)
     yield from _losses(config.losses, needed, config.data.augment, config.teacher)
-    sifting = parts.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
+    sifting = registry.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
     yield from _task(config.losses, needed, task, label_of(config.data))
     yield from _of_one_task(task, config.run.baseline, config.teacher.cache.topk)
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
@@ -78,7 +78,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
     yield from _profile(config.profile)
-    facts = parts.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
+    facts = registry.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
     yield from _execution(config.teacher, config.student, config.backend.kind, facts, features, here)
 
 
@@ -86,7 +86,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     if isinstance(data.workers, int) and data.workers < 0:
         allowed = "Allowed: `auto` or a whole number >= 0"
         yield ConfigError("data.workers", f"is {data.workers!r}", allowed, "Change it")
-    named = parts.facts("datasets", data.kind, data.options, "data.kind").test
+    named = registry.facts("datasets", data.kind, data.options, "data.kind").test
     if named and data.test_fraction:
         wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
         yield ConfigError("data.test_fraction", wrong, "One of the two", remedy)
@@ -122,7 +122,7 @@ def _losses(
 ) -> Iterator[KdError]:
     if not losses:
         remedy = "Start with `losses: [{kind: kl}]`"
-        yield ConfigError("losses", "is empty", f"At least one of: {', '.join(parts.names('losses'))}", remedy)
+        yield ConfigError("losses", "is empty", f"At least one of: {', '.join(registry.names('losses'))}", remedy)
     elif not any(term.weight > 0 for term in losses):
         yield ConfigError("losses", "all weights are 0", "At least one weight > 0", "Raise one")
     for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
@@ -158,8 +158,8 @@ def _task(losses: Sequence[LossSection], needed: Sequence[Needs], task: Task, la
 def _losses_by(function: str) -> str:
     """Name the losses of kd that read logits by a function."""
     found = []
-    for name in parts.names("losses"):
-        section = LossSection(kind=name, options=parts.default_options("losses", name))
+    for name in registry.names("losses"):
+        section = LossSection(kind=name, options=registry.default_options("losses", name))
         found += [name] if needs([section])[0].logits == function else []
     return ", ".join(found)
 
@@ -223,7 +223,7 @@ def _student(student: StudentSection) -> Iterator[KdError]:
     if student.checkpoint and student.init != "pretrained":
         allowed = "A checkpoint to start from goes with `student.init: pretrained`"
         yield ConfigError("student.init", f"is '{student.init}', but checkpoint is set", allowed, "Set it")
-    if not parts.facts("teachers", student.kind, student.options, "student.kind").trains:
+    if not registry.facts("networks", student.kind, student.options, "student.kind").trains:
         wrong = f"is '{student.kind}', whose weights kd cannot train"
         yield ConfigError("student.kind", wrong, "timm, torch", "Choose one; torch builds your own network")
     elif student.kind != "timm" and student.init == "pretrained" and not student.checkpoint:
@@ -246,7 +246,7 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
 def _price(price: PriceSection) -> Iterator[KdError]:
     if not price.instance or price.per_hour:
         return
-    from kd import instances  # only where one is named
+    from kd.config import instances  # only where one is named
 
     if instances.find(price.instance) is None:
         wrong = f"is {price.instance}, whose price kd does not know"

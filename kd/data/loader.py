@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
-from kd.contracts import Dataset
+from kd.core.contracts import Dataset
+from kd.core.errors import DataError, KdError
+from kd.core.host import BusyClock
+from kd.core.types import Batch, Loading, Plan
 from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
-from kd.errors import DataError, KdError
-from kd.host import BusyClock
-from kd.types import Batch, Loading, Plan
 
 AHEAD = 4  # micro-batches that each worker makes before the loop asks for them
 
@@ -61,7 +61,7 @@ class Share:
 
 
 class LocalLoader:
-    """Load micro-batches on this machine, as docs/design.md, the step, cuts a plan. See `kd.contracts.Loader`."""
+    """Load micro-batches on this machine, as docs/design.md, the step, cuts a plan. See `kd.core.contracts.Loader`."""
 
     def __init__(
         self,

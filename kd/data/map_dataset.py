@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from kd.contracts import Source
-from kd.errors import ConfigError, DataError
-from kd.seeds import evenly_spaced, seed_from
-from kd.types import Batch, DatasetFacts, Plan, Sample
+from kd.core.contracts import Source
+from kd.core.errors import ConfigError, DataError
+from kd.core.seeds import evenly_spaced, seed_from
+from kd.core.types import Batch, DatasetFacts, Plan, Sample
 
 PROBES = 16  # items of a dataset that are loaded to recognize it
 TRIES = 3  # of a DataLoader to bring the batch where a run stands
@@ -88,7 +88,7 @@ class Labels:
 
 
 class MapDataset:
-    """A map-style dataset of (image, label) pairs, or of images alone. See `kd.contracts.Dataset`.
+    """A map-style dataset of (image, label) pairs, or of images alone. See `kd.core.contracts.Dataset`.
 
     Its transforms draw from Python's, NumPy's and torch's global generators: they are seeded from (seed, view, id)
     before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
@@ -149,7 +149,7 @@ class MapDataset:
 
 
 class BatchLoader:
-    """A DataLoader of (images, labels) batches, in its own order. See `kd.contracts.Loader`.
+    """A DataLoader of (images, labels) batches, in its own order. See `kd.core.contracts.Loader`.
 
     Not handled: ids. The order is the DataLoader's, so there is nothing for a sifter with a memory to remember, and a
     resumed epoch sees another shuffle. A short last batch is dropped: shapes stay fixed.

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import PIL
 from PIL import Image, features
 
-from kd.contracts import Source, Stamped
-from kd.errors import CorruptImage, DataError, RunError
+from kd.core.contracts import Source, Stamped
+from kd.core.errors import CorruptImage, DataError, RunError
+from kd.core.types import Decoded, Label
 from kd.files.pixels import centre_crop
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import disk_error, log, open_folder
-from kd.types import Decoded, Label
 
 FORMAT = 4
 HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
@@ -91,7 +91,7 @@ class Slot(NamedTuple):
 
     image: Image.Image
     crc: int  # CRC-32 of the encoded bytes that it was decoded from
-    stamp: int  # of their file; see `kd.contracts.Stamped`
+    stamp: int  # of their file; see `kd.core.contracts.Stamped`
 
 
 class Slots:
@@ -128,7 +128,7 @@ def slot_bytes(pixels: int) -> int:
 
 
 class Stored:
-    """A source whose images are decoded once and stored as far as training needs them. See `kd.contracts.Source`.
+    """A source whose images are decoded once and stored as far as training needs them. See `kd.core.contracts.Source`.
 
     An image is the same whether it comes out of its slot or has just been decoded. Not stored are images that cannot be
     decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. Where the

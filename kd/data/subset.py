@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from kd.contracts import Noted, Source, Stamped
-from kd.errors import DataError, did_you_mean
-from kd.seeds import seed_from
-from kd.types import Decoded, Label
+from kd.core.contracts import Noted, Source, Stamped
+from kd.core.errors import DataError, did_you_mean
+from kd.core.seeds import seed_from
+from kd.core.types import Decoded, Label
 
 EXCLUDE = "data.exclude"
 
 
 class Subset:
-    """Images of a source, by their positions there. See `kd.contracts.Source`."""
+    """Images of a source, by their positions there. See `kd.core.contracts.Source`."""
 
     def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
         """Take the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
@@ -43,7 +43,7 @@ class Subset:
 
 
 class StampedSubset(Subset):
-    """The same of a source of files that may change. See `kd.contracts.Stamped`."""
+    """The same of a source of files that may change. See `kd.core.contracts.Stamped`."""
 
     source: Stamped
 

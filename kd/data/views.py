@@ -18,11 +18,11 @@ import torch
 from PIL import Image, ImageEnhance
 from torch import Tensor
 
-from kd.contracts import Source
-from kd.errors import CorruptImage
+from kd.core.contracts import Source
+from kd.core.errors import CorruptImage
+from kd.core.seeds import seed_from
+from kd.core.types import Sample
 from kd.files.pixels import centre_crop
-from kd.seeds import seed_from
-from kd.types import Sample
 
 MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])
 """Of ImageNet's pixels, 0 to 255."""
@@ -45,7 +45,7 @@ class Mixing:
 
 
 class Views:
-    """The views of a source: decode, transform, mix. See `kd.contracts.Dataset`."""
+    """The views of a source: decode, transform, mix. See `kd.core.contracts.Dataset`."""
 
     def __init__(
         self,

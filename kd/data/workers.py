@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 
-from kd.errors import RunError
-from kd.host import process_stat
+from kd.core.errors import RunError
+from kd.core.host import process_stat
 
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for the storage", "Z": "dead"}
 """The states of a process (`man 5 proc`) in which it makes no batch."""

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kd.errors import ModelError
-from kd.evaluation import Task
-from kd.types import Batch, Needs, Outputs, State
+from kd.core.errors import ModelError
+from kd.core.evaluation import Task
+from kd.core.types import Batch, Needs, Outputs, State
 
 
 class Criterion(nn.Module):

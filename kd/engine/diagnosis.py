@@ -11,10 +11,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from kd.core.errors import NonFiniteLoss
+from kd.core.seeds import seed_from
+from kd.core.types import Batch, Plan, State
 from kd.engine.run import Run
-from kd.errors import NonFiniteLoss
-from kd.seeds import seed_from
-from kd.types import Batch, Plan, State
 
 # The same command would resume from the last checkpoint and diverge in the same step again.
 LOWER = "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"

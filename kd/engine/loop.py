@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kd.core.errors import Interrupted
+from kd.core.seeds import seed_from
+from kd.core.types import Batch, Plan, State
 from kd.engine.diagnosis import Diverged, located
 from kd.engine.meter import Meter, require_applied
 from kd.engine.run import Run, Scoring, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
-from kd.errors import Interrupted
-from kd.seeds import seed_from
-from kd.types import Batch, Plan, State
 
 
 def train(run: Run) -> State:

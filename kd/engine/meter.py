@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kd.core.errors import NonFiniteLoss
+from kd.core.types import Plan, State
 from kd.engine.diagnosis import AFTER_SKIPPING, diverged
 from kd.engine.run import Run
-from kd.errors import NonFiniteLoss
-from kd.types import Plan, State
 
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped: a run that has diverged makes no good step any more."""

@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.core.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.core.evaluation import Evaluator
+from kd.core.types import Batch, State, TeacherOutputs
 from kd.engine.criterion import Distillation
-from kd.evaluation import Evaluator
-from kd.types import Batch, State, TeacherOutputs
 
 STOP_SECONDS = 1.0
 """About how long a rank waits before it tells the others. torchrun kills 30 s after its signal."""
@@ -177,7 +177,7 @@ class Stopping:
 
 
 class Scoring:
-    """Score one step's worth of images on all ranks, without training on them. See `kd.contracts.Score`.
+    """Score one step's worth of images on all ranks, without training on them. See `kd.core.contracts.Score`.
 
     Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
     """

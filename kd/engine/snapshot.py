@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kd.contracts import Backend
+from kd.core.contracts import Backend
+from kd.core.errors import NonFiniteLoss, RunError
+from kd.core.types import State
 from kd.engine.diagnosis import AFTER_DIVERGING
 from kd.engine.run import Run
-from kd.errors import NonFiniteLoss, RunError
-from kd.types import State
 
 DIGEST = 8
 """Bytes of a hash that are compared; each is sent as a float32, which holds it exactly."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kd.contracts import Backend
-from kd.types import State
+from kd.core.contracts import Backend
+from kd.core.types import State
 
 EVERY = 500
 """Steps from one comparison to the next: its slower half then costs under 2 % of the time where it is half as fast."""

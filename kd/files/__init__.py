@@ -1,1 +1,1 @@
-"""What lies on a disk or under a URL: atomic files, object stores, tar shards, manifests, pixels."""
+"""Bytes on a disk or under a URL: atomic writes, checksummed records, stores, shards, the run folder, checkpoints."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kd.errors import DataError, MissingExtra
+from kd.core.errors import DataError, MissingExtra
 from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")

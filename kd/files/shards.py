@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from kd.errors import DataError, did_you_mean
+from kd.core.errors import DataError, did_you_mean
 from kd.files import object_store
 from kd.files.storage import disk_error, lock, log, recover
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from uuid import uuid4
 
-from kd.errors import DataError, RunError
+from kd.core.errors import DataError, RunError
 
 try:
     import fcntl

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kd.audit import lists
-from kd.audit.album import Album
-from kd.audit.copies import Pairs, closely
-from kd.audit.doubts import Answers, doubted, narrow, neighbours
-from kd.contracts import Source
+from kd.core.contracts import Source
+from kd.core.errors import CorruptImage, RunError
+from kd.core.types import Batch, Outputs
 from kd.data.views import Views
 from kd.engine.run import Run
-from kd.errors import CorruptImage, RunError
 from kd.files.storage import write_text
 from kd.models.cache import CachedTeacher, Store
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe
-from kd.types import Batch, Outputs
+from kd.study.audit import lists
+from kd.study.audit.album import Album
+from kd.study.audit.copies import Pairs, closely
+from kd.study.audit.doubts import Answers, doubted, narrow, neighbours
 
 BATCH, READ = 64, 1024  # images of a forward; records that are read at once
 NAMED = 3

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kd.config import Config
-from kd.contracts import Backend, Source
+from kd.core.contracts import Backend, Source
+from kd.core.errors import ConfigError, ModelError, RunError
+from kd.core.types import Outputs, Plan
 from kd.data.loader import LocalLoader
-from kd.errors import ConfigError, ModelError, RunError
 from kd.jobs.teach import obtain_teachers
 from kd.models.answers import Answers, write
 from kd.models.cache import CachedTeacher, Store
@@ -25,7 +26,6 @@ from kd.setup.data import open_data
 from kd.setup.loaders import loaders, split_batch
 from kd.setup.recipe import Session, TeacherPlan, resolve
 from kd.setup.teacher import Teachers, choose_teacher
-from kd.types import Outputs, Plan
 
 ROWS = 1024  # records that are read at once
 

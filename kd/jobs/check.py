@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kd.config.schema import DataSection, OptimizerSection, TeacherSection
-from kd.contracts import TeacherModel
-from kd.errors import DataError
+from kd.core.contracts import TeacherModel
+from kd.core.errors import DataError
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
 from kd.models.teacher import count_parameters
@@ -32,7 +32,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
     if recipe.record.trackers:
-        from kd.progress.trackers import check as check_trackers  # only where some are named
+        from kd.jobs.progress.trackers import check as check_trackers  # only where some are named
 
         check_trackers(recipe.record.trackers)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))

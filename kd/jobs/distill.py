@@ -13,31 +13,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kd.artifacts.run_dir import RunDir
-from kd.contracts import Backend, Source
+from kd.core.contracts import Backend, Source
+from kd.core.errors import ModelError, RunError
+from kd.core.host import environment
+from kd.core.scores import Scores
+from kd.core.text import html_table
+from kd.core.types import State
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
 from kd.engine.snapshot import agree
-from kd.errors import ModelError, RunError
-from kd.host import environment
+from kd.files.run_dir import RunDir
 from kd.jobs.final import conclude
 from kd.jobs.folder import require_same
 from kd.jobs.observe import Observer
+from kd.jobs.progress.console import Console
 from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
-from kd.progress.console import Console
-from kd.progress.summary import Trained, samples_of, skipped_text
-from kd.scores import Scores
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
-from kd.text import html_table
-from kd.types import State
+from kd.study.report.summary import Trained, samples_of, skipped_text
 
 if TYPE_CHECKING:
-    from kd.export.export import Exported
+    from kd.deploy.export.export import Exported
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Result(Trained):
     def export(self, target: str | Path | None = None, **options: Any) -> Exported:
         """Export the best student, as `kd-export` does; the code that the run names is run.
 
-        `target` None: `export` in the run folder. `options`: fields of `kd.export.export.Options`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of `export.subject.Options`, such as `int8=True`.
         """
-        from kd.export.export import Options, export  # most runs end without one
+        from kd.deploy.export.export import Options, export  # most runs end without one
 
         return export(self.folder, Path(target) if target else None, Options(**options), trust=True)
 
@@ -76,7 +76,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
     names, scores = recipe.record.trackers if backend.rank == 0 else (), recipe.student.task.scores
     trackers = None
     if names:
-        from kd.progress.trackers import Trackers  # only where some are named
+        from kd.jobs.progress.trackers import Trackers  # only where some are named
 
         trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
@@ -100,7 +100,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
         for line in (skipped_text(state.skipped_in_all, state.step), patience_text(run, state)):
             console.info(f"{title}: {line}" if line else "")
         if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":
-            from kd.setup.answers import mistakes  # only where a tracker shows them
+            from kd.study.answers import mistakes  # only where a tracker shows them
 
             with run.average.applied() if run.average is not None else nullcontext():
                 found = mistakes(run.distillation.student.eval(), data.views()[1], data.classes, backend.device)
@@ -273,6 +273,6 @@ def sifting_report(run: Run, source: Source, labels: Callable[[], Tensor], folde
     epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
     if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
         return ""
-    from kd.progress.sifting import report  # draws pictures: only where something was sifted
+    from kd.study.report.sifting import report  # draws pictures: only where something was sifted
 
     return report(epochs, state, source, labels, run.length.batch_size, folder.path / "sifting.jpg")

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kd import config
-from kd.errors import RunError
+from kd.core.errors import RunError
+from kd.core.scores import Scored
 from kd.jobs.final import score
+from kd.jobs.progress.console import Console
 from kd.jobs.teach import obtain_teachers
-from kd.progress.console import Console
-from kd.scores import Scored
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
-from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import resolve
 from kd.setup.student import load_distillation
+from kd.study.finished import Trust, opened_run, require_files
 
 log = logging.getLogger("kd")
 

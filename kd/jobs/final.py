@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kd.artifacts.run_dir import RunDir
-from kd.evaluation import Sampled
-from kd.scores import Scored
+from kd.core.evaluation import Sampled
+from kd.core.scores import Scored
+from kd.files.run_dir import RunDir
 from kd.setup.build import Built
 from kd.setup.student import load_distillation
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kd import config
-from kd.artifacts.run_dir import RunDir
-from kd.errors import RunError
-from kd.references import written
+from kd.core.errors import RunError
+from kd.core.references import written
+from kd.files.run_dir import RunDir
 from kd.setup.recipe import FREE, Record, flatten, hashes
 
 
@@ -51,7 +51,7 @@ def require_own_copy(folder: RunDir, record: Record) -> None:
 
 def differences(file: Path | str, text: str, record: Record) -> list[str]:
     """List the keys in which a stored configuration computes something else."""
-    from kd.setup.finished import parse  # only where a folder holds a run
+    from kd.study.finished import parse  # only where a folder holds a run
 
     stored = flatten(config.to_dict(parse(file, text, trust=True), values=True))
     return [*different_keys(stored, record.keys), *changed_values(text, record)]

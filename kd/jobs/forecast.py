@@ -9,19 +9,29 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kd import instances
-from kd.audit.album import Album
-from kd.audit.copies import copies
-from kd.audit.lists import COPY, EXCLUDE, FOLDER, Repeat, present, read_repeats, repeats, worst_first, write_repeats
-from kd.contracts import Source
-from kd.errors import CorruptImage, DataError
+from kd.config import instances
+from kd.core.contracts import Source
+from kd.core.errors import CorruptImage, DataError
+from kd.core.text import clock, money
 from kd.jobs.check import check
+from kd.jobs.estimate import describe, estimate, measure
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
-from kd.setup.estimate import describe, estimate, measure
 from kd.setup.loaders import split_batch
 from kd.setup.recipe import Recipe, fit_folders, is_fitted
-from kd.text import clock, money
+from kd.study.audit.album import Album
+from kd.study.audit.copies import copies
+from kd.study.audit.lists import (
+    COPY,
+    EXCLUDE,
+    FOLDER,
+    Repeat,
+    present,
+    read_repeats,
+    repeats,
+    worst_first,
+    write_repeats,
+)
 
 LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # how long, and how many images at most, are decoded where not all are
 PROGRESS_SECONDS, NAMED = 10.0, 3  # between two lines of progress; pairs that are named

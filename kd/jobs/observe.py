@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kd.artifacts.run_dir import RunDir
-from kd.contracts import Logger
+from kd.core.contracts import Logger
+from kd.core.errors import RunError
+from kd.core.host import cores
+from kd.core.types import BackendFacts, Loading, State
+from kd.engine.monitor import system
+from kd.engine.monitor.timeline import APART, Timeline
 from kd.engine.run import Run
-from kd.errors import RunError
+from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
-from kd.host import cores
-from kd.monitor import system
-from kd.monitor.timeline import APART, Timeline
 from kd.setup.build import Setting
 from kd.setup.recipe import LoopPlan
-from kd.types import BackendFacts, Loading, State
 
 if TYPE_CHECKING:
-    from kd.monitor.evidence import Facts, Finding
+    from kd.engine.monitor.evidence import Facts, Finding
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
 """Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
@@ -67,7 +67,7 @@ class Observer:
         wanted = loop.profile if backend.rank == 0 else ()
         self._profiler = None
         if wanted:
-            from kd.monitor.profiler import Profiler  # torch.profiler: only where steps are named
+            from kd.engine.monitor.profiler import Profiler  # torch.profiler: only where steps are named
 
             self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
@@ -118,8 +118,8 @@ class Observer:
         }
 
     def _found(self, timelines: dict[int, list[dict[str, Any]]], live: bool = False) -> list[Finding]:
-        from kd.monitor.evidence import Evidence  # these two once there are steps to judge
-        from kd.monitor.rules import find
+        from kd.engine.monitor.evidence import Evidence  # these two once there are steps to judge
+        from kd.engine.monitor.rules import find
 
         assert self._run is not None
         samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
@@ -148,7 +148,7 @@ class Observer:
 
 def facts_of(setting: Setting, run: Run) -> Facts:
     """Return what the rules must know of a run."""
-    from kd.monitor.evidence import Facts
+    from kd.engine.monitor.evidence import Facts
 
     backend = run.backend
     evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)

@@ -6,23 +6,23 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kd.artifacts.run_dir import Memory
 from kd.config import Config
 from kd.config.schema import Cache
+from kd.core.errors import NonFiniteLoss
+from kd.core.evaluation import Sampled
+from kd.core.seeds import seed_from
+from kd.core.types import Batch, Plan, State
 from kd.engine.loop import steps_of, update
 from kd.engine.meter import Meter
 from kd.engine.run import Run, Stopping
 from kd.engine.snapshot import average_buffers
-from kd.errors import NonFiniteLoss
-from kd.evaluation import Sampled
+from kd.files.run_dir import Memory
 from kd.jobs.check import check
-from kd.progress.console import Console
-from kd.seeds import seed_from
+from kd.jobs.progress.console import Console
 from kd.setup.build import Results, Setting, build_run, distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import resolve
 from kd.setup.teacher import RANDOM, Teachers, load_teachers
-from kd.types import Batch, Plan, State
 
 FEWEST = 3  # steps: the first two may be graphs of their own
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from kd.errors import Interrupted
+from kd.core.errors import Interrupted
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 TOGETHER = 1.0  # seconds in which two signals count as one: a launcher passes on what its whole group has received too

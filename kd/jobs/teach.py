@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from kd.artifacts.run_dir import RunDir
 from kd.config import Config
-from kd.contracts import Backend
-from kd.errors import ConfigError, FolderInUse, RunError
+from kd.core.contracts import Backend
+from kd.core.errors import ConfigError, FolderInUse, RunError
+from kd.files.run_dir import RunDir
 from kd.jobs.distill import distill
 from kd.jobs.folder import open_run
 from kd.jobs.observe import accounted
@@ -74,8 +74,8 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
-            from kd.export.folder import write_folder  # these two only where a teacher was fitted
-            from kd.setup.finished import best_student
+            from kd.deploy.export.folder import write_folder  # these two only where a teacher was fitted
+            from kd.study.finished import best_student
 
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)
             problem_type = recipe.student.task.problem_type

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kd.artifacts.run_dir import RunDir
 from kd.config import Config
+from kd.core.references import redact
+from kd.files.run_dir import RunDir
 from kd.files.storage import write_text
 from kd.jobs.check import check
 from kd.jobs.distill import Result, distill
 from kd.jobs.folder import open_run
 from kd.jobs.observe import accounted
 from kd.jobs.teach import obtain_teachers
-from kd.progress.summary import curves, summary
-from kd.references import redact
 from kd.setup.build import Setting, distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import BASELINE, resolve
 from kd.setup.teacher import Teachers
+from kd.study.report.summary import curves, summary
 
 
 def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:

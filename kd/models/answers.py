@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kd.errors import ModelError
+from kd.core.errors import ModelError
 from kd.files.storage import share
 
 ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kd.contracts import Teacher
-from kd.errors import ModelError
+from kd.core.contracts import Teacher
+from kd.core.errors import ModelError
+from kd.core.types import Batch, Outputs, TeacherOutputs
 from kd.files.records import Records, Stop
 from kd.files.storage import MANIFEST, disk_error, lock, log, open_folder
-from kd.types import Batch, Outputs, TeacherOutputs
 
 FORMAT = 3
 WHERE = "teacher.cache.path"
@@ -187,7 +187,7 @@ class Store:
 
 
 class CachedTeacher:
-    """Answer from the store, and from the live teacher for what is missing. See `kd.contracts.Teacher`.
+    """Answer from the store, and from the live teacher for what is missing. See `kd.core.contracts.Teacher`.
 
     What a record says is what the student is given, in the step that writes it too, so that filling as training goes
     and filling ahead are one run. To the bit, where the teacher's bits do not depend on an image's neighbours: a batch

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from kd.errors import ModelError
-from kd.types import Outputs
+from kd.core.errors import ModelError
+from kd.core.types import Outputs
 
 Average = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
     All models of a run get the same uint8 pixels. Each normalizes with its own mean and standard deviation and, where
     its input size differs from the data's, resizes on the device (bicubic, antialiased). A teacher may be one: see
-    `kd.contracts.TeacherModel`.
+    `kd.core.contracts.TeacherModel`.
     """
 
     runtime, reads_ids = "torch", False
@@ -231,7 +231,7 @@ class Ensemble(nn.Module):
     """
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
-        """Combine K teachers of the same classes, each a `kd.contracts.TeacherModel` or a LogitsModel.
+        """Combine K teachers of the same classes, each a `kd.core.contracts.TeacherModel` or a LogitsModel.
 
         Only the ratios of the K `weights`, each above 0, matter. `average` is the task's: (logits [K, B, C], shares
         [K]) -> logits [B, C] of the averaged probabilities.

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kd.contracts import Source
-from kd.errors import ModelError, did_you_mean
-from kd.evaluation import Task
+from kd.core.contracts import Source
+from kd.core.errors import ModelError, did_you_mean
+from kd.core.evaluation import Task
 from kd.models.classifier import Classifier, Home
 from kd.models.timm_folder import (
     ARCHITECTURE,

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.errors import MissingExtra, ModelError
-from kd.host import signal_stack
+from kd.core.errors import MissingExtra, ModelError
+from kd.core.host import signal_stack
+from kd.core.types import Outputs
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import is_timm
-from kd.types import Outputs
 
 OPSET = 20
 OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.contracts import TeacherModel
-from kd.errors import ModelError
-from kd.types import Batch, Outputs
+from kd.core.contracts import TeacherModel
+from kd.core.errors import ModelError
+from kd.core.types import Batch, Outputs
 
 FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
 """What a network raises for images of a size that it cannot take."""
@@ -22,7 +22,7 @@ Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 
 
 class Uncached:
-    """The methods of a teacher without stored outputs. See `kd.contracts.Teacher`."""
+    """The methods of a teacher without stored outputs. See `kd.core.contracts.Teacher`."""
 
     images = 0
 
@@ -38,7 +38,7 @@ class Uncached:
 
 
 class LiveTeacher(Uncached):
-    """Run the teacher's forward for each batch. See `kd.contracts.Teacher`.
+    """Run the teacher's forward for each batch. See `kd.core.contracts.Teacher`.
 
     Not an nn.Module, so that `.train()`, DDP and `state_dict()` of the run do not include it.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kd.errors import ModelError
+from kd.core.errors import ModelError
 from kd.models.classifier import Classifier
 
 PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}

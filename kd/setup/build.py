@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-from kd import parts
 from kd.config.schema import BackendSection
-from kd.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
+from kd.core.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
+from kd.core.evaluation import Evaluation, Evaluator, Split, Task
+from kd.core.host import cores
+from kd.core.seeds import evenly_spaced
+from kd.core.types import BackendFacts
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
+from kd.engine.monitor.timeline import region
+from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Run, RunLength
-from kd.evaluation import Evaluation, Evaluator, Split, Task
-from kd.host import cores
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.monitor.timeline import region
-from kd.optim import EMA, Schedule
-from kd.seeds import evenly_spaced
+from kd.parts import registry
 from kd.setup.gate import choose_sifter
 from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
 from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
 from kd.setup.tuning import parameter_groups
-from kd.types import BackendFacts
 
 BANK = 10_000
 """Most training images in the k-NN index that scores an embedding student."""
@@ -56,7 +56,7 @@ def build_backend(section: BackendSection) -> Backend:
     """Build the backend; the caller sets it up and closes it."""
     precision = "fp32" if section.precision == "auto" else section.precision
     kind, options, seconds = section.kind, section.options, section.timeout_seconds
-    return parts.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
+    return registry.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
 
 
 def run_length(plan: LoopPlan, split: BatchSplit, views: int) -> RunLength:
@@ -162,7 +162,7 @@ class Setting:
     @property
     def facts(self) -> BackendFacts:
         """What the options of the backend say."""
-        return parts.facts("backends", self.section.kind, self.section.options, "backend.kind")
+        return registry.facts("backends", self.section.kind, self.section.options, "backend.kind")
 
 
 def build_run(

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from kd.config.schema import Cache
-from kd.contracts import Dataset, Teacher, TeacherModel
-from kd.errors import ConfigError, CorruptImage, ModelError
+from kd.core.contracts import Dataset, Teacher, TeacherModel
+from kd.core.errors import ConfigError, CorruptImage, ModelError
+from kd.core.seeds import evenly_spaced
+from kd.core.types import Batch
 from kd.files.records import record_bytes
 from kd.files.storage import hashed_folder, log
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
-from kd.seeds import evenly_spaced
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import Session, TeacherPlan
 from kd.setup.teacher import TeacherReport
-from kd.types import Batch
 
 CHECKED = 16  # records that are computed again whenever a cache is opened
 SEARCHED = 4096  # ids among which these are looked for first: a large cache is not read as a whole

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd import parts
 from kd.config.schema import Augment, DataSection
-from kd.contracts import Backend, Noted, Source
+from kd.core.contracts import Backend, Noted, Source
+from kd.core.errors import ConfigError, DataError
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
-from kd.errors import ConfigError, DataError
 from kd.models.load import Images
+from kd.parts import registry
 
 log = logging.getLogger("kd")
 
@@ -139,7 +139,9 @@ def open_sources(plan: DataPlan) -> Data:
     more = {} if section.labels == "all" else {"labels": section.labels}
 
     def listed(split: str, classes: Sequence[str] | None) -> Source:
-        return parts.build("datasets", section.kind, section.options, "data.kind", split=split, classes=classes, **more)
+        return registry.build(
+            "datasets", section.kind, section.options, "data.kind", split=split, classes=classes, **more
+        )
 
     train = listed("train", None)
     val = listed("val", train.classes)
@@ -149,7 +151,7 @@ def open_sources(plan: DataPlan) -> Data:
         raise DataError("data.kind", wrong, "At least two classes", remedy)
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
-    named = parts.facts("datasets", section.kind, section.options, "data.kind").test
+    named = registry.facts("datasets", section.kind, section.options, "data.kind").test
     splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
     if section.exclude:
         from kd.data.subset import without  # only where images are left out

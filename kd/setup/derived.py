@@ -18,7 +18,7 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.config.tuning import FROM_SCRATCH, Fit
-from kd.parts import default_options
+from kd.parts.registry import default_options
 
 
 def teacher_fit(config: Config, section: TeacherSection) -> Config:
@@ -48,7 +48,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             options=section.options,
         ),
         # its own key of the rate is what it was before 0 meant one: a part of the hash of `fit_folders`
-        teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("teachers", "timm")),
+        teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
         optimizer=OptimizerSection(lr=fit.rate(section.pretrained), weight_decay=fit.weight_decay, warmup=fit.warmup),
@@ -62,7 +62,7 @@ def labels_only(config: Config) -> Config:
         config,
         data=replace(config.data, views=config.data.views or config.teacher.cache.views),
         run=replace(config.run, baseline=False),
-        teacher=TeacherSection(options=default_options("teachers", "timm")),
+        teacher=TeacherSection(options=default_options("networks", "timm")),
         losses=on_labels(config.task),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kd import parts
-from kd.contracts import Backend, Dataset, Sifter, Teacher
+from kd.core.contracts import Backend, Dataset, Sifter, Teacher
+from kd.core.errors import CorruptImage
+from kd.core.seeds import evenly_spaced
+from kd.core.types import Costs, SiftContext
 from kd.data.loader import LocalLoader
 from kd.engine.criterion import Distillation
-from kd.errors import CorruptImage
-from kd.seeds import evenly_spaced
+from kd.parts import registry
 from kd.setup.loaders import BatchSplit
 from kd.setup.recipe import LoopPlan, Session
 from kd.setup.trial import Trial, fastest, of_rank_0, trial_images
-from kd.types import Costs, SiftContext
 
 LOADED, LOADED_SECONDS = 16, 1.0  # images that are loaded to time loading, and when fewer are enough
 
@@ -57,10 +57,10 @@ def choose_sifter(
     section, data, split = loop.sifter, session.data, session.split
     context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed)
     context = replace(context, views=data.plan.views, balance=loop.balance)
-    made = parts.build("sifters", section.kind, section.options, "sifter.kind", context=context)
+    made = registry.build("sifters", section.kind, section.options, "sifter.kind", context=context)
     if recorded == "none":
         return Gate(visit_everything(context), recorded)
-    delay = parts.facts("sifters", section.kind, section.options, "sifter.kind").delay
+    delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
     steps = loop.steps or loop.epochs * (len(data.train) // split.batch_size)
     if not recorded and steps <= delay:
         why = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"
@@ -89,7 +89,7 @@ def saving(kind: str, sifted: float, costs: Costs) -> tuple[bool, str]:
 
 def visit_everything(context: SiftContext) -> Sifter:
     """Return the sifter that sifts nothing."""
-    return parts.build("sifters", "none", parts.default_options("sifters", "none"), "sifter", context=context)
+    return registry.build("sifters", "none", registry.default_options("sifters", "none"), "sifter", context=context)
 
 
 def measure(

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kd.core.errors import ModelError
+from kd.core.types import Outputs
 from kd.data.views import Views
-from kd.errors import ModelError
 from kd.models.classifier import Home, Pick
 from kd.models.teacher import FAILURES, LiveTeacher
 from kd.setup.recipe import TeacherPlan
 from kd.setup.teacher import Teachers, pixels_of, readable
-from kd.types import Outputs
 
 LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0
 

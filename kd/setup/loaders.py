@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from kd.config.schema import DataSection
-from kd.contracts import Backend
+from kd.core.contracts import Backend
+from kd.core.errors import ConfigError
+from kd.core.host import cores, shared_memory_mib
 from kd.data.loader import LocalLoader
 from kd.data.views import Views
 from kd.data.workers import require_shared_memory
-from kd.errors import ConfigError
-from kd.host import cores, shared_memory_mib
 
 MOST_WORKERS = 16  # worker processes beside an accelerator at most
 
@@ -83,8 +83,8 @@ def _remote(
     both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
 ) -> tuple[LocalLoader, LocalLoader]:
     """Build loaders of one pool of decoders, which rank 0 starts."""
-    from kd.data.decoders import Pool  # Ray: 1 s of imports, and an extra
-    from kd.data.remote import RemoteLoader
+    from kd.cluster.decoders import Pool  # Ray: 1 s of imports, and an extra
+    from kd.cluster.remote import RemoteLoader
 
     token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
     pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from kd.config.schema import QUANTIZED, RUNTIMES
-from kd.contracts import Backend
-from kd.errors import KdError, ModelError
+from kd.core.contracts import Backend
+from kd.core.errors import KdError, ModelError
 from kd.models.classifier import count_attention
 from kd.setup.trial import Work, attempt, fastest, in_short, milliseconds, of_rank_0
 

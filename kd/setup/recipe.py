@@ -23,10 +23,10 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.config.tuning import Tuning
-from kd.contracts import Backend
-from kd.errors import RunError
-from kd.evaluation import Task
-from kd.references import Referenced
+from kd.core.contracts import Backend
+from kd.core.errors import RunError
+from kd.core.evaluation import Task
+from kd.core.references import Referenced
 from kd.setup.data import Data, DataPlan
 from kd.setup.derived import labels_only, teacher_fit
 from kd.setup.loaders import BatchSplit

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from kd.config.schema import DataSection
-from kd.contracts import Backend, Source
+from kd.core.contracts import Backend, Source
+from kd.core.errors import CorruptImage, RunError
+from kd.core.host import free_mib
+from kd.core.seeds import evenly_spaced
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
-from kd.errors import CorruptImage, RunError
 from kd.files.storage import hashed_folder, log
-from kd.host import free_mib
-from kd.seeds import evenly_spaced
 
 SAMPLE = 16  # training images that are decoded to estimate the size of a store
 Splits = tuple[Source, Source]  # training and validation images

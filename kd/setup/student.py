@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import torch
 
-from kd import parts
 from kd.config.schema import LossSection
-from kd.contracts import Backend, Teacher
+from kd.core.contracts import Backend, Teacher
+from kd.core.seeds import seed_from
+from kd.core.types import Dims
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import require_repeatable
-from kd.seeds import seed_from
+from kd.parts import registry
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
 from kd.setup.recipe import Session, StudentPlan
 from kd.setup.teacher import Teachers
 from kd.setup.trial import Trial, Work, trial_images
 from kd.setup.tuning import tune
-from kd.types import Dims
 
 
 def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True) -> Classifier:
@@ -34,7 +34,7 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, we
     spec = student_spec(plan, classes)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
     made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    student = parts.build("teachers", plan.section.kind, plan.section.options, "student.kind", **made)
+    student = registry.build("networks", plan.section.kind, plan.section.options, "student.kind", **made)
     training = student.training
     require_repeatable(student, plan.where, plan.section.model, image_size)
     return student.train(training)
@@ -91,7 +91,7 @@ def build_criterion(
     terms, members = [], []
     for i, section in enumerate(losses):
         for member, share in enumerate(shares):
-            term = parts.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[member])
+            term = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[member])
             on_features = bool(term.needs.features)
             terms.append((section.kind, section.weight * (share if on_features else 1.0), term))
             members.append(member)

@@ -14,21 +14,21 @@ import torch
 from PIL import Image
 from torch import nn
 
-from kd import parts
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
-from kd.contracts import Backend, Noted, Source, TeacherModel
+from kd.core.contracts import Backend, Noted, Source, TeacherModel
+from kd.core.errors import CorruptImage, ModelError, RunError
+from kd.core.seeds import evenly_spaced
+from kd.core.types import Batch
 from kd.data.views import Views
-from kd.errors import CorruptImage, ModelError, RunError
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
-from kd.seeds import evenly_spaced
+from kd.parts import registry
 from kd.setup.data import Data
 from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
 from kd.setup.recipe import Session, TeacherPlan, fit_folders, is_fitted
 from kd.setup.trial import Work, noise, trial_images
-from kd.types import Batch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLAIN = ExecutionMode("fp32", "unfused")  # what other modes are compared with
@@ -98,8 +98,8 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     with torch.device("meta") if weights == META else torch.device("cpu"):
         size, features = data.section.image_size, plan.features
         kind = f"{where}.kind"
-        model = parts.build(
-            "teachers", section.kind, section.options, kind, spec=spec, image_size=size, features=features
+        model = registry.build(
+            "networks", section.kind, section.options, kind, spec=spec, image_size=size, features=features
         )
     if weights == REAL:
         _check_execution(section, model, where)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from kd.contracts import Backend, Teacher
+from kd.core.contracts import Backend, Teacher
+from kd.core.errors import KdError
+from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
-from kd.errors import KdError
-from kd.types import Batch, Outputs
 
 HOPELESS_SECONDS, HOPELESS_RATIO = 0.5, 4.0
 CPU_TRIAL = 16  # images of a trial on a CPU at most; an accelerator needs the whole micro-batch to be busy

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from kd.config.tuning import Tuning
+from kd.core.errors import ModelError, raised
 from kd.engine.criterion import Distillation
-from kd.errors import ModelError, raised
+from kd.engine.optim import Frozen, groups, scaled
 from kd.models.layers import head_parameters, layer_groups, trained_network
-from kd.optim import Frozen, groups, scaled
 from kd.setup.recipe import StudentPlan
 
 

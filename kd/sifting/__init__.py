@@ -4,7 +4,7 @@ Parameters, defaults, errors and metric names are as documented there; docs/sift
 
 The method is Selective-Backprop (arXiv:1910.00762), written without access to the closed original. It scores each
 sample with an extra forward pass, so it saves time only where that is cheap compared with a training step. The loader
-measures this and logs it. For distillation, `kd.sifters` decide before the forward pass.
+measures this and logs it. For distillation, `kd.parts.sifters` decide before the forward pass.
 
 transformers and Lightning are not imported here.
 """

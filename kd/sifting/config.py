@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from kd.errors import KdError, did_you_mean
+from kd.core.errors import KdError, did_you_mean
 
 
 class SiftConfigValidationException(KdError):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from kd.errors import MissingExtra
+from kd.core.errors import MissingExtra
 from kd.sifting.config import RelativeProbabilisticSiftConfig, SiftConfigValidationException
 from kd.sifting.loader import SiftingDataloader
 from kd.sifting.meter import logger

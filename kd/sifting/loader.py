@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kd.sifters._window import LossWindow, generator_at, quota
+from kd.parts.sifters._window import LossWindow, generator_at, quota
 from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
 from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
 from kd.sifting.formats import DefaultTransform

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kd import parts
-from kd.errors import KdError
+from kd.core.errors import KdError
+from kd.parts import registry
 
 CANNOT = 77
 STEPS, ROWS = 6, 12
@@ -28,7 +28,7 @@ LR = 1e-2
 def main(argv: list[str]) -> int:
     kind, options, folder, task = argv
     torch.set_num_threads(1)
-    module = parts.find("backends", kind, "backend.kind")
+    module = registry.find("backends", kind, "backend.kind")
     try:
         made = module.build(module.Options(**json.loads(options)), precision="fp32", timeout_seconds=15.0)
     except KdError as error:

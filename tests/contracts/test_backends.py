@@ -21,7 +21,7 @@ sys.path.append(str(HERE.parent / "distributed"))
 
 from ranks import start  # noqa: E402
 
-from kd import parts  # noqa: E402
+from kd.parts import registry  # noqa: E402
 
 CANNOT = 77
 STAND_INS: dict[str, tuple[str, dict[str, str], Path]] = {
@@ -33,7 +33,7 @@ STAND_INS: dict[str, tuple[str, dict[str, str], Path]] = {
 ALLOWED = {"allreduce", "broadcast", "allgather"}
 
 
-@pytest.fixture(scope="module", params=parts.names("backends"))
+@pytest.fixture(scope="module", params=registry.names("backends"))
 def kind(request) -> str:
     return request.param
 

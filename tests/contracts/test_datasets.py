@@ -1,4 +1,4 @@
-"""The contract `kd.contracts.Source`, tested on each file in `kd/datasets`.
+"""The contract `kd.core.contracts.Source`, tested on each file in `kd/datasets`.
 
 A new dataset needs one line in `RECIPES`: a function that makes a little data of its kind. The tests fail without it.
 """
@@ -27,11 +27,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd import parts
-from kd.contracts import Source
-from kd.errors import DataError
+from kd.core.contracts import Source
+from kd.core.errors import DataError
+from kd.parts import registry
 
-KINDS = parts.names("datasets")
+KINDS = registry.names("datasets")
 TRAIN, VAL = ("pear", "apple", "apple", "fig"), ("fig", "pear")  # validation lacks a class
 BROKEN = "fig"  # in the training split the image of this class is text
 
@@ -137,7 +137,7 @@ def built(request, tmp_path_factory) -> Built:
     kind = request.param
     if kind not in RECIPES:
         pytest.fail(f"no recipe for the dataset '{kind}': add a line to RECIPES in {Path(__file__).name}")
-    module = importlib.import_module(f"kd.datasets.{kind}")
+    module = importlib.import_module(f"kd.parts.datasets.{kind}")
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
     options = module.Options(**RECIPES[kind](here))
     train = module.build(options, "train", None)
@@ -307,7 +307,7 @@ def _options_class(module: ModuleType) -> ast.ClassDef:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_are_frozen_and_explained(kind):
-    module = importlib.import_module(f"kd.datasets.{kind}")
+    module = importlib.import_module(f"kd.parts.datasets.{kind}")
     assert (module.__doc__ or "").strip()
     assert module.Options.__dataclass_params__.frozen
     body = _options_class(module).body

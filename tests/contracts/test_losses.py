@@ -1,4 +1,4 @@
-"""The contract `kd.contracts.Loss`, tested on every file in `kd/losses`, new ones included.
+"""The contract `kd.core.contracts.Loss`, tested on every file in `kd/losses`, new ones included.
 
 Shape legend: B images of a batch, C classes, D feature width.
 """
@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kd import config, parts
-from kd.errors import KdError
-from kd.types import Batch, Dims, Needs, Outputs
+from kd import config
+from kd.core.errors import KdError
+from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.parts import registry
 
 B, C = 6, 5
 STUDENT_D, TEACHER_D = 8, 12
@@ -27,12 +28,12 @@ TOKENS = {STUDENT_D: 4, TEACHER_D: 9}
 """Grids of 2 x 2 and 3 x 3."""
 FEATURES = {"pooled", "tokens"}
 
-every_loss = pytest.mark.parametrize("name", parts.names("losses"))
+every_loss = pytest.mark.parametrize("name", registry.names("losses"))
 
 
 def build(name: str, num_classes: int = C) -> nn.Module:
     torch.manual_seed(0)  # initial values of learned parameters are drawn here
-    module = parts.find("losses", name, "losses")
+    module = registry.find("losses", name, "losses")
     return module.build(module.Options(), make_dims(num_classes))
 
 
@@ -79,7 +80,7 @@ def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
 
 @every_loss
 def test_options_are_frozen_keyword_only_and_all_have_defaults(name):
-    options_type = parts.options_type("losses", name, "losses")
+    options_type = registry.options_type("losses", name, "losses")
     assert options_type.__dataclass_params__.frozen
     for field in dataclasses.fields(options_type):
         assert field.kw_only, field.name
@@ -89,7 +90,7 @@ def test_options_are_frozen_keyword_only_and_all_have_defaults(name):
 
 @every_loss
 def test_every_option_has_a_docstring(name):
-    source = inspect.getsource(parts.find("losses", name, "losses"))
+    source = inspect.getsource(registry.find("losses", name, "losses"))
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     (options,) = [node for node in classes if node.name == "Options"]
     for field, below in zip(options.body, [*options.body[1:], None], strict=True):
@@ -101,7 +102,7 @@ def test_every_option_has_a_docstring(name):
 @every_loss
 def test_options_reject_invalid_values(name):
     """In a configuration, where a bad value costs most; ranges are declared on the fields."""
-    options_type = parts.options_type("losses", name, "losses")
+    options_type = registry.options_type("losses", name, "losses")
     for key, kind in typing.get_type_hints(options_type).items():
         for value in {float: [".nan", ".inf", "-.inf"], bool: []}.get(kind, ["no such choice"]):
             with pytest.raises(KdError, match=key):
@@ -110,7 +111,7 @@ def test_options_reject_invalid_values(name):
 
 @every_loss
 def test_docstring_starts_with_one_sentence_and_cites_a_source(name):
-    doc = parts.find("losses", name, "losses").__doc__
+    doc = registry.find("losses", name, "losses").__doc__
     first = doc.splitlines()[0]
     assert first.endswith(".")
     assert len(first) > 30

@@ -12,17 +12,17 @@ from pieces import merged
 
 import kd
 from kd.cli.command import explained
-from kd.export.export import Options as ExportOptions
-from kd.export.export import export
-from kd.report.report import report
+from kd.deploy.export.export import Options as ExportOptions
+from kd.deploy.export.export import export
+from kd.study.report.report import report
 
 TASK = '''
 """Ordered classes: an answer is worse the farther its class stands from the label's."""
 
 from dataclasses import dataclass, replace
 
-from kd.scores import Column
-from kd.tasks.single_label import SCORES, Evaluator, SingleLabel
+from kd.core.scores import Column
+from kd.parts.tasks.single_label import SCORES, Evaluator, SingleLabel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +71,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kd.sifters.none import Everything
-from kd.types import Plan, SifterFacts
+from kd.parts.sifters.none import Everything
+from kd.core.types import Plan, SifterFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kd.types import Outputs
+from kd.core.types import Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +147,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kd.backends._ddp import DDPBackend
-from kd.types import BackendFacts
+from kd.parts.backends._ddp import DDPBackend
+from kd.core.types import BackendFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The contract `kd.evaluation.Task`, tested on every file in `kd/tasks`, new ones included.
+"""The contract `kd.core.evaluation.Task`, tested on every file in `kd/tasks`, new ones included.
 
 Shape legend: B images of a batch, C classes, K teachers.
 """
@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kd import parts
 from kd.config.reads import needs
 from kd.config.schema import LossSection
-from kd.evaluation import Task
-from kd.scores import Scores
-from kd.types import Batch
+from kd.core.evaluation import Task
+from kd.core.scores import Scores
+from kd.core.types import Batch
+from kd.parts import registry
 
 B, C, K = 6, 5, 3
-NAMES = parts.names("tasks")
+NAMES = registry.names("tasks")
 
 
 def build(name: str) -> Task:
-    return parts.build("tasks", name, parts.default_options("tasks", name), "task.kind")
+    return registry.build("tasks", name, registry.default_options("tasks", name), "task.kind")
 
 
 every_task = pytest.mark.parametrize("name", NAMES)
@@ -45,7 +45,7 @@ def test_says_what_it_is(name):
     assert task.logits in ("softmax", "sigmoid", "")
     assert task.label in ("class", "set")
     assert bool(task.problem_type) == bool(task.logits)
-    (needed,) = needs([LossSection(kind=task.label_loss, options=parts.default_options("losses", task.label_loss))])
+    (needed,) = needs([LossSection(kind=task.label_loss, options=registry.default_options("losses", task.label_loss))])
     assert needed.labels
     assert not needed.teacher
     assert not task.logits or needed.logits == task.logits

@@ -23,8 +23,8 @@ sys.path.append(str(HERE.parent / "distributed"))
 from ranks import World, start  # noqa: E402
 
 from kd import config  # noqa: E402
-from kd.errors import KdError  # noqa: E402
-from kd.export.export import Options, export  # noqa: E402
+from kd.core.errors import KdError  # noqa: E402
+from kd.deploy.export.export import Options, export  # noqa: E402
 from kd.jobs.train import train as job  # noqa: E402
 
 STEPS = 8

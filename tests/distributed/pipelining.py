@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from sharding import CASES, CLASSES, _unsettle
 
-from kd import parts
-from kd.errors import BackendError
+from kd.core.errors import BackendError
+from kd.core.types import Batch
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.types import Batch
+from kd.parts import registry
 
 
 def main(argv: list[str]) -> None:
-    module = parts.find("backends", "cpu", "test")
+    module = registry.find("backends", "cpu", "test")
     backend = module.build(module.Options(threads=1), precision="fp32", timeout_seconds=20.0)
     backend.setup()
     backend.check_divided(backend.world_size)

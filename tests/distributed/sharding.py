@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kd import parts
+from kd.core.types import Batch
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher, is_on_meta, on_meta
-from kd.types import Batch
+from kd.parts import registry
 
 CLASSES = ("a", "b", "c")
 VIT = {"patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
@@ -29,7 +29,7 @@ CASES = {
 
 
 def main(argv: list[str]) -> None:
-    module = parts.find("backends", "cpu", "test")
+    module = registry.find("backends", "cpu", "test")
     backend = module.build(module.Options(threads=1), precision="fp32", timeout_seconds=20.0)
     backend.setup()
     facts = {}

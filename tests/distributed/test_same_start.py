@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ranks import start
 
-from kd.artifacts import checkpoint
+from kd.files import checkpoint
 from kd.models.cache import Codec, Store
 
 CACHED = ("teacher.cache.views=2", "teacher.cache.dtype=fp32")

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kd import config
-from kd.errors import ConfigError
+from kd.core.errors import ConfigError
 from kd.files import storage
 from kd.setup.loaders import split_batch
 
@@ -387,7 +387,7 @@ def test_the_only_checkpoint_cut_short_and_its_remedy(written, refused, command,
 
 
 def test_two_processes_and_one_folder(written, refused, command, tmp_path):
-    from kd.artifacts.run_dir import RunDir
+    from kd.files.run_dir import RunDir
 
     path = written(run={"epochs": 1})
     settings = config.load(path)

@@ -114,7 +114,7 @@ def test_an_export_scores_what_the_run_scored(written, command, tmp_path, photos
 def test_the_best_weights_are_exported(written, command, tmp_path, decay, prefix):
     assert command("train", written(optimizer={"ema": decay})).code == 0
     assert command("export", tmp_path / "runs" / "tiny").code == 0
-    from kd.artifacts.run_dir import RunDir
+    from kd.files.run_dir import RunDir
 
     tensors = RunDir(tmp_path / "runs" / "tiny").best()[1]
     exported = load_file(tmp_path / "runs" / "tiny" / "export" / "model.safetensors")
@@ -159,7 +159,7 @@ def test_the_resolved_config_is_an_input(written, command, tmp_path):
 @pytest.mark.parametrize("fit", [True, False], ids=["teacher", "student"])
 def test_a_run_killed_right_after_its_best_checkpoint_goes_on(written, command, monkeypatch, tmp_path, fit):
     """Of the fit of a teacher every later start exited with 2; a student was the best it had been before, or none."""
-    from kd.artifacts import checkpoint
+    from kd.files import checkpoint
 
     args = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
     section = {"epochs": 1, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
@@ -184,7 +184,7 @@ def test_a_run_killed_right_after_its_best_checkpoint_goes_on(written, command, 
 
 def test_an_interrupted_run_goes_on(written, command, tmp_path, monkeypatch):
     """Ctrl-C in the second epoch; the same command then ends with the same bits."""
-    from kd.artifacts.run_dir import RunDir
+    from kd.files.run_dir import RunDir
 
     path = written(run={"name": "whole"})
     assert command("train", path).code == 0

@@ -14,7 +14,7 @@ import time
 import pytest
 from pieces import without_clocks
 
-from kd.host import cores
+from kd.core.host import cores
 
 
 def rows(tmp_path, name: str, kind: str) -> list[dict]:

@@ -27,7 +27,7 @@ from serving import ROOT, Running
 
 import kd
 from kd.cli.__main__ import main
-from kd.errors import KdError
+from kd.core.errors import KdError
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]

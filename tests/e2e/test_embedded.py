@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from serving import Running
 
-from kd.errors import KdError
-from kd.sagemaker import handler
-from kd.serve import client
+from kd.cluster import handler
+from kd.core.errors import KdError
+from kd.deploy.serve import client
 
 
 def test_what_is_checked_before(written, command):

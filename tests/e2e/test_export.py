@@ -22,9 +22,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from kd import config
-from kd.errors import ModelError
-from kd.export import graphs as _graphs
-from kd.export.export import export
+from kd.core.errors import ModelError
+from kd.deploy.export import graphs as _graphs
+from kd.deploy.export.export import export
 from kd.jobs.train import train
 from kd.models import runtimes
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import chromium
 import pytest
 
-from kd.report.page import render
-from kd.report.record import Answers, Picture, RunRecord
-from kd.scores import Column, Scores
-from kd.tasks import single_label
-from kd.text import money
+from kd.core.scores import Column, Scores
+from kd.core.text import money
+from kd.parts.tasks import single_label
+from kd.study.report.page import render
+from kd.study.report.record import Answers, Picture, RunRecord
 
 CHARTS = """
 Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>

@@ -15,7 +15,7 @@ from pieces import tiny
 from PIL import Image
 from serving import Running
 
-from kd.datasets._decode import HEIF
+from kd.parts.datasets._decode import HEIF
 
 NETWORK = """
 from torch import nn

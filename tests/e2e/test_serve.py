@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 from serving import ROOT, Reply, Running, validation
 
-from kd.serve.model import describe, load
+from kd.deploy.serve.model import describe, load
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +133,12 @@ def test_metrics_count(server, photo):
 def test_no_torch_in_the_process(exported):
     script = """
 import pathlib, sys
-import kd.cli.serving, kd.serve.server
-from kd.serve import app
-from kd.serve.connection import DrainingServer
-from kd.serve.limits import Limits
-from kd.serve.model import describe
-from kd.serve.service import Service
+import kd.cli.serving, kd.deploy.serve.server
+from kd.deploy.serve import app
+from kd.deploy.serve.connection import DrainingServer
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe
+from kd.deploy.serve.service import Service
 service = Service(describe(pathlib.Path(sys.argv[1])), Limits(), 1, 1)
 service.load()
 app.build(service)
@@ -213,12 +213,12 @@ def test_a_slow_body(server):
 
 def test_connections_that_never_ask(exported):
     """No byte, half a header, half a second request: all are closed, and none of them before its time."""
-    from kd.serve.limits import Limits
+    from kd.deploy.serve.limits import Limits
 
     assert Limits().header_seconds == 10
     code = (
-        "import sys\nfrom pathlib import Path\nfrom kd.serve.limits import Limits\n"
-        "from kd.serve.server import Settings, serve\n"
+        "import sys\nfrom pathlib import Path\nfrom kd.deploy.serve.limits import Limits\n"
+        "from kd.deploy.serve.server import Settings, serve\n"
         "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=Limits(header_seconds=1.0)))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -22,11 +22,11 @@ from serving import Running
 
 import kd
 from kd import config
-from kd.errors import KdError, ModelError
-from kd.export.export import Options, export
+from kd.cluster import handler
+from kd.core.errors import KdError, ModelError
+from kd.deploy.export.export import Options, export
+from kd.deploy.serve import client
 from kd.jobs.train import train
-from kd.sagemaker import handler
-from kd.serve import client
 
 
 def paint(root: Path) -> None:

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from kd.artifacts.run_dir import RunDir
-from kd.export import graphs, variants
+from kd.deploy.export import graphs, variants
+from kd.deploy.serve.model import describe
+from kd.files.run_dir import RunDir
 from kd.models import runtimes
-from kd.report.report import read
-from kd.report.sections import variants as drawn
-from kd.serve.model import describe
+from kd.study.report.report import read
+from kd.study.report.sections import variants as drawn
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_timmx_takes_an_export_over(exported, photos, tmp_path):
 
 
 def test_a_killed_export_leaves_no_server(exported):
-    code = "import sys, time; from pathlib import Path; from kd.serve.bench import server\n"
+    code = "import sys, time; from pathlib import Path; from kd.deploy.serve.bench import server\n"
     code += "with server(Path(sys.argv[1]), 'model.onnx', 1, 1) as at: print(at[1], flush=True); time.sleep(300)"
     with subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True) as process:
         port = int(process.stdout.readline())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kd.types import Batch, Outputs
+from kd.core.types import Batch, Outputs
 
 SHAPES = [(4, 2), (5, 3), (8, 101), (3, 1000)]
 STUDENT_D, TEACHER_D = 6, 10

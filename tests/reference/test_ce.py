@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from kd.errors import ConfigError
-from kd.losses import ce
-from kd.types import Batch, Dims, Outputs
+from kd.core.errors import ConfigError
+from kd.core.types import Batch, Dims, Outputs
+from kd.parts.losses import ce
 
 DIMS = Dims(0, 0, 0)
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.errors import ModelError
-from kd.losses import cosine
-from kd.types import Dims, Outputs
+from kd.core.errors import ModelError
+from kd.core.types import Dims, Outputs
+from kd.parts.losses import cosine
 
 
 def build(student_features, teacher_features):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.losses import dkd, kl
-from kd.types import Dims, Outputs
+from kd.core.types import Dims, Outputs
+from kd.parts.losses import dkd, kl
 
 DIMS = Dims(0, 0, 0)
 

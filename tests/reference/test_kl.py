@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.losses import kl
-from kd.types import Dims, Outputs
+from kd.core.types import Dims, Outputs
+from kd.parts.losses import kl
 
 DIMS = Dims(0, 0, 0)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kd.backends.cpu import CPU
-from kd.evaluation import Evaluation, Split
-from kd.losses import bce, binary_kl
-from kd.tasks import label_sets
-from kd.tasks.label_sets import FEWEST, average_precision, divergence, exchanged_f1, jaccard, score, thresholds
-from kd.types import Batch, Dims, Outputs, Plan
+from kd.core.evaluation import Evaluation, Split
+from kd.core.types import Batch, Dims, Outputs, Plan
+from kd.parts.backends.cpu import CPU
+from kd.parts.losses import bce, binary_kl
+from kd.parts.tasks import label_sets
+from kd.parts.tasks.label_sets import FEWEST, average_precision, divergence, exchanged_f1, jaccard, score, thresholds
 
 B, C = 7, 5
 GENERATOR = np.random.default_rng(0)

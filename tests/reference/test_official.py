@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd import parts
-from kd.types import Batch, Dims, Outputs
+from kd.core.types import Batch, Dims, Outputs
+from kd.parts import registry
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "losses.json").read_text())
 
@@ -23,7 +23,7 @@ def test_equals_the_official_code(row):
     image = torch.zeros(len(label_B), 3, 1, 1, dtype=torch.uint8)
     batch = Batch(ids=label_B, image=image, label=label_B, partner_label=label_B, lam=one_B, weight=one_B)
 
-    module = parts.find("losses", row["loss"], "losses")
+    module = registry.find("losses", row["loss"], "losses")
     loss = module.build(module.Options(**row["options"]), Dims(student_BC.shape[1], 0, 0))
     value = loss(Outputs(student_BC), Outputs(inputs["teacher_BC"]), batch).mean()
     (gradient_BC,) = torch.autograd.grad(value, student_BC)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from kd.losses import relational
-from kd.types import Dims, Outputs
+from kd.core.types import Dims, Outputs
+from kd.parts.losses import relational
 
 DIMS = Dims(0, 6, 10)
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.errors import ModelError
-from kd.losses import tokens
-from kd.types import Dims
+from kd.core.errors import ModelError
+from kd.core.types import Dims
+from kd.parts.losses import tokens
 
 
 def build(student=(4, 6), teacher=(9, 10)):

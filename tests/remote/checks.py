@@ -16,15 +16,15 @@ from pieces import base
 from views_for_checks import Absent, Slow, Stale
 
 from kd.cli.training import train
-from kd.data.decoders import Pool
+from kd.cluster.decoders import Pool
+from kd.cluster.group import RAY_MARK
+from kd.cluster.hosts import marked, signal_all
+from kd.cluster.remote import RemoteLoader
+from kd.core.errors import KdError
+from kd.core.types import TENSORS, Batch, Plan
 from kd.data.loader import LocalLoader
-from kd.data.remote import RemoteLoader
 from kd.data.views import Mixing, Train, Views
-from kd.datasets.imagefolder import Options, build
-from kd.errors import KdError
-from kd.sagemaker.group import RAY_MARK
-from kd.sagemaker.hosts import marked, signal_all
-from kd.types import TENSORS, Batch, Plan
+from kd.parts.datasets.imagefolder import Options, build
 
 DEADLINE = 2.0
 COMPARED = ("kind", "step", "loss", "kl", "lr", "accuracy", "nll", "agreement")

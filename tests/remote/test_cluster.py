@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kd.sagemaker.hosts import marked
-from kd.sagemaker.local import RUN_MARK, LocalJob
+from kd.cluster.hosts import marked
+from kd.cluster.local import RUN_MARK, LocalJob
 
 pytest.importorskip("ray")
 HERE = Path(__file__).parent

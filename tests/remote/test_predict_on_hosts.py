@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kd.errors import ModelError
-from kd.predict.run import Settings, predict
-from kd.sagemaker.group import QUIET, RAY_MARK, Node
-from kd.sagemaker.hosts import Hosts, end_marked, free_ports, marked, signal_all
+from kd.cluster.group import QUIET, RAY_MARK, Node
+from kd.cluster.hosts import Hosts, end_marked, free_ports, marked, signal_all
+from kd.core.errors import ModelError
+from kd.deploy.predict.run import Settings, predict
 
 pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]

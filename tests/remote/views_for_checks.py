@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 
+from kd.core.errors import DataError
+from kd.core.types import Sample
 from kd.data.views import Views
-from kd.errors import DataError
-from kd.types import Sample
 
 
 class Slow:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from kd import config
-from kd.artifacts.run_dir import Memory, RunDir
 from kd.engine.run import Run
+from kd.files.run_dir import Memory, RunDir
+from kd.jobs.progress.console import Console
 from kd.jobs.teach import obtain_teachers
-from kd.progress.console import Console
 from kd.setup.build import Results, Setting, build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve

@@ -20,11 +20,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data import SubsetRandomSampler as Part
 
 import kd
-from kd.api.arguments import known_labels
+from kd.core.errors import ConfigError, KdError
+from kd.core.types import SiftContext
 from kd.data.map_dataset import MapDataset
-from kd.errors import ConfigError, KdError
-from kd.sifters.none import Everything
-from kd.types import SiftContext
+from kd.jobs.api.arguments import known_labels
+from kd.parts.sifters.none import Everything
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
@@ -554,7 +554,7 @@ def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, re
 
 
 def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
-    from kd.serve.model import describe, load
+    from kd.deploy.serve.model import describe, load
 
     folder = own.export(tmp_path / "export", MEAN, STD, classes=["red", "green", "blue"]).folder
     model = load(describe(folder), threads=1, slots=1)
@@ -590,7 +590,7 @@ def test_an_export_that_would_answer_otherwise_is_refused(own, tmp_path: Path, c
 
 def test_training_images_need_no_whole_grey_levels(tmp_path: Path):
     """The ladder to int8 finds ranges on them: an erased patch has the mean, and a crop may be smaller than `val`'s."""
-    from kd.api.result import Pixels
+    from kd.jobs.api.result import Pixels
 
     train, val = photographs(48, 1, size=6), photographs(24, 2)
     train = [(torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label) for image, label in train]

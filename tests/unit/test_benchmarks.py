@@ -14,7 +14,7 @@ import yaml
 from kd import config
 from kd.config.flat import plain
 from kd.models.load import Spec, load
-from kd.sweeps.space import Space
+from kd.study.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -13,13 +13,14 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from kd import config, parts
+from kd import config
 from kd.config import Config, dump, explain, load, schema, to_dict
 from kd.config.load import _out_of_range
-from kd.errors import ConfigError, ConfigErrors, KdError, RunError
-from kd.host import environment
+from kd.core.errors import ConfigError, ConfigErrors, KdError, RunError
+from kd.core.host import environment
+from kd.core.references import redact
 from kd.jobs.folder import open_run
-from kd.references import redact
+from kd.parts import registry
 from kd.setup.recipe import resolve
 
 MINIMAL = {
@@ -177,7 +178,7 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     (tmp_path / "mylab").mkdir()
     (tmp_path / "mylab" / "sharp.py").write_text(
         "from dataclasses import dataclass\n"
-        "from kd.types import Needs\n"
+        "from kd.core.types import Needs\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class Options:\n"
         "    power: float = 2.0\n"
@@ -196,14 +197,14 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     (tmp_path / "mylab" / "hungry.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(minimal(losses=[{"kind": "mylab.sharp", "power": 3}]))
-    assert parts.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None).power == 3.0
+    assert registry.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None).power == 3.0
     assert to_dict(loaded)["losses"] == [{"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}]
     assert (
         "no such key. Allowed: kind, power, weight. Did you mean 'power'?"
         in (errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"])
     )
     assert (
-        "the loss 'mylab.silent' does not say what it reads. An attribute `needs` of the type kd.types.Needs."
+        "the loss 'mylab.silent' does not say what it reads. An attribute `needs` of the type kd.core.types.Needs."
         in (errors_of(minimal(losses=[{"kind": "mylab.silent"}]))["losses[0].kind"])
     )
     assert (
@@ -388,7 +389,7 @@ def test_text_stays_text_through_a_round_trip(text):
     assert load(OmegaConf.to_container(OmegaConf.create(dump(loaded)))) == loaded
 
 
-@pytest.mark.parametrize("loss", parts.names("losses"))
+@pytest.mark.parametrize("loss", registry.names("losses"))
 def test_dump_is_accepted_and_equal(loss, tmp_path):
     raw = minimal(
         losses=[{"kind": loss, "weight": 1e-7}],
@@ -434,16 +435,18 @@ def sections(cls: type = Config) -> list[type]:
     return found
 
 
-PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
+PARTS = [(folder, name) for folder in registry.FOLDERS for name in registry.names(folder)]
 
 
 def test_explain_covers_every_key_with_a_meaning():
     rows = explain()
     fields = sum(len([f for f in dataclasses.fields(cls) if f.name != "options"]) for cls in sections())
     nested = len(sections()) - 1  # a field that holds a section has no row of its own
-    options = sum(len(dataclasses.fields(parts.options_type(folder, name, ""))) for folder, name in PARTS)
-    also = sum(len(dataclasses.fields(parts.options_type("teachers", name, ""))) for name in parts.names("teachers"))
-    student = sum(len(dataclasses.fields(parts.options_type("teachers", name, ""))) for name in ("timm", "torch"))
+    options = sum(len(dataclasses.fields(registry.options_type(folder, name, ""))) for folder, name in PARTS)
+    also = sum(
+        len(dataclasses.fields(registry.options_type("networks", name, ""))) for name in registry.names("networks")
+    )
+    student = sum(len(dataclasses.fields(registry.options_type("networks", name, ""))) for name in ("timm", "torch"))
     # a teacher's keys stand in teacher and in teacher.also, those of what can be trained in student too
     assert len(rows) == fields - nested + options + also + student
     for key, allowed, default, meaning in rows:
@@ -465,7 +468,7 @@ def test_explain_below_a_prefix():
 def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
     section = next(cls for cls in sections() for f in dataclasses.fields(cls) if f.metadata.get("parts") == folder)
     own = {f.name for f in dataclasses.fields(section)}
-    assert not own & {f.name for f in dataclasses.fields(parts.options_type(folder, name, ""))}
+    assert not own & {f.name for f in dataclasses.fields(registry.options_type(folder, name, ""))}
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kd.errors import ConfigError, ModelError
-from kd.export.defer import Rule, choose, lines_of
-from kd.files.sure import bands, mark
-from kd.serve import answers
-from kd.tasks import embedding, label_sets, single_label
+from kd.core.errors import ConfigError, ModelError
+from kd.core.sure import bands, mark
+from kd.deploy.export.defer import Rule, choose, lines_of
+from kd.deploy.serve import answers
+from kd.parts.tasks import embedding, label_sets, single_label
 
 CLASSES = ("apple", "fig", "pear")
 LIMITS = {name: {"threshold": value} for name, value in zip(CLASSES, (0.3, 0.5, 0.7), strict=True)}

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from pieces import tiny
 from PIL import Image
 
-from kd.artifacts import checkpoint
 from kd.config import load, schema
 from kd.config.load import explain
-from kd.datasets import imagefolder
-from kd.errors import CorruptImage, KdError
+from kd.core.errors import CorruptImage, KdError
+from kd.core.types import State
+from kd.deploy.serve.model import Description, describe
+from kd.files import checkpoint
 from kd.models.cache import Codec, Store, open_store
-from kd.serve.model import Description, describe
-from kd.types import State
+from kd.parts.datasets import imagefolder
 
 GIVEN = os.environ.get("KD_FUZZ")
 EXAMPLES = int(GIVEN or 60)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kd import host
+from kd.core import host
 
 GIB = 2**30
 ALL = len(os.sched_getaffinity(0))
@@ -112,9 +112,9 @@ import os, pathlib, sys
 sys.modules["fcntl"] = sys.modules["resource"] = None
 for name in ("sysconf", "sched_getaffinity", "statvfs", "fork"):
     delattr(os, name)
-import kd.cli.__main__, kd.predict.run, kd.serve.server
-from kd import host
-from kd.errors import RunError
+import kd.cli.__main__, kd.deploy.predict.run, kd.deploy.serve.server
+from kd.core import host
+from kd.core.errors import RunError
 from kd.files.storage import lock
 assert host.cores() == os.cpu_count() and host.free_mib() >= 0
 try:
@@ -133,7 +133,7 @@ def test_what_windows_lacks_is_missed_only_where_it_is_used(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
 def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_it():
-    ask = "import time; begin = time.perf_counter(); from kd.host import command_seconds; "
+    ask = "import time; begin = time.perf_counter(); from kd.core.host import command_seconds; "
     ask += "print(command_seconds(), time.perf_counter() - begin)"
 
     def answer(**variables: str) -> list[float]:
@@ -150,7 +150,7 @@ def test_a_command_has_run_since_its_process_began_or_the_torchrun_that_started_
 
 FAULTS = """
 import resource, torch
-from kd.backends.cpu import CPU
+from kd.parts.backends.cpu import CPU
 CPU("fp32", 5.0, threads=1)
 for turn in range(14):
     if turn == 4:  # the first turns touch the pages for the first time

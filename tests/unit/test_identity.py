@@ -16,12 +16,12 @@ from kd.config import Config
 from kd.data.store import identity
 from kd.models.classifier import Ensemble
 from kd.models.load import Spec, load
+from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import FREE, TeacherPlan, fit_folders, resolve
 from kd.setup.store import keep_rules
-from kd.tasks.single_label import SingleLabel
 
 SETTINGS = {
     "run": {"name": "tiny"},
@@ -234,7 +234,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.augment.mixup": ("FCR", "0.5"),
     "data.augment.cutmix": ("FCR", "0.5"),
     "data.augment.mix_probability": ("FCR", "0.5"),
-    "task.kind": ("FR", "kd.tasks.single_label"),  # by another name: the other tasks of kd do not go with the losses
+    "task.kind": (
+        "FR",
+        "kd.parts.tasks.single_label",
+    ),  # by another name: the other tasks of kd do not go with the losses
     "teacher.kind": ("FCR", "torch"),
     "teacher.model": ("FCR", "vit_base_patch16_224"),
     "teacher.args": ("FCR", "{num_heads: 8}"),

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from kd.intervals import RESAMPLES, Samples, around, paired, resampled, verdict, wilson
-from kd.scores import Column
+from kd.core.intervals import RESAMPLES, Samples, around, paired, resampled, verdict, wilson
+from kd.core.scores import Column
 
 
 @pytest.mark.parametrize(("right", "images", "low", "high"), [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605)])

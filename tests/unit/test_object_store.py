@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from kd.errors import DataError, MissingExtra, RunError
+from kd.core.errors import DataError, MissingExtra, RunError
 from kd.files import object_store
 
 

@@ -7,28 +7,28 @@ import inspect
 
 import pytest
 
-from kd import parts
 from kd.config.load import field_docs
-from kd.errors import PartNotFound
+from kd.core.errors import PartNotFound
+from kd.parts import registry
 
-PARTS = [(folder, name) for folder in parts.FOLDERS for name in parts.names(folder)]
+PARTS = [(folder, name) for folder in registry.FOLDERS for name in registry.names(folder)]
 CONTEXT = {
     "tasks": ["options"],
     "losses": ["options", "dims"],
     "sifters": ["options", "context"],
     "datasets": ["options", "split", "classes", "labels"],
-    "teachers": ["options", "spec", "image_size", "features"],
+    "networks": ["options", "spec", "image_size", "features"],
     "backends": ["options", "precision", "timeout_seconds"],
 }
 
 
 def test_there_are_parts_in_every_folder():
-    assert {folder for folder, _ in PARTS} == set(parts.FOLDERS)
+    assert {folder for folder, _ in PARTS} == set(registry.FOLDERS)
 
 
 @pytest.mark.parametrize(("folder", "name"), PARTS)
 def test_a_part_has_options_and_build(folder, name):
-    module = parts.find(folder, name, "here")
+    module = registry.find(folder, name, "here")
     options = module.Options
     assert options.__dataclass_params__.frozen
     assert all(field.kw_only for field in dataclasses.fields(options))
@@ -40,13 +40,13 @@ def test_a_part_has_options_and_build(folder, name):
 def test_private_modules_are_no_parts():
     assert not [name for _, name in PARTS if name.startswith("_")]
     with pytest.raises(PartNotFound, match="no part named '_decode' in datasets"):
-        parts.find("datasets", "_decode", "data.kind")
+        registry.find("datasets", "_decode", "data.kind")
 
 
 def test_default_options_can_be_changed():
-    assert parts.default_options("losses", "kl", temperature=3.0).temperature == 3.0
+    assert registry.default_options("losses", "kl", temperature=3.0).temperature == 3.0
 
 
 def test_descriptions():
-    assert dict(parts.describe("losses"))["kl"].startswith("Match the student's softened")
-    assert len(parts.describe("backends")) == len(parts.names("backends"))
+    assert dict(registry.describe("losses"))["kl"].startswith("Match the student's softened")
+    assert len(registry.describe("backends")) == len(registry.names("backends"))

@@ -8,13 +8,13 @@ import pytest
 import timm
 import torch
 
-from kd.errors import ModelError
-from kd.export.variants import Measured, Quality, Variant, pick
+from kd.core.errors import ModelError
+from kd.core.text import variant_rows
+from kd.deploy.export.variants import Measured, Quality, Variant, pick
+from kd.deploy.serve.bench import Seen
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.serve.bench import Seen
-from kd.tasks.embedding import recalled
-from kd.text import variant_rows
+from kd.parts.tasks.embedding import recalled
 
 
 def row(name: str, p50: float, score: float) -> Measured:

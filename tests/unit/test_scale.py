@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kd.core.errors import DataError
+from kd.core.types import Plan, Sample, SiftContext
 from kd.data.loader import LocalLoader, Request
-from kd.errors import DataError
 from kd.models.cache import Codec, Store, open_store
-from kd.sifters import history, random
-from kd.sifters._plan import full_plan, generator, num_selected
-from kd.types import Plan, Sample, SiftContext
+from kd.parts.sifters import history, random
+from kd.parts.sifters._plan import full_plan, generator, num_selected
 
 SOAK = bool(os.environ.get("KD_SOAK"))
 IDS = 10_000_000 if SOAK else 1_000_000

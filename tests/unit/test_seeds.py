@@ -1,6 +1,6 @@
 """Seeds are a hash of what they stand for."""
 
-from kd.seeds import seed_from
+from kd.core.seeds import seed_from
 
 
 def test_golden_values():

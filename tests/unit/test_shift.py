@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from kd.shift import ALARM, BOUNDS, WINDOW, Reference, Tally, Watch, _evidence, measure
+from kd.deploy.shift import ALARM, BOUNDS, WINDOW, Reference, Tally, Watch, _evidence, measure
 
 NAMES = [f"label {i}" for i in range(10)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kd.errors import RunError
+from kd.core.errors import RunError
 from kd.files.records import Records, Stop
 from kd.files.storage import (
     atomic_folder,

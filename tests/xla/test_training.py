@@ -104,8 +104,8 @@ def test_bfloat16_autocast_is_the_cpus(plain):
 
 def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_path, monkeypatch):
     from kd import config
-    from kd.backends.xla import _samples
     from kd.jobs.precompile import compile_only
+    from kd.parts.backends.xla import _samples
 
     monkeypatch.chdir(tmp_path)
     # shapes of its own, so that no other test has compiled these graphs
@@ -128,7 +128,7 @@ def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_p
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(clip):
     """Neither weights nor moments, in the first step or later. AdamW counts its steps on the host, which goes on."""
-    from kd.backends.xla import Options, build
+    from kd.parts.backends.xla import Options, build
 
     backend = build(Options(), "fp32", 5.0)
     backend.setup()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd.errors import DataError
+from kd.core.errors import DataError
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -58,9 +58,9 @@ def test_an_unreadable_image_stops_the_run(photos, train, tmp_path):
 
 
 def test_the_compilers_flags_are_extended_and_never_overwritten(monkeypatch):
-    from kd import parts
+    from kd.parts import registry
 
-    module = parts.find("backends", "xla", "test")
+    module = registry.find("backends", "xla", "test")
     monkeypatch.setenv("NEURON_CC_FLAGS", "--model-type=transformer")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=5.0)
     backend.setup()
@@ -71,9 +71,9 @@ def test_the_compilers_flags_are_extended_and_never_overwritten(monkeypatch):
 
 
 def test_seeds_reach_the_device():
-    from kd import parts
+    from kd.parts import registry
 
-    module = parts.find("backends", "xla", "test")
+    module = registry.find("backends", "xla", "test")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=5.0)
     backend.setup()
     draws = []
@@ -92,14 +92,14 @@ def test_seeds_reach_the_device():
     ],
 )
 def test_what_torch_xla_cannot_do_is_refused(train, tmp_path, override, text):
-    from kd.errors import KdError
+    from kd.core.errors import KdError
 
     with pytest.raises(KdError, match=text.replace(".", r"\.")):
         train("xla", override, "data.micro_batch=0", folder=tmp_path / "run")
 
 
 def test_flags_of_the_cpu_compiler_are_extended_and_never_overwritten():
-    from kd.backends.xla import _skip_llvm_passes
+    from kd.parts.backends.xla import _skip_llvm_passes
 
     level = "--xla_backend_optimization_level"
     for given, expected in (

@@ -8,12 +8,12 @@ os.environ["CPU_NUM_DEVICES"] = "2"
 import torch
 import torch_xla
 
-from kd import parts
+from kd.parts import registry
 
 
 def main(how: str) -> None:
     torch_xla._XLAC._xla_set_replication_devices(["CPU:0", "CPU:1"])  # before torch_xla first counts its world
-    module = parts.find("backends", "xla", "test")
+    module = registry.find("backends", "xla", "test")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=5.0)
     backend.device = torch_xla.device()
     layer = torch.nn.Linear(4, 3).to(backend.device)

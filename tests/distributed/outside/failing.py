@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kd.datasets import _decode, imagefolder, webdataset
 from kd.files import storage
+from kd.parts.datasets import _decode, imagefolder, webdataset
 
 storage.PAUSES = (0.0, 0.0)
 VICTIM = "train/fig/03.jpg"

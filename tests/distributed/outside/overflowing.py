@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kd.losses import kl
+from kd.parts.losses import kl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kd.sifters.history import History
-from kd.sifters.history import Options as HistoryOptions
-from kd.sifters.none import Everything
-from kd.types import SiftContext
+from kd.core.types import SiftContext
+from kd.parts.sifters.history import History
+from kd.parts.sifters.history import Options as HistoryOptions
+from kd.parts.sifters.none import Everything
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kd.backends._ddp import DDPBackend
+from kd.parts.backends._ddp import DDPBackend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

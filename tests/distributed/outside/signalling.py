@@ -12,8 +12,8 @@ import os
 import signal
 import time
 
-from kd.datasets.imagefolder import ImageFolder, Options
-from kd.datasets.imagefolder import build as build_folder
+from kd.parts.datasets.imagefolder import ImageFolder, Options
+from kd.parts.datasets.imagefolder import build as build_folder
 
 __all__ = ["Options", "build"]
 

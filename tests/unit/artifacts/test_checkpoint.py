@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd.artifacts import checkpoint
-from kd.errors import RunError
-from kd.export.folder import write_folder
-from kd.types import State
+from kd.core.errors import RunError
+from kd.core.types import State
+from kd.deploy.export.folder import write_folder
+from kd.files import checkpoint
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.randn(5).to(torch.bfloat16)}
 

@@ -20,11 +20,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from kd.artifacts import checkpoint
-from kd.artifacts.run_dir import RunDir
-from kd.errors import RunError
+from kd.core.errors import RunError
+from kd.core.types import State
+from kd.files import checkpoint
+from kd.files.run_dir import RunDir
 from kd.files.storage import atomic_folder, recover
-from kd.types import State
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EBUSY, errno.EINVAL)
 LASTING = (errno.ENOSPC, errno.EROFS)

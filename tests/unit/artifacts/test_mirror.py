@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kd import config
-from kd.artifacts.run_dir import RunDir
-from kd.errors import ConfigError, DataError, KdError, RunError
+from kd.core.errors import ConfigError, DataError, KdError, RunError
+from kd.core.types import State
 from kd.files import object_store
+from kd.files.run_dir import RunDir
 from kd.jobs.folder import open_run
 from kd.setup.recipe import Record, resolve
-from kd.types import State
 
 URL = "s3://bucket/runs/tiny"
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kd.artifacts import checkpoint
-from kd.artifacts.run_dir import RunDir
-from kd.errors import RunError
-from kd.host import environment
+from kd.core.errors import RunError
+from kd.core.host import environment
+from kd.core.types import State
+from kd.files import checkpoint
+from kd.files.run_dir import RunDir
 from kd.setup.recipe import Choices
-from kd.types import State
 
 ROOT = Path(__file__).parents[3]
 
@@ -367,7 +367,7 @@ def test_one_writer_at_a_time(opened):
 
 def test_another_process_is_a_writer_too(opened):
     code = (
-        "import sys; from pathlib import Path; from kd.artifacts.run_dir import RunDir\n"
+        "import sys; from pathlib import Path; from kd.files.run_dir import RunDir\n"
         "try: RunDir(Path(sys.argv[1])).open('')\n"
         "except Exception as error: print(error)"
     )

@@ -14,12 +14,12 @@ from PIL import Image
 from torch import nn
 
 from kd import config
-from kd.audit.doubts import doubted, narrow, neighbours
-from kd.audit.lists import read_repeats
+from kd.core.types import Batch, Outputs
 from kd.jobs.audit import answers_to
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.types import Batch, Outputs
+from kd.study.audit.doubts import doubted, narrow, neighbours
+from kd.study.audit.lists import read_repeats
 
 
 def test_a_label_is_doubted_where_the_teacher_is_as_sure_as_it_is_of_that_class_elsewhere():

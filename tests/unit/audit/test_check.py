@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from kd import config
-from kd.audit.lists import read_repeats
-from kd.contracts import Noted, Source, Stamped
-from kd.errors import CorruptImage, DataError
+from kd.core.contracts import Noted, Source, Stamped
+from kd.core.errors import CorruptImage, DataError
 from kd.jobs.forecast import look
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
+from kd.study.audit.lists import read_repeats
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.audit import copies
-from kd.audit.album import SPANS, Album, frequencies, hashes
-from kd.types import Decoded
+from kd.core.types import Decoded
+from kd.study.audit import copies
+from kd.study.audit.album import SPANS, Album, frequencies, hashes
 
 
 def photograph(seed: int, size: int = 96) -> Image.Image:

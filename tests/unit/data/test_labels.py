@@ -13,22 +13,23 @@ from pieces import merged, paint, tiny
 from safetensors.torch import load_file
 
 import kd
-from kd import config, parts
-from kd.datasets._decode import Column, hold_out, label_images
+from kd import config
+from kd.core.errors import ConfigError, DataError, KdError, ModelError
+from kd.core.types import Batch, Dims, Outputs
 from kd.engine.criterion import Criterion
-from kd.errors import ConfigError, DataError, KdError, ModelError
-from kd.losses import ce, kl
 from kd.models.load import Spec, load
+from kd.parts import registry
+from kd.parts.datasets._decode import Column, hold_out, label_images
+from kd.parts.losses import ce, kl
+from kd.parts.tasks.single_label import compare, score
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.tasks.single_label import compare, score
-from kd.types import Batch, Dims, Outputs
 
 
 def source(root, split="train", labels="none", **options):
-    made = parts.default_options("datasets", "imagefolder", root=str(root), **options)
+    made = registry.default_options("datasets", "imagefolder", root=str(root), **options)
     more = {} if labels == "all" else {"labels": labels}
-    return parts.build("datasets", "imagefolder", made, "data.kind", split=split, classes=None, **more)
+    return registry.build("datasets", "imagefolder", made, "data.kind", split=split, classes=None, **more)
 
 
 @pytest.fixture(scope="module")
@@ -221,16 +222,16 @@ def vit():
 
 
 def test_food_mini_withholds_its_labels():
-    options = parts.default_options("datasets", "food_mini", train_images=2, val_images=1)
+    options = registry.default_options("datasets", "food_mini", train_images=2, val_images=1)
     known, none = (
-        parts.build("datasets", "food_mini", options, "data", split="train", classes=None, **more)
+        registry.build("datasets", "food_mini", options, "data", split="train", classes=None, **more)
         for more in ({}, {"labels": "none"})
     )
     assert [none.name(id) for id in range(len(none))] == [known.name(id) for id in range(len(known))]
     assert {none.label(id) for id in range(len(none))} == {-1}
     assert none.fingerprint != known.fingerprint
     with pytest.raises(DataError, match=r"^data\.labels: is some"):
-        parts.build("datasets", "food_mini", options, "data", split="train", classes=None, labels="some")
+        registry.build("datasets", "food_mini", options, "data", split="train", classes=None, labels="some")
 
 
 def test_rows_of_a_table_without_a_label(tmp_path):
@@ -241,9 +242,9 @@ def test_rows_of_a_table_without_a_label(tmp_path):
     features = hub.Features({"image": hub.Image(), "label": hub.ClassLabel(names=["a", "b"])})
     table = hub.Dataset.from_dict({"image": [image] * 4, "label": [0, 1, -1, 1]}, features=features)
     hub.DatasetDict({"train": table, "validation": table}).save_to_disk(tmp_path / "rows")
-    options = parts.default_options("datasets", "hf", path=str(tmp_path / "rows"))
+    options = registry.default_options("datasets", "hf", path=str(tmp_path / "rows"))
     for labels, expected in (("some", [0, 1, -1, 1]), ("none", [-1] * 4)):
-        found = parts.build("datasets", "hf", options, "data", split="train", classes=None, labels=labels)
+        found = registry.build("datasets", "hf", options, "data", split="train", classes=None, labels=labels)
         assert [found.label(id) for id in range(4)] == expected
 
 

@@ -10,11 +10,11 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
+from kd.core.errors import DataError
+from kd.core.types import Batch, Plan, Sample
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.views import Mixing, Train, Views
-from kd.datasets.imagefolder import Options, build
-from kd.errors import DataError
-from kd.types import Batch, Plan, Sample
+from kd.parts.datasets.imagefolder import Options, build
 
 FIELDS = ("ids", "image", "label", "partner_label", "lam", "weight")
 

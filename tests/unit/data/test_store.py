@@ -21,15 +21,15 @@ import torch
 from PIL import Image
 
 from kd import config
+from kd.core.errors import CorruptImage, DataError, RunError
+from kd.core.types import Decoded, Plan
 from kd.data.loader import LocalLoader
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
-from kd.datasets import imagefolder
-from kd.errors import CorruptImage, DataError, RunError
 from kd.files.records import Records
+from kd.parts.datasets import imagefolder
 from kd.setup.build import build_backend
 from kd.setup.store import open_store
-from kd.types import Decoded, Plan
 
 
 class Pictures:

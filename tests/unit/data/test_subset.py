@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kd.contracts import Noted, Source, Stamped
+from kd.core.contracts import Noted, Source, Stamped
+from kd.core.errors import DataError
 from kd.data.subset import set_aside
-from kd.errors import DataError
 
 
 @dataclass

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from kd.core.errors import DataError
 from kd.data.views import Evaluate, Mixing, Train, Views, mix
-from kd.datasets.imagefolder import Options, build
-from kd.errors import DataError
+from kd.parts.datasets.imagefolder import Options, build
 
 AUGMENTS = {
     "plain": (Train(16, 0.35, 0.5, 0.3), None),

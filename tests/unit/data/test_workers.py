@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from kd.config.schema import BackendSection, DataSection
+from kd.core.errors import RunError
+from kd.core.types import Plan, Sample
 from kd.data.loader import LocalLoader
 from kd.data.workers import process_state, worker_error
-from kd.errors import RunError
-from kd.parts import default_options
+from kd.parts.registry import default_options
 from kd.setup.build import build_backend, distributed
 from kd.setup.loaders import BatchSplit, loaders
-from kd.types import Plan, Sample
 
 PLAN = Plan(torch.arange(400), torch.ones(400))
 

@@ -11,10 +11,10 @@ import time
 import pytest
 from PIL import Image
 
+from kd.core.errors import CorruptImage, DataError
 from kd.data.views import Evaluate, Views
-from kd.datasets.imagefolder import ImageFolder, Options, build
-from kd.errors import CorruptImage, DataError
 from kd.files import storage
+from kd.parts.datasets.imagefolder import ImageFolder, Options, build
 
 
 @pytest.fixture

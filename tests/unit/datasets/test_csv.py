@@ -11,8 +11,8 @@ from pieces import WITHOUT_HEIF
 from PIL import Image
 
 from kd import config
-from kd.datasets.csv import Options, build, facts
-from kd.errors import ConfigErrors, DataError
+from kd.core.errors import ConfigErrors, DataError
+from kd.parts.datasets.csv import Options, build, facts
 
 IMAGES = ("apple_pie/1.jpg", "apple_pie/2.jpg", "apple_pie/3.jpg", "baklava/1.jpg", "baklava/2.jpg", "baklava/3.jpg")
 

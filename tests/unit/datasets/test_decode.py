@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from kd.datasets._decode import BLOCK, FORMATS, Column, Names, decode, hold_out, name_labels
-from kd.errors import DataError
+from kd.core.errors import DataError
+from kd.parts.datasets._decode import BLOCK, FORMATS, Column, Names, decode, hold_out, name_labels
 
 RNG = np.random.default_rng(0)
 NOISE = Image.fromarray(RNG.integers(0, 256, (24, 32, 3), np.uint8))
@@ -256,7 +256,9 @@ def test_decompression_bomb(side, monkeypatch):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
 def test_damage_anywhere_gives_an_image_or_a_data_error(kind, seed, monkeypatch):
     """Each other time in the first bytes: of a BMP, only damage to these can be noticed. A PNG has checksums."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)  # kd.serve sets none, and a damaged width may ask for 20 GB
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", 10_000
+    )  # kd.deploy.serve sets none, and a damaged width may ask for 20 GB
     rng = np.random.default_rng(seed)
     data = np.frombuffer(stored(NOISE, kind), np.uint8)
     refused = 0

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.datasets import food_mini
-from kd.datasets._food_dishes import render
-from kd.datasets._food_paint import main as paint_share
-from kd.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
-from kd.errors import DataError
+from kd.core.errors import DataError
+from kd.parts.datasets import food_mini
+from kd.parts.datasets._food.dishes import render
+from kd.parts.datasets._food.paint import main as paint_share
+from kd.parts.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
 
 
 def small(root: Path, **changes: object) -> Options:
@@ -141,7 +141,7 @@ def test_an_interrupted_painting_is_not_taken_for_whole(tmp_path: Path, painted:
 
 def test_two_processes_at_once_leave_one_whole_set(tmp_path: Path, painted: FoodMini):
     program = (
-        "from kd.datasets.food_mini import Options, build\n"
+        "from kd.parts.datasets.food_mini import Options, build\n"
         f"build(Options(root={str(tmp_path)!r}, train_images=2, val_images=1, pixels=32), 'train', None).prepare()"
     )
     both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) for _ in range(2)]

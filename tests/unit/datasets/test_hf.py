@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.datasets.hf import Options, build, facts
-from kd.errors import DataError, MissingExtra
+from kd.core.errors import DataError, MissingExtra
+from kd.parts.datasets.hf import Options, build, facts
 
 hub = pytest.importorskip("datasets", reason="the extra hf is not installed")
 

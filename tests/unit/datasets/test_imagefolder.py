@@ -13,9 +13,9 @@ import pytest
 from pieces import WITHOUT_HEIF
 from PIL import Image
 
-from kd.datasets._decode import HEIF
-from kd.datasets.imagefolder import Options, build, facts
-from kd.errors import DataError
+from kd.core.errors import DataError
+from kd.parts.datasets._decode import HEIF
+from kd.parts.datasets.imagefolder import Options, build, facts
 
 
 def paint(path: Path, color: int = 0) -> Path:

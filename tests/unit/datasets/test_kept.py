@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kd.datasets.imagefolder import Options, build
-from kd.errors import KdError
+from kd.core.errors import KdError
+from kd.parts.datasets.imagefolder import Options, build
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kd import parts
 from kd.config.schema import DataSection
-from kd.contracts import Source, Stamped
+from kd.core.contracts import Source, Stamped
+from kd.parts import registry
 from kd.setup.data import Data, DataPlan
 
 CLASSES = ("a", "a-b", "a.b", "a/b", "a/b-c", "ab", "Ä", "b")  # "-" and "." stand before "/", letters behind it
@@ -57,8 +57,8 @@ def held_out(keys: Sequence[str], labels: Sequence[int], fraction: float) -> set
 
 
 def built(kind: str, split: str, labels: str = "all", **options: object) -> Source:
-    made = parts.options_type("datasets", kind, "data.kind")(**options)
-    return parts.build("datasets", kind, made, "data.kind", split=split, classes=None, labels=labels)
+    made = registry.options_type("datasets", kind, "data.kind")(**options)
+    return registry.build("datasets", kind, made, "data.kind", split=split, classes=None, labels=labels)
 
 
 def check(source: Source, root: Path, names: Sequence[str], labels: Sequence[int], classes: Sequence[str]) -> None:

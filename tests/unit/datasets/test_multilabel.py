@@ -10,8 +10,8 @@ import pytest
 from pieces import WITHOUT_HEIF
 from PIL import Image
 
-from kd.datasets.multilabel import Options, build, facts
-from kd.errors import DataError
+from kd.core.errors import DataError
+from kd.parts.datasets.multilabel import Options, build, facts
 
 SETS = {"a.jpg": {"rice", "egg"}, "deep/b.jpg": set(), "c.jpg": {"egg"}, "d.jpg": {"soup"}}
 CLASSES = ("egg", "rice", "soup")

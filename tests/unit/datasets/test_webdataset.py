@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kd.datasets.webdataset import Options, build, facts
-from kd.errors import CorruptImage, DataError, KdError
+from kd.core.errors import CorruptImage, DataError, KdError
 from kd.files import storage
 from kd.files.shards import _expand_braces
+from kd.parts.datasets.webdataset import Options, build, facts
 
 
 def png(color: int, kind: str = "PNG") -> bytes:

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from kd import config
+from kd.core.errors import ConfigError, DataError, ModelError
 from kd.engine.loop import train
-from kd.errors import ConfigError, DataError, ModelError
 from kd.jobs import cache as job
 from kd.models.cache import Codec, Store
 

@@ -12,13 +12,13 @@ import torch
 from pieces import without_clocks
 from torch.nn import functional as F
 
+from kd.core.errors import Interrupted, NonFiniteLoss
+from kd.core.types import Batch, Dims, Outputs, State
 from kd.engine.criterion import Criterion
 from kd.engine.loop import advance, due, train
+from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import RunLength
-from kd.errors import Interrupted, NonFiniteLoss
-from kd.losses import ce, kl
-from kd.monitor.timeline import Timeline
-from kd.types import Batch, Dims, Outputs, State
+from kd.parts.losses import ce, kl
 
 
 class Stop(Exception):

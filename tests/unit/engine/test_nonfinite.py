@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 import kd
 from kd import config
+from kd.core.errors import Interrupted, NonFiniteLoss
+from kd.core.types import State
 from kd.engine.diagnosis import Diverged
 from kd.engine.loop import train
 from kd.engine.meter import require_applied
-from kd.errors import Interrupted, NonFiniteLoss
 from kd.jobs.train import train as run_job
-from kd.report.report import report
-from kd.types import State
+from kd.study.report.report import report
 
 SKIP = "optimizer.on_nonfinite=skip"
 IMAGE = 5

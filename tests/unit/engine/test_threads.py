@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kd.backends.cpu import CPU
+from kd.core.types import State
 from kd.engine import threads
 from kd.engine.threads import EVERY, FULL, QUICK, Threads
-from kd.types import State
+from kd.parts.backends.cpu import CPU
 
 FIRST, PAIRS, APART, LENGTH = FULL.begin, FULL.pairs, FULL.apart, FULL.length
 

@@ -16,24 +16,24 @@ import torch
 from pieces import base, paint
 
 from kd import config
-from kd.errors import MissingExtra, ModelError
-from kd.export import export as _export
-from kd.export import int8
-from kd.export.int8 import DYNAMIC, STATIC, Exam
-from kd.export.parity import shown_images
-from kd.export.repair import repair
-from kd.intervals import paired
+from kd.core.errors import MissingExtra, ModelError
+from kd.core.intervals import paired
+from kd.deploy.export import export as _export
+from kd.deploy.export import int8
+from kd.deploy.export.int8 import DYNAMIC, STATIC, Exam
+from kd.deploy.export.parity import shown_images
+from kd.deploy.export.repair import repair
+from kd.deploy.serve.model import describe, load
 from kd.jobs.train import train
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load import Spec
 from kd.models.load import load as load_model
-from kd.serve.model import describe, load
+from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.build import distributed
 from kd.setup.data import open_data
-from kd.setup.finished import best_student, opened_run
 from kd.setup.recipe import resolve
-from kd.tasks.single_label import SingleLabel
+from kd.study.finished import best_student, opened_run
 
 NNCF = pytest.mark.skipif(
     not (runtimes.installed("nncf") and runtimes.installed("openvino")), reason="needs the extra nncf"
@@ -224,7 +224,7 @@ def test_nncf_reports_nothing():
     """Whether it may is read when it is imported, which must not be earlier than kd says no."""
     script = """
 import sys
-from kd.export.int8 import _nncf
+from kd.deploy.export.int8 import _nncf
 from kd.models.runtimes import installed
 assert installed("nncf")
 assert "nncf" not in sys.modules

@@ -10,7 +10,7 @@ import torch
 
 import kd
 from kd import config
-from kd.errors import KdError, ModelError
+from kd.core.errors import KdError, ModelError
 from kd.jobs.check import check
 from kd.models import answers
 from kd.models.answers import read, read_vectors

@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import nn
 
-from kd.errors import ModelError, RunError
+from kd.core.errors import ModelError, RunError
+from kd.core.types import Batch
 from kd.files.records import Records, record_bytes
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher
-from kd.types import Batch
 
 IMAGES, CLASSES = 40, 5
 

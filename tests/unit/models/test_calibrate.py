@@ -9,10 +9,10 @@ import timm
 import torch
 from torch import nn
 
-from kd.export.calibrate import divide_logits, exchanged
-from kd.export.parity import calibrate
+from kd.deploy.export.calibrate import divide_logits, exchanged
+from kd.deploy.export.parity import calibrate
 from kd.models.classifier import Classifier, Network
-from kd.tasks.single_label import HIGHEST, LOWEST, calibration_error, temperature
+from kd.parts.tasks.single_label import HIGHEST, LOWEST, calibration_error, temperature
 
 
 def drawn(images=20_000, classes=7, scale=1.0):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kd.core.types import Batch
 from kd.models.classifier import Ensemble, digest
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.tasks.single_label import SingleLabel
-from kd.types import Batch
+from kd.parts.tasks.single_label import SingleLabel
 
 CLASSES = ("a", "b", "c", "d")
 CPU = torch.device("cpu")

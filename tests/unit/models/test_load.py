@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor
 
-from kd.errors import ModelError
+from kd.core.errors import ModelError
 from kd.models.classifier import Classifier, digest
 from kd.models.load import Spec, load
 from kd.models.timm_folder import export_files, folder_classes

@@ -10,12 +10,12 @@ import pytest
 import torch
 from pieces import Asks
 
-from kd.errors import MissingExtra, ModelError
-from kd.export.parity import EAGER, Answers, check_exact
+from kd.core.errors import MissingExtra, ModelError
+from kd.deploy.export.parity import EAGER, Answers, check_exact
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
-from kd.tasks.single_label import SingleLabel
+from kd.parts.tasks.single_label import SingleLabel
 
 CLASSES = ("apple", "fig", "pear")
 VIT = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}

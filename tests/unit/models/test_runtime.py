@@ -13,13 +13,13 @@ import pytest
 import torch
 from pieces import Asks
 
-from kd.errors import ModelError
+from kd.core.errors import ModelError
+from kd.core.types import Batch
 from kd.models.classifier import Classifier
 from kd.models.compiled import compile_forward
 from kd.models.load import Spec, load
 from kd.models.runtimes import Exported, exported
 from kd.models.teacher import LiveTeacher
-from kd.types import Batch
 
 CLASSES = ("apple", "fig", "pear")
 ARGS = {"patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 2}

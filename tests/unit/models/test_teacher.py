@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kd.core.types import Batch
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher, NoTeacher, count_parameters
-from kd.types import Batch
 
 CLASSES = ("a", "b", "c")
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kd
+from kd.core.types import State
+from kd.engine.monitor.profiler import Profiler
+from kd.engine.monitor.timeline import Timeline
 from kd.files.storage import read_rows
-from kd.monitor.profiler import Profiler
-from kd.monitor.timeline import Timeline
-from kd.types import State
 
 
 def test_some_steps_are_traced(tmp_path):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kd.monitor.evidence import Evidence, Facts
-from kd.monitor.rules import find
+from kd.engine.monitor.evidence import Evidence, Facts
+from kd.engine.monitor.rules import find
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 

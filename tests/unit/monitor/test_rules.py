@@ -7,9 +7,9 @@ import json
 import pytest
 
 from kd import config
-from kd.monitor import rules
-from kd.monitor.evidence import MIN_SAMPLES, Evidence, Facts
-from kd.monitor.rules import find
+from kd.engine.monitor import rules
+from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts
+from kd.engine.monitor.rules import find
 
 WAITING = {"data": 10.0, "forward": 10.0, "backward": 10.0}
 DECODES, READS = {"busy": 1.0, "decoding": 0.8}, {"busy": 0.4, "decoding": 0.9}

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from kd.core.host import cores
+from kd.engine.monitor.system import Monitor, Sampler, file_name
 from kd.files.storage import read_rows
-from kd.host import cores
-from kd.monitor.system import Monitor, Sampler, file_name
 
 
 def wait_until(condition, seconds: float = 30.0) -> None:

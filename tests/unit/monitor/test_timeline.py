@@ -10,9 +10,9 @@ import time
 import pytest
 
 import kd
+from kd.core.types import Loading, State
+from kd.engine.monitor.timeline import WARM_UP, DeviceClock, Timeline, active, describe
 from kd.files.storage import read_rows
-from kd.monitor.timeline import WARM_UP, DeviceClock, Timeline, active, describe
-from kd.types import Loading, State
 
 PARTS = ("data", "teacher", "forward", "backward", "optimizer")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kd.optim import EMA
+from kd.engine.optim import EMA
 
 
 def network() -> nn.Module:

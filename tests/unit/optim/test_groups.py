@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from kd.optim import groups
+from kd.engine.optim import groups
 
 
 def names_of(network: nn.Module, group: dict) -> set[str]:

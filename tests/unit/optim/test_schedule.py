@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kd.optim import Schedule
+from kd.engine.optim import Schedule
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])

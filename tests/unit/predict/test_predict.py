@@ -20,13 +20,13 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from kd.errors import DataError, RunError
-from kd.predict.images import find
-from kd.predict.run import Settings, _identity, predict
-from kd.serve.answers import predictions
-from kd.serve.images import prepare
-from kd.serve.limits import Limits
-from kd.serve.model import describe, load
+from kd.core.errors import DataError, RunError
+from kd.deploy.predict.images import find
+from kd.deploy.predict.run import Settings, _identity, predict
+from kd.deploy.serve.answers import predictions
+from kd.deploy.serve.images import prepare
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe, load
 
 ROOT = Path(__file__).parents[3]
 ALONE = """
@@ -157,7 +157,7 @@ def test_every_form_of_images_and_results_gives_the_same(exported, pictures, exp
     assert (tmp_path / "s3_tar.jsonl").read_bytes() == (tmp_path / "tar.jsonl").read_bytes()
     assert not list(tmp_path.glob("*.shards"))
 
-    monkeypatch.setattr("kd.predict.results.ROWS", 2)
+    monkeypatch.setattr("kd.deploy.predict.results.ROWS", 2)
     table = pyarrow.parquet.read_table(run(exported, shard, tmp_path / "tar.parquet")).to_pylist()
     assert {row["image"]: {"label": row["label"], "score": row["score"], "top": row["top"]} for row in table} == rows
 

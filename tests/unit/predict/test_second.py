@@ -19,17 +19,17 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file
 
-from kd.export.export import Options, export
+from kd.cluster import handler
+from kd.deploy.export.export import Options, export
+from kd.deploy.predict.images import find
+from kd.deploy.predict.run import Settings, predict
 from kd.files.manifest import checksum
-from kd.predict.images import find
-from kd.predict.run import Settings, predict
-from kd.sagemaker import handler
 
 ROOT = Path(__file__).parents[3]
 COUNTED = """
 import sys
 from kd.cli.serving import predict as main
-from kd.predict.classifier import Classifier
+from kd.deploy.predict.classifier import Classifier
 
 asked, rows = open(sys.argv.pop(1), "a", 1), Classifier.rows
 
@@ -137,10 +137,10 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
 
 
 def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
-    from kd.predict.classifier import MEASURES, STAMP
-    from kd.predict.hosts import Job
-    from kd.serve.limits import Limits
-    from kd.serve.model import describe
+    from kd.deploy.predict.classifier import MEASURES, STAMP
+    from kd.deploy.predict.hosts import Job
+    from kd.deploy.serve.limits import Limits
+    from kd.deploy.serve.model import describe
 
     both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
     first, second = (Job.of(describe(one), images, Limits(), 2) for one in (small, large))

@@ -8,12 +8,12 @@ import re
 import pytest
 from rich.console import Console as RichConsole
 
-from kd.progress.console import Console
-from kd.tasks.embedding import SCORES as EMBEDDING
-from kd.tasks.label_sets import SCORES as LABEL_SETS
-from kd.tasks.single_label import SCORES as SINGLE_LABEL
-from kd.text import percent, table
-from kd.types import State
+from kd.core.text import percent, table
+from kd.core.types import State
+from kd.jobs.progress.console import Console
+from kd.parts.tasks.embedding import SCORES as EMBEDDING
+from kd.parts.tasks.label_sets import SCORES as LABEL_SETS
+from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
 
 TRAIN = {"loss": 1.5, "kl": 1.25, "accuracy": 0.5, "lr": 1e-3, "images_per_second": 123.4, "grad_norm": 2.0}
 VAL = {"accuracy": 0.934, "teacher_accuracy": 0.95, "agreement": 0.9}

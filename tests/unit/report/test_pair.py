@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kd.intervals import paired
-from kd.report.pair import Half, pair
-from kd.report.record import Answers
+from kd.core.intervals import paired
+from kd.study.report.pair import Half, pair
+from kd.study.report.record import Answers
 
 CLASSES = ("apple", "fig", "pear")
 

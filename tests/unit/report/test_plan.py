@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kd import config, instances
-from kd.instances import Instance
-from kd.report.plan import step_cost
-from kd.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, on, sizes
-from kd.setup.estimate import Measured, line_through
+from kd import config
+from kd.config import instances
+from kd.config.instances import Instance
+from kd.jobs.estimate import Measured, line_through
 from kd.setup.recipe import resolve
+from kd.study.report.plan import step_cost
+from kd.study.report.scaling import Job, StepCost, all_reduce_ms, exposed_ms, line, on, sizes
 
 MACHINE = Instance("made.up", 10.0, 4, 100.0, 50.0, 80.0, 32)
 """4 devices, 50 GB/s inside, 80 Gbit/s = 10 GB/s outside, 16 cores."""

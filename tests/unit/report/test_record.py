@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kd.intervals import Samples
-from kd.progress.summary import curves, sparkline
-from kd.report.answers import short_names
-from kd.report.page import render
-from kd.report.record import (
+from kd.core.intervals import Samples
+from kd.core.scores import Scored
+from kd.core.text import clock, money
+from kd.parts.tasks.embedding import SCORES as EMBEDDING
+from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
+from kd.study.report.answers import short_names
+from kd.study.report.page import render
+from kd.study.report.record import (
     Answers,
     RunRecord,
     differences,
@@ -23,11 +26,8 @@ from kd.report.record import (
     time_parts,
     verdicts,
 )
-from kd.report.text import summary
-from kd.scores import Scored
-from kd.tasks.embedding import SCORES as EMBEDDING
-from kd.tasks.single_label import SCORES as SINGLE_LABEL
-from kd.text import clock, money
+from kd.study.report.summary import curves, sparkline
+from kd.study.report.text import summary
 
 TRAIN = [
     {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kd.export.card import Card
-from kd.export.card import render as card_text
-from kd.progress.console import Console
-from kd.progress.summary import Trained, curves, summary
-from kd.report.page import render
-from kd.report.record import RunRecord, price_rows
-from kd.report.text import summary as text
-from kd.scores import Column, Scores
-from kd.tasks import embedding, label_sets, single_label
-from kd.types import State
+from kd.core.scores import Column, Scores
+from kd.core.types import State
+from kd.deploy.export.card import Card
+from kd.deploy.export.card import render as card_text
+from kd.jobs.progress.console import Console
+from kd.parts.tasks import embedding, label_sets, single_label
+from kd.study.report.page import render
+from kd.study.report.record import RunRecord, price_rows
+from kd.study.report.summary import Trained, curves, summary
+from kd.study.report.text import summary as text
 
 DEPTH = Scores(
     own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from PIL import Image
 
-from kd.errors import DataError
-from kd.progress.sifting import describe, describe_images, extremes, report, sheet
+from kd.core.errors import DataError
+from kd.study.report.sifting import describe, describe_images, extremes, report, sheet
 
 EPOCHS = [
     {"trained": 96.0, "candidates": 96.0, "effective": 96.0, "seconds": 10.0},

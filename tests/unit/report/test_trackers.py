@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kd.progress.trackers import Trackers
+from kd.jobs.progress.trackers import Trackers
 
 accelerate = pytest.importorskip("accelerate", reason="the extra track is not installed")
 from accelerate import tracking  # noqa: E402

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from kd.errors import BackendError
-from kd.sagemaker.group import Node, command, num_decoders
-from kd.sagemaker.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
+from kd.cluster.group import Node, command, num_decoders
+from kd.cluster.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
+from kd.core.errors import BackendError
 
 GROUPS = [
     {"instance_group_name": "data", "instance_type": "ml.c5.xlarge", "hosts": ["algo-1", "algo-3"]},
@@ -73,7 +73,7 @@ def test_hyperparameters_become_overrides(tmp_path):
 
 
 def test_one_process_an_accelerator_and_decoders_for_the_cores_that_are_left(monkeypatch):
-    monkeypatch.setattr("kd.sagemaker.group.cores", lambda: 96)
+    monkeypatch.setattr("kd.cluster.group.cores", lambda: 96)
     assert [processes(env) for env in ({"SM_NUM_GPUS": "8"}, {"SM_NUM_GPUS": "0", "SM_NUM_NEURONS": "32"})] == [8, 32]
     hosts = read_hosts(variables("algo-2"))
     assert num_decoders(hosts, {"SM_NUM_GPUS": "8"}) == 88

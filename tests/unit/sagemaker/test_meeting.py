@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kd.sagemaker.hosts import Hosts, free_ports, read_hosts
-from kd.sagemaker.meeting import Meeting, Member
+from kd.cluster.hosts import Hosts, free_ports, read_hosts
+from kd.cluster.meeting import Meeting, Member
 
 TRAINERS, DATA = ("127.0.0.2", "127.0.0.3"), ("127.0.0.4",)
 
@@ -83,7 +83,7 @@ def test_a_data_host_may_break_away_and_come_back():
 
 
 def test_trainers_begin_without_a_host_that_does_not_come(monkeypatch, capsys):
-    monkeypatch.setattr("kd.sagemaker.meeting.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("kd.cluster.meeting.JOIN_SECONDS", 0.2)
 
     async def act(members: dict[str, Member]) -> None:
         for name in TRAINERS:
@@ -170,7 +170,7 @@ def test_a_data_host_cannot_end_the_job(line):
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch):
-    monkeypatch.setattr("kd.sagemaker.meeting.FIRST_LINE_SECONDS", 0.1)
+    monkeypatch.setattr("kd.cluster.meeting.FIRST_LINE_SECONDS", 0.1)
 
     async def act(members: dict[str, Member]) -> None:
         for first in (b"", b"127.0.0.2", b"x" * 200_000, b"\xff\n"):

@@ -14,16 +14,17 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from kd import config, parts
+from kd import config
+from kd.cluster import aws as sending
+from kd.cluster import requests
 from kd.config.flat import flat
 from kd.config.schema import Member
-from kd.errors import ConfigErrors, RunError
-from kd.progress.console import Console
-from kd.sagemaker import aws as sending
-from kd.sagemaker import requests
-from kd.tasks.label_sets import SCORES as LABEL_SETS
-from kd.tasks.single_label import SCORES as SINGLE_LABEL
-from kd.types import State
+from kd.core.errors import ConfigErrors, RunError
+from kd.core.types import State
+from kd.jobs.progress.console import Console
+from kd.parts import registry
+from kd.parts.tasks.label_sets import SCORES as LABEL_SETS
+from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
 ROLE = "arn:aws:iam::123456789012:role/kd"
@@ -244,10 +245,10 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
 def _sections():
     """Yield the types that hold keys of files, with their place."""
     schema = config.Config
-    for name, folder in (("data", "datasets"), ("teacher", "teachers"), ("student", "teachers")):
-        for kind in parts.names(folder):
-            yield parts.options_type(folder, kind, name), f"{name}."
-            yield parts.options_type(folder, kind, name), f"{name}.also[]."
+    for name, folder in (("data", "datasets"), ("teacher", "networks"), ("student", "networks")):
+        for kind in registry.names(folder):
+            yield registry.options_type(folder, kind, name), f"{name}."
+            yield registry.options_type(folder, kind, name), f"{name}.also[]."
     for name in ("data", "teacher", "student"):
         yield get_type_hints(schema)[name], f"{name}."
     yield Member, "teacher.also[]."

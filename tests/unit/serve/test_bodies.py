@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kd.serve import answers, bodies
-from kd.serve.problems import Problem
+from kd.deploy.serve import answers, bodies
+from kd.deploy.serve.problems import Problem
 
 
 def encoded(*files: bytes) -> bytes:

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from kd.errors import KdError
-from kd.serve import client
+from kd.core.errors import KdError
+from kd.deploy.serve import client
 
 
 class Busy(BaseHTTPRequestHandler):

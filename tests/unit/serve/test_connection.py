@@ -16,11 +16,11 @@ import h11
 import pytest
 import uvicorn
 
-from kd.serve import server
-from kd.serve.connection import FREE_CHUNKS, Connection, DrainingServer, Parser, Shared
-from kd.serve.limits import Limits
-from kd.serve.model import describe
-from kd.serve.service import Service
+from kd.deploy.serve import server
+from kd.deploy.serve.connection import FREE_CHUNKS, Connection, DrainingServer, Parser, Shared
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe
+from kd.deploy.serve.service import Service
 
 SIZE = 30_000_000
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.serve.images import FORMATS, open_all, prepare
-from kd.serve.limits import Limits
-from kd.serve.problems import Problem
+from kd.deploy.serve.images import FORMATS, open_all, prepare
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.problems import Problem
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kd.serve.metrics import BOUNDS, Metrics
+from kd.deploy.serve.metrics import BOUNDS, Metrics
 
 
 def test_the_text_for_prometheus():

@@ -16,9 +16,9 @@ import pytest
 import torch
 from PIL import Image
 
-from kd.errors import ModelError
-from kd.serve import client
-from kd.serve.model import describe, load
+from kd.core.errors import ModelError
+from kd.deploy.serve import client
+from kd.deploy.serve.model import describe, load
 
 
 @pytest.fixture
@@ -150,10 +150,10 @@ print(json.dumps([json.loads(text), answered, refused]))
 
 def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     """The four hooks as its toolkit calls them, from the unpacked archive, where kd is not installed."""
-    from kd.sagemaker.archives import sagemaker_archives
-    from kd.serve.answers import predictions
-    from kd.serve.images import prepare
-    from kd.serve.limits import Limits
+    from kd.cluster.archives import sagemaker_archives
+    from kd.deploy.serve.answers import predictions
+    from kd.deploy.serve.images import prepare
+    from kd.deploy.serve.limits import Limits
 
     export = Path(shutil.copytree(exported, tmp_path / "export"))
     own, theirs = sagemaker_archives(export)
@@ -184,7 +184,7 @@ def test_sagemakers_pytorch_container(exported, photos, tmp_path):
 
 
 def test_sagemakers_handler_says_what_is_too_large():
-    from kd.sagemaker import handler
+    from kd.cluster import handler
 
     file = io.BytesIO()
     Image.new("1", (6000, 5000)).save(file, "PNG")
@@ -193,7 +193,7 @@ def test_sagemakers_handler_says_what_is_too_large():
 
 
 def test_a_network_that_timm_does_not_know_is_no_archive_for_sagemakers_pytorch(copy):
-    from kd.sagemaker.archives import sagemaker_archives
+    from kd.cluster.archives import sagemaker_archives
 
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "architecture": {"function": "mine:small"}}))
@@ -202,7 +202,7 @@ def test_a_network_that_timm_does_not_know_is_no_archive_for_sagemakers_pytorch(
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors"])
 def test_sagemakers_handler_refuses_a_changed_file(copy, name):
-    from kd.sagemaker import handler
+    from kd.cluster import handler
 
     handler.verified(copy)
     content = (copy / name).read_bytes()
@@ -220,7 +220,7 @@ def test_sagemakers_handler_refuses_a_changed_file(copy, name):
     "url", ["", "ftp://localhost", "//", "http://", "localhost:http", "http://a:99999", "http://[::1"]
 )
 def test_addresses_that_are_none(url):
-    from kd.errors import KdError
+    from kd.core.errors import KdError
 
     with pytest.raises(KdError, match="is not an address"):
         client.Endpoint(url)

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from kd.data.views import Evaluate
-from kd.datasets._decode import decode
-from kd.serve.images import prepare
-from kd.serve.limits import Limits
+from kd.deploy.serve.images import prepare
+from kd.deploy.serve.limits import Limits
+from kd.parts.datasets._decode import decode
 
 SIZES = [(16, 16), (20, 20), (21, 20), (37, 64), (300, 201), (97, 640), (1200, 900)]
 MODES = ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kd import config
-from kd.errors import ConfigErrors
-from kd.intervals import paired, wilson
+from kd.core.errors import ConfigErrors
+from kd.core.intervals import paired, wilson
 from kd.jobs.evaluate import evaluate
 from kd.jobs.train import train
 from kd.models.answers import Answers, write
@@ -80,7 +80,7 @@ def test_it_is_scored_once(run, monkeypatch):
 
 
 def test_a_score_of_other_weights_is_not_believed(run, tmp_path):
-    from kd.artifacts.run_dir import RunDir
+    from kd.files.run_dir import RunDir
 
     shutil.copytree(run, tmp_path / "copy")
     assert RunDir(tmp_path / "copy").scored() is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.progress.console import Console
+from kd.core.types import Costs, SiftContext
+from kd.jobs.progress.console import Console
+from kd.parts.sifters import history, random, relative
+from kd.parts.sifters.none import Everything
 from kd.setup.gate import saving
-from kd.sifters import history, random, relative
-from kd.sifters.none import Everything
-from kd.types import Costs, SiftContext
 
 
 def context() -> SiftContext:

@@ -16,11 +16,13 @@ import torch
 from pieces import Asks
 
 from kd import config
+from kd.core.errors import ConfigError, KdError, MissingExtra, ModelError
+from kd.core.types import BackendFacts
 from kd.engine.loop import train
-from kd.errors import ConfigError, KdError, MissingExtra, ModelError
+from kd.jobs.progress.console import Console
 from kd.models import compiled
 from kd.models.classifier import Classifier, Ensemble
-from kd.progress.console import Console
+from kd.parts.tasks import single_label
 from kd.setup import modes
 from kd.setup.build import build_backend, compare_threads
 from kd.setup.data import open_sources
@@ -29,8 +31,6 @@ from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode,
 from kd.setup.recipe import Choices, Session, resolve
 from kd.setup.teacher import Teachers, choose_teacher, load_teachers, validation_images
 from kd.setup.trial import attempt, clear_winner, fastest, milliseconds
-from kd.tasks import single_label
-from kd.types import BackendFacts
 
 LONG = ("run.steps=1000000000", "student.compile=off")
 """So many steps that everything is worth trying; built, never trained."""
@@ -344,8 +344,8 @@ def test_a_teacher_that_cannot_be_exported(built):
 def test_without_a_compiler(written, tmp_path):
     """On a machine of its own kind: no C++ compiler, nothing compiled before."""
     script = (
-        "import sys; from kd import config; from kd.errors import KdError\n"
-        "from kd.artifacts.run_dir import Memory; from kd.progress.console import Console\n"
+        "import sys; from kd import config; from kd.core.errors import KdError\n"
+        "from kd.files.run_dir import Memory; from kd.jobs.progress.console import Console\n"
         "from kd.jobs.teach import obtain_teachers\n"
         "from kd.setup.build import Results, Setting, build_backend, build_run\n"
         "from kd.setup.data import open_sources; from kd.setup.recipe import resolve\n"

@@ -17,18 +17,18 @@ from torch import nn
 import kd
 from kd import config
 from kd.config.tuning import Tuning
+from kd.core.errors import ConfigError, KdError, ModelError
+from kd.core.types import State
 from kd.engine.criterion import Criterion, Distillation
 from kd.engine.loop import train
-from kd.errors import ConfigError, KdError, ModelError
+from kd.engine.optim import Frozen
 from kd.jobs.check import check
 from kd.models.classifier import Classifier
-from kd.optim import Frozen
-from kd.report.report import read
+from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.build import build_optimizer
 from kd.setup.recipe import resolve
 from kd.setup.tuning import parameter_groups
-from kd.tasks.single_label import SingleLabel
-from kd.types import State
+from kd.study.report.report import read
 
 NETWORKS = {
     "ViT": ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}),
@@ -47,7 +47,7 @@ def distillation(network: nn.Module) -> Distillation:
 class Extra(nn.Linear):
     """A loss that learns a matrix."""
 
-    needs = kd.types.Needs()
+    needs = kd.core.types.Needs()
 
     def __init__(self) -> None:
         super().__init__(2, 2)

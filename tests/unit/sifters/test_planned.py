@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kd.sifters import history, none, random
-from kd.types import SiftContext
+from kd.core.types import SiftContext
+from kd.parts.sifters import history, none, random
 
 IMAGES, BATCH = 400, 20
 LABELS = torch.arange(IMAGES) % 4

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kd.sifters import relative
-from kd.types import Batch, Outputs, Plan, SiftContext, TeacherOutputs
+from kd.core.types import Batch, Outputs, Plan, SiftContext, TeacherOutputs
+from kd.parts.sifters import relative
 
 IMAGES, MICRO = 120, 6
 LOSSES = torch.rand(IMAGES, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from kd.errors import MissingExtra
+from kd.core.errors import MissingExtra
 from kd.sifting import (
     Loss,
     SiftConfigValidationException,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import kd.sifting
-from kd.errors import KdError
+from kd.core.errors import KdError
 from kd.sifting import (
     Loss,
     LossConfig,

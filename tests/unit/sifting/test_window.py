@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kd.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
+from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
 
 BETAS = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 10.0)
 DISTRIBUTIONS = {

@@ -13,15 +13,15 @@ from pieces import Asks
 from torch import nn
 
 from kd.config.flat import plain
-from kd.errors import ModelError, RunError
+from kd.core.errors import ModelError, RunError
+from kd.core.scores import Column
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.scores import Column
-from kd.sweeps import frontier
-from kd.sweeps.frontier import cells, members, named, picture, timed, write
-from kd.sweeps.space import Space, student_alike
-from kd.sweeps.sweep import sweep
-from kd.sweeps.trials import Trials
+from kd.study.sweeps import frontier
+from kd.study.sweeps.frontier import cells, members, named, picture, timed, write
+from kd.study.sweeps.space import Space, student_alike
+from kd.study.sweeps.sweep import sweep
+from kd.study.sweeps.trials import Trials
 
 ACCURACY = Column("accuracy", "accuracy")
 SVG = "{http://www.w3.org/2000/svg}"

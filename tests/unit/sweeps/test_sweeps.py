@@ -15,14 +15,14 @@ import time
 import pytest
 
 from kd import config
-from kd.errors import ConfigError, Interrupted
-from kd.scores import Column
+from kd.core.errors import ConfigError, Interrupted
+from kd.core.scores import Column
 from kd.setup.recipe import resolve
-from kd.sweeps.median import BEGIN, LEAST, Point, judge
-from kd.sweeps.processes import Processes, failure
-from kd.sweeps.space import Space, prepared_alike, sharing
-from kd.sweeps.sweep import flattery, sweep
-from kd.sweeps.trials import Trials
+from kd.study.sweeps.median import BEGIN, LEAST, Point, judge
+from kd.study.sweeps.processes import Processes, failure
+from kd.study.sweeps.space import Space, prepared_alike, sharing
+from kd.study.sweeps.sweep import flattery, sweep
+from kd.study.sweeps.trials import Trials
 
 # ----------------------------------------------------------------------------------------------------- what is tried
 

@@ -11,20 +11,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.backends.cpu import CPU
+from kd.core.errors import ConfigError, DataError, Interrupted, ModelError
+from kd.core.evaluation import Evaluation, Split
+from kd.core.types import Batch, Dims, Outputs
 from kd.data.loader import LocalLoader, evaluation_plan
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
 from kd.engine.loop import train
-from kd.errors import ConfigError, DataError, Interrupted, ModelError
-from kd.evaluation import Evaluation, Split
-from kd.losses.cosine import Options
 from kd.models.cache import Codec, Store
 from kd.models.teacher import Uncached
-from kd.parts import build
-from kd.tasks import embedding
-from kd.tasks.embedding import STRENGTHS, nearest, ridge
-from kd.types import Batch, Dims, Outputs
+from kd.parts.backends.cpu import CPU
+from kd.parts.losses.cosine import Options
+from kd.parts.registry import build
+from kd.parts.tasks import embedding
+from kd.parts.tasks.embedding import STRENGTHS, nearest, ridge
 
 LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"
 LOG = "run.every.log=1"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kd.backends.cpu import CPU
+from kd.core.errors import DataError
+from kd.core.evaluation import Evaluation, Evaluator, Split
+from kd.core.types import Batch, Outputs, Sample
 from kd.data.loader import LocalLoader, evaluation_plan
-from kd.errors import DataError
-from kd.evaluation import Evaluation, Evaluator, Split
-from kd.tasks.single_label import NUM_BINS, Options, build
-from kd.types import Batch, Outputs, Sample
+from kd.parts.backends.cpu import CPU
+from kd.parts.tasks.single_label import NUM_BINS, Options, build
 
 
 class Table(nn.Module):

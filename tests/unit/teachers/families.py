@@ -182,12 +182,14 @@ FLAT = {"do_resize": False, "do_center_crop": False, "do_pad": False}
 
 def load(folder: Path, features: tuple[str, ...] = ()) -> Any:
     """Load a teacher as kd does."""
-    from kd import parts
     from kd.models.load import Spec
+    from kd.parts import registry
 
     spec = Spec("teacher", str(folder), {}, CLASSES, pretrained=True, exact_head=True)
-    options = parts.default_options("teachers", "transformers")
-    return parts.build("teachers", "transformers", options, "x", spec=spec, image_size=SIDE, features=features).eval()
+    options = registry.default_options("networks", "transformers")
+    return registry.build(
+        "networks", "transformers", options, "x", spec=spec, image_size=SIDE, features=features
+    ).eval()
 
 
 def square(image: Image.Image) -> Image.Image:
@@ -199,7 +201,7 @@ def square(image: Image.Image) -> Image.Image:
 
 def row(name: str, photographs: list[Image.Image]) -> str:
     """Return a line of the table: pixels of the same square, answers on it, and answers on the whole photograph."""
-    from kd.errors import KdError
+    from kd.core.errors import KdError
 
     with tempfile.TemporaryDirectory() as place:
         folder = make(name, Path(place))

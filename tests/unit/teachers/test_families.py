@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 from families import FAMILIES, FLAT, REFUSED, SIDE, answers, load, make, prepared
 
-from kd import parts
-from kd.errors import ModelError
+from kd.core.errors import ModelError
 from kd.models.load import Spec
 from kd.models.teacher import require_repeatable
+from kd.parts import registry
 
 
 @pytest.fixture(autouse=True)
@@ -147,8 +147,8 @@ def test_a_model_that_masks_at_random_is_refused(tmp_path):
     ViTMAEModel(ViTMAEConfig(**VIT)).save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(tmp_path)
     spec = Spec("teacher", str(tmp_path), {}, (), pretrained=True)
-    options = parts.default_options("teachers", "transformers")
-    model = parts.build("teachers", "transformers", options, "x", spec=spec, image_size=SIDE, features=("pooled",))
+    options = registry.default_options("networks", "transformers")
+    model = registry.build("networks", "transformers", options, "x", spec=spec, image_size=SIDE, features=("pooled",))
     with pytest.raises(ModelError, match=r"^teacher\.model: .*same pixels twice differently.*ViTMAE"):
         require_repeatable(model, "teacher", "vit_mae", SIDE)
 
@@ -162,9 +162,9 @@ def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):
     AutoModel.from_config(config).save_pretrained(tmp_path)
     DINOv3ViTImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(tmp_path)
     spec = Spec("teacher", str(tmp_path), {}, (), pretrained=True)
-    options = parts.default_options("teachers", "transformers")
+    options = registry.default_options("networks", "transformers")
     asked = {"spec": spec, "image_size": SIDE, "features": ("pooled", "tokens")}
-    model = parts.build("teachers", "transformers", options, "x", **asked).eval()
+    model = registry.build("networks", "transformers", options, "x", **asked).eval()
     image = tensor(squares())
     with torch.no_grad():
         found = model(image).features

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kd import parts
-from kd.errors import KdError
+from kd.core.errors import KdError
 from kd.models.classifier import resized
 from kd.models.load import Spec
+from kd.parts import registry
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -74,11 +74,11 @@ def write(shape: Shape, path) -> None:
 def load(shape: Shape, path, features=(), task="single_label", size=16, **more):
     write(shape, path)
     values = {"mean": MEAN, "std": STD, **shape.options}
-    options = parts.default_options("teachers", "onnx", **{k: v for k, v in values.items() if v is not None})
+    options = registry.default_options("networks", "onnx", **{k: v for k, v in values.items() if v is not None})
     classes = () if features else CLASSES[: shape.widths]
-    built = parts.build("tasks", task, parts.default_options("tasks", task), "task.kind")
+    built = registry.build("tasks", task, registry.default_options("tasks", task), "task.kind")
     spec = Spec("teacher", str(path), {}, classes, task=built, **more)
-    return parts.build("teachers", "onnx", options, "teacher.kind", spec=spec, image_size=size, features=features)
+    return registry.build("networks", "onnx", options, "teacher.kind", spec=spec, image_size=size, features=features)
 
 
 def expected(shape: Shape, image: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_a_graph_answers_as_its_arithmetic(name, tmp_path):
 
 def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatch):
     model, opened, threads = load(Shape(), tmp_path / "g.onnx"), [], torch.get_num_threads()
-    monkeypatch.setattr("kd.teachers.onnx.open_session", lambda *given: opened.append(given[1]) or given[1])
+    monkeypatch.setattr("kd.parts.networks.onnx.open_session", lambda *given: opened.append(given[1]) or given[1])
     try:
         for number in (threads + 1, threads, threads, threads + 1, threads, threads + 2):
             torch.set_num_threads(number)

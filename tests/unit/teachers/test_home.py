@@ -15,15 +15,15 @@ from torch import nn
 
 import kd
 from kd import config
-from kd.errors import KdError, ModelError
+from kd.core.errors import KdError, ModelError
 from kd.jobs.check import check
 from kd.models.load import Spec
-from kd.report.report import report
+from kd.parts.networks._shared import named
 from kd.setup.data import open_sources
 from kd.setup.home import compare
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers, validation_images
-from kd.teachers._shared import named
+from kd.study.report.report import report
 
 CPU = torch.device("cpu")
 

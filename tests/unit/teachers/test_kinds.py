@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 
 import kd
 from kd import config
-from kd.errors import KdError, ModelError
+from kd.core.errors import KdError, ModelError
 from kd.jobs.check import check
 from kd.models.answers import Answers, read, write
 from kd.models.classifier import main_output
-from kd.report.plan import plan
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers
+from kd.study.report.plan import plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 KINDS = ("transformers", "zero_shot", "torch", "onnx", "answers")

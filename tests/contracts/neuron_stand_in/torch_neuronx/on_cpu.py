@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kd.backends.neuron import Neuron, Options, facts
-from kd.backends.neuron import build as build_neuron
+from kd.parts.backends.neuron import Neuron, Options, facts
+from kd.parts.backends.neuron import build as build_neuron
 
 assert facts(Options()).compiles
 

@@ -1,1 +1,0 @@
-"""Backends: devices and collectives of one process. See `kd.contracts.Backend`."""

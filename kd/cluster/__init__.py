@@ -1,0 +1,1 @@
+"""Other machines: hosts that decode on a Ray cluster, jobs and endpoints on SageMaker."""

@@ -1,0 +1,164 @@
+"""Send requests to AWS, wait until they are done, and print the log of a training job."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from kd.cluster.archives import container_archive
+from kd.core.errors import MissingExtra, RunError
+
+LOGS = "/aws/sagemaker/TrainingJobs"
+POLL_SECONDS = 10.0
+LATE_MS = 60_000  # an event may appear so long after younger events of another host
+DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
+AGAIN = "Check credentials, region and names, then run the same command again"
+Request = Mapping[str, Any]
+
+
+def train(request: Request, follow: bool = True) -> None:
+    """Start a training job. Print its log until it ends."""
+    name = request["TrainingJobName"]
+    with _aws_errors("CreateTrainingJob"):
+        sagemaker = _client("sagemaker")
+        sagemaker.create_training_job(**request)
+        print(f"training job {name} is created", flush=True)
+        if not follow:
+            return
+        print(f"Ctrl-C ends this log and not the job: aws sagemaker stop-training-job --training-job-name {name}")
+        try:
+            _wait(lambda: sagemaker.describe_training_job(TrainingJobName=name), "TrainingJobStatus", name, _Log(name))
+        except KeyboardInterrupt:
+            print(f"training job {name} goes on")
+
+
+def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
+    """Upload an export, send `requests.hosting_requests`, wait for the endpoint, and ask it for one image.
+
+    `labels`: of the export; empty: it answers with vectors. Return what the endpoint answered, and how to remove it.
+    """
+    name = requests["CreateEndpoint"]["EndpointName"]
+    remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
+    with _aws_errors("deploy"):
+        sagemaker = _create(requests, export)
+    print(f"endpoint {name} is created", flush=True)
+    with _aws_errors("deploy", remove):
+        try:
+            _wait(lambda: sagemaker.describe_endpoint(EndpointName=name), "EndpointStatus", name)
+        except KeyboardInterrupt:
+            print(f"endpoint {name} goes on. {remove}", flush=True)
+            raise
+        grey = io.BytesIO()
+        Image.new("RGB", (64, 48), (127, 127, 127)).save(grey, "JPEG")
+        question = json.dumps({"image": base64.b64encode(grey.getvalue()).decode()})
+        answer = _client("sagemaker-runtime").invoke_endpoint(
+            EndpointName=name, ContentType="application/json", Accept="application/json", Body=question
+        )
+        body = answer["Body"].read()
+    try:
+        prediction = json.loads(body)["predictions"][0]
+        if labels:
+            label = (prediction["top"][0] if "labels" in prediction else prediction)["label"]
+            said = f"'{label}'" if label in labels else ""
+        else:
+            said = f"a vector of {len(prediction['embedding'])} numbers"
+    except (ValueError, KeyError, IndexError, TypeError):
+        said = ""
+    if not said:
+        wrong = f"endpoint {name} answered {body[:80]!r}, which is no {'label' if labels else 'vector'} of '{export}'"
+        raise RunError("deploy", wrong, "", remove)
+    return f"endpoint {name} is in service; a grey image is {said}. {remove}"
+
+
+def transform(requests: Mapping[str, Request], export: Path) -> None:
+    """Upload an export, send `requests.transform_requests`, and wait for the end of the job."""
+    name = requests["CreateTransformJob"]["TransformJobName"]
+    with _aws_errors("transform"):
+        sagemaker = _create(requests, export)
+        print(f"transform job {name} is created", flush=True)
+        try:
+            _wait(lambda: sagemaker.describe_transform_job(TransformJobName=name), "TransformJobStatus", name)
+        except KeyboardInterrupt:
+            stop = f"Stop it: aws sagemaker stop-transform-job --transform-job-name {name}"
+            print(f"transform job {name} goes on. {stop}", flush=True)
+            raise
+
+
+def _create(requests: Mapping[str, Request], export: Path) -> Any:
+    """Upload an export to where CreateModel reads it, send all requests, and return the client."""
+    sagemaker = _client("sagemaker")
+    target = requests["CreateModel"]["PrimaryContainer"]["ModelDataUrl"]
+    bucket, _, key = target.removeprefix("s3://").partition("/")
+    _client("s3").put_object(Bucket=bucket, Key=key, Body=container_archive(export))
+    print(f"uploaded {target}", flush=True)
+    methods = {operation: method for method, operation in sagemaker.meta.method_to_api_mapping.items()}
+    for operation, request in requests.items():
+        getattr(sagemaker, methods[operation])(**request)
+    return sagemaker
+
+
+def _wait(
+    describe: Callable[[], Mapping[str, Any]], key: str, name: str, print_log: Callable[[], None] = lambda: None
+) -> None:
+    """Ask for the status until it is final; print it when it changes."""
+    before = ""
+    while True:
+        answer = describe()
+        status = answer[key]
+        line = " ".join({status: 0, answer.get("SecondaryStatus", status): 0})
+        if line != before:
+            print(f"{name}: {line}", flush=True)
+        before = line
+        print_log()
+        if status in DONE:
+            return
+        if status in FAILED:
+            raise RunError("kd-launch", f"{name}: {status}: {answer.get('FailureReason', 'no reason is given')}")
+        time.sleep(POLL_SECONDS)
+
+
+class _Log:
+    """Prints each event of a job's log once."""
+
+    def __init__(self, job: str) -> None:
+        self._client, self._job = _client("logs"), job
+        self._since, self._seen = 0, set[str]()
+
+    def __call__(self) -> None:
+        pages = self._client.get_paginator("filter_log_events").paginate(
+            logGroupName=LOGS, logStreamNamePrefix=f"{self._job}/", startTime=self._since
+        )
+        newest = self._since
+        with suppress(self._client.exceptions.ResourceNotFoundException):  # nothing is logged yet
+            for event in (event for page in pages for event in page["events"]):
+                if event["eventId"] not in self._seen:
+                    self._seen.add(event["eventId"])
+                    print(event["message"], flush=True)
+                newest = max(newest, event["timestamp"])
+        self._since = max(0, newest - LATE_MS)
+
+
+def _client(service: str) -> Any:
+    try:
+        import boto3
+    except ImportError as error:
+        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'kd[sagemaker]'") from error
+    return boto3.client(service)
+
+
+@contextmanager
+def _aws_errors(step: str, remedy: str = AGAIN) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("botocore.", "boto3.")):
+            raise
+        raise RunError(step, " ".join(str(error).split()), "", remedy) from error

@@ -1,0 +1,242 @@
+"""Decoders on the hosts of a Ray cluster: the actor, and the pool that trusts actors and gives them calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+from kd.cluster.ray_cluster import check_versions, connect, decoding_versions
+from kd.core.contracts import Dataset
+from kd.core.errors import KdError
+from kd.core.types import TENSORS, Batch
+from kd.data.loader import Fetch, Request
+
+WHERE = "data.loader"
+PACKAGES = ("torch", "timm")  # what transforms an image, beside what decodes it
+AHEAD = 2  # calls for each decoder that are on their way, of all ranks together
+
+log = logging.getLogger("kd")
+
+
+class Decoder:
+    """The class of the Ray actors: makes parts of batches, one at a time, from the datasets of its pool."""
+
+    def __init__(self, datasets: Sequence[Any], folder: str) -> None:
+        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path.
+
+        `datasets` holds one reference to them, which rank 0 keeps: a new decoder on a new host asks for them again.
+        """
+        torch.set_num_threads(1)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self._fetch = [Fetch(dataset) for dataset in ray.get(datasets[0])]
+
+    def ping(self) -> tuple[str, str, dict[str, str]]:
+        """Return the id and the address of this host, and the versions that pixels depend on."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*PACKAGES)
+
+    def load(self, dataset: int, request: Request) -> dict[str, Any] | KdError:
+        """Return a batch as arrays, or the error that the dataset raised."""
+        return pack(self._fetch[dataset][request])
+
+
+def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
+    """Return a batch as arrays, which Ray moves without pickling them; an error as it is."""
+    if isinstance(batch, KdError):
+        return batch
+    arrays = {name: getattr(batch, name).numpy() for name in TENSORS}
+    return {**arrays, "view": batch.view, "unreadable": batch.unreadable, "crc": batch.crc}
+
+
+def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
+    """Join the parts of a micro-batch; their arrays may be read-only, the batch has its own memory."""
+    fields: dict[str, Any] = {n: torch.from_numpy(np.concatenate([part[n] for part in parts])) for n in TENSORS}
+    fields |= {n: tuple(value for part in parts for value in part[n]) for n in ("unreadable", "crc")}
+    return Batch(**fields, view=parts[0]["view"])
+
+
+# --------------------------------------------------------------------------------------------------- the decoders
+
+
+@dataclass(eq=False)
+class Slot:
+    """One decoder as this rank sees it."""
+
+    name: str
+    actor: Any
+    probe: Any = None  # a ping that it has not answered; None: it is trusted
+    probed: float = 0.0
+    calls: int = 0  # calls of this rank that it has not answered
+    host: str = ""  # Ray's id of its host; "": it has never answered
+    address: str = ""
+
+    def ping(self) -> None:
+        """Trust it again when it has answered."""
+        self.probe, self.probed = self.actor.ping.remote(), time.monotonic()
+
+
+class Unanswered(Exception):
+    """A decoder did not answer a call; the text says why."""
+
+
+class Call(NamedTuple):
+    """A request, and the decoder that has it; no decoder: this process."""
+
+    request: Request
+    slot: Slot | None = None
+    ref: Any = None
+
+
+_owned: list[Pool] = []
+"""The newest pool that this process started. The next one, of a run after a teacher's fit, needs the same CPUs."""
+
+
+class Pool:
+    """The decoders of a cluster, one a CPU of it, shared by all ranks. Rank 0 starts them; they end with its process.
+
+    A decoder gets calls once it has answered a ping. One that fails or misses a deadline is pinged again, with all
+    others on its host, and gets calls when it has answered.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
+        """Connect to the cluster that RAY_ADDRESS names. Rank 0 must be first; all ranks have the same `token`.
+
+        A call may take `deadline` seconds.
+        """
+        connect(WHERE)
+        self.deadline, self.slots = deadline, list[Slot]()
+        self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
+        self._datasets = ray.put(list(datasets)) if rank == 0 else None
+        self._silent, self._dropped = set[str](), set[str]()
+        if rank == 0:
+            while _owned:
+                _owned.pop().close()
+            _owned.append(self)
+        self.grow()
+
+    def close(self) -> None:
+        """End the decoders; this process then makes the batches itself."""
+        with self._lock:
+            self._datasets = None
+            while self.slots:
+                ray.kill(self.slots.pop().actor)
+
+    def grow(self) -> None:
+        """Start a decoder on each CPU that has none (rank 0), or find those that rank 0 has started."""
+        with self._lock:
+            if self._datasets is not None:
+                names = [f"{self._prefix}{number}" for number in range(int(ray.cluster_resources().get("CPU", 0)))]
+            else:
+                names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
+            for name in sorted(set(names) - {slot.name for slot in self.slots} - self._dropped):
+                with suppress(ValueError):  # it has just ended
+                    self.slots.append(Slot(name, self._actor(name)))
+                    self.slots[-1].ping()
+
+    def _actor(self, name: str) -> Any:
+        if self._datasets is None:
+            return ray.get_actor(name)
+        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1}
+        return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
+
+    def trusted(self) -> list[Slot]:
+        waiting = [slot for slot in self.slots if slot.probe is not None]
+        probes = [slot.probe for slot in waiting]
+        answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
+        for slot in waiting:
+            if slot.probe in answered:
+                self._answered(slot)
+            elif time.monotonic() - slot.probed > self.deadline:
+                slot.ping()  # the first one may be lost with its host
+        return [slot for slot in self.slots if slot.probe is None]
+
+    def _answered(self, slot: Slot) -> None:
+        try:
+            slot.host, slot.address, theirs = ray.get(slot.probe)
+        except ActorDiedError as error:
+            self.slots.remove(slot)
+            log.warning("%s: a decoder has ended for good (%s)", WHERE, str(error).strip().splitlines()[-1])
+            return
+        except RayError:  # it is being started again
+            if time.monotonic() - slot.probed > 1.0:
+                slot.ping()
+            return
+        check_versions(WHERE, slot.address, theirs, decoding_versions(*PACKAGES))
+        slot.probe = None
+        if slot.address in self._silent:
+            self._silent.remove(slot.address)
+            log.warning("%s: the host %s answers again", WHERE, slot.address)
+
+    def send(self, dataset: int, request: Request) -> Call:
+        """Give a request to the trusted decoder that has least to do; to this process where there is none."""
+        with self._lock:
+            trusted = self.trusted()
+            if not trusted:
+                return Call(request)
+            self._turn += 1  # among equals in turns, and each rank begins at another one
+            slot = min(enumerate(trusted), key=lambda pair: (pair[1].calls, (pair[0] - self._turn) % len(trusted)))[1]
+            slot.calls += 1
+            return Call(request, slot, slot.actor.load.remote(dataset, request))
+
+    def room(self, calls: int, ranks: int) -> int:
+        """Return how many calls more a rank may make: one at a time where it has to answer them itself."""
+        with self._lock:
+            return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
+
+    def get(self, call: Call) -> Any:
+        """Return what a decoder answers; `Unanswered` where it does not, or not in time."""
+        try:
+            return ray.get(call.ref, timeout=self.deadline)
+        except GetTimeoutError as error:
+            raise Unanswered(f"has not answered for {self.deadline:g} seconds") from error
+        except RayError as error:
+            raise Unanswered(f"has failed ({type(error).__name__})") from error
+        finally:
+            self.forget([call])
+
+    def forget(self, calls: Iterable[Call]) -> None:
+        """Count calls no longer as waiting."""
+        with self._lock:
+            for call in calls:
+                if call.slot is not None:
+                    call.slot.calls -= 1
+
+    def suspect(self, slot: Slot, why: str) -> list[Slot]:
+        """Trust no decoder of a host until it answers a ping; return them."""
+        with self._lock:
+            suspects = [other for other in self.slots if other is slot or other.host == slot.host]
+            for other in suspects:
+                other.ping()
+            if slot.address not in self._silent:
+                self._silent.add(slot.address)
+                log.warning("%s: the host %s %s; its images are made elsewhere", WHERE, slot.address, why)
+            return suspects
+
+    def drop(self, slot: Slot, why: str) -> list[Slot]:
+        """Give no more calls to the decoders of a host; return them."""
+        with self._lock:
+            dropped = [other for other in self.slots if other.host == slot.host]
+            for other in dropped:
+                self.slots.remove(other)
+                self._dropped.add(other.name)
+            if dropped:
+                log.warning("%s: the host %s %s; it gets no more calls", WHERE, slot.address, why)
+            return dropped
+
+    def again(self, dataset: int, call: Call) -> Call:
+        """Send a call of a suspected decoder to another one, unless its answer is here already."""
+        if ray.wait([call.ref], timeout=0)[0]:
+            return call
+        self.forget([call])
+        return self.send(dataset, call.request)

@@ -1,0 +1,151 @@
+"""The hosts of a SageMaker job, read by one of them, and the processes that this host has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kd.core.errors import BackendError
+
+INPUT = Path("/opt/ml/input/config")
+MEETING, RAY, TORCH = 6378, 6379, 29500  # ports of the first trainer: the meeting point, Ray, torch's rendezvous
+MARK = "KD_HOST"  # the environment variable of all processes that a host starts, and of their children
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a job by their role."""
+
+    me: str
+    trainers: tuple[str, ...]
+    data: tuple[str, ...]  # hosts that only decode images; may be none
+    ports: tuple[int, ...] = (MEETING, RAY, TORCH)
+    token: str = field(default="", repr=False)  # what a host shows at the meeting point: Ray's token
+
+    @property
+    def first(self) -> str:
+        """The trainer that the others meet at."""
+        return self.trainers[0]
+
+
+def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
+    """Return the hosts of this job; outside a job, this machine alone.
+
+    Groups whose name begins with `data` decode, the others train. The variables SM_* of SageMaker's training toolkit
+    come first, then the file that every container of a job has.
+    """
+    try:
+        config = _resource_config(environ, file)
+        me = str(config.get("current_host") or "localhost")
+        groups = {group["instance_group_name"]: list(group["hosts"]) for group in config.get("instance_groups") or ()}
+        groups = groups or {"all": list(config.get("hosts") or [me])}
+        ports = tuple(map(int, environ["KD_PORTS"].split(","))) if "KD_PORTS" in environ else (MEETING, RAY, TORCH)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        wrong = f"the job's description of its hosts cannot be read ({type(error).__name__}: {error})"
+        raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, "As in resourceconfig.json", "") from error
+    decoding = [name for name in groups if name.startswith("data")]
+    data = tuple(sorted(host for name in decoding for host in groups[name]))
+    trainers = tuple(sorted(host for name in groups if name not in decoding for host in groups[name]))
+    if not trainers or me not in trainers + data:
+        wrong = f"host '{me}' of the groups {', '.join(groups)} " + ("is in none" if trainers else "has no trainers")
+        allowed = "Groups whose name begins with `data` decode, at least one other group trains"
+        raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups")
+    return Hosts(me, trainers, data, ports, environ.get("RAY_AUTH_TOKEN", "").strip())
+
+
+def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
+    if "SM_CURRENT_HOST" not in environ:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())
+    return {
+        "current_host": environ["SM_CURRENT_HOST"],
+        "hosts": json.loads(environ.get("SM_HOSTS") or "[]"),
+        "instance_groups": groups,
+    }
+
+
+def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
+    """Return the hyperparameters of a job as `key=value`, without those that SageMaker adds.
+
+    They are sorted: a list comes before a key inside it.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return [f"{key}={value}" for key, value in sorted(content.items()) if not key.startswith("sagemaker_")]
+    except (OSError, ValueError, AttributeError) as error:
+        wrong = f"'{file}' cannot be read ({error})"
+        raise BackendError("train", wrong, "A SageMaker job", "Give CONFIG key=value instead") from error
+
+
+def processes(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of trainers on this host: one per accelerator, else one."""
+    for name in ("KD_PROCESSES", "SM_NUM_NEURONS", "SM_NUM_GPUS"):
+        if environ.get(name, "").isdigit() and int(environ[name]):
+            return int(environ[name])
+    if Path("/dev/neuron0").exists():
+        remedy = "Set the variable KD_PROCESSES to the number of NeuronCores"
+        raise BackendError("SM_NUM_NEURONS", "is not set, but this host has Neuron devices", "", remedy)
+    return max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def accelerated() -> bool:
+    """Return whether this host has an NVIDIA or Neuron device."""
+    return any(list(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "neuron[0-9]*"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that no process uses now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+# ------------------------------------------------------------------------------------------------ marked processes
+
+
+def marks(mark: str, name: str = MARK) -> dict[str, str]:
+    """Return the variables by which `marked` finds a process.
+
+    Two, because a process that sets its title may overwrite one: Ray's agents do.
+    """
+    return {name: mark, f"{name}_AGAIN": mark}
+
+
+def marked(mark: str, name: str = MARK) -> Iterator[int]:
+    """Yield the running processes that have one of these `marks` in their environment, except this one.
+
+    Unlike a process group, this finds daemons too. Unlike `ray stop`, it finds no process of another job.
+    """
+    wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if wanted & set((folder / "environ").read_bytes().split(b"\0")) and int(folder.name) != os.getpid():
+                yield int(folder.name)
+
+
+def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
+    """End the marked processes, by SIGTERM and after `grace` seconds by SIGKILL, and return how many there were."""
+    pids, deadline = set(marked(mark, name)), time.monotonic() + grace
+    signal_all(pids, signal.SIGTERM)
+    while (left := list(marked(mark, name))) and time.monotonic() < deadline + grace:
+        if time.monotonic() > deadline:
+            signal_all(left, signal.SIGKILL)
+        time.sleep(0.1)
+    return len(pids)
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each of these processes that still runs."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

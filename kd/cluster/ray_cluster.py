@@ -1,0 +1,46 @@
+"""The Ray cluster that the variable RAY_ADDRESS names. Ray is an extra: import this file only where it is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping
+
+import ray
+from PIL import features
+from ray.exceptions import RayError
+
+from kd.core.errors import RunError
+from kd.core.host import versions
+
+
+def connect(where: str) -> None:
+    """Connect this process to the cluster, once."""
+    if ray.is_initialized():
+        return
+    address, remedy = os.environ["RAY_ADDRESS"], "Start with kd-launch, or see docs/cluster.md"
+    # Ray puts its own handler in the place of ours, which writes a checkpoint.
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(where, f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})", "", remedy) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def decoding_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of the packages and libraries that decode an image here, and of `packages`."""
+    libraries = ["jpg", "libjpeg_turbo", "webp", "zlib", *(["avif"] if "avif" in features.modules else [])]
+    decoders = {name: features.version(name) or "" for name in libraries}
+    return versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders
+
+
+def check_versions(where: str, address: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+    """Refuse a host with other versions than this one."""
+    if other := [f"{name} {theirs.get(name)} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]]:
+        remedy = "Install the same packages on all hosts, or use one image for all"
+        raise RunError(where, f"the host {address} decodes with {', '.join(other)}", "", remedy)

@@ -1,0 +1,159 @@
+"""`data.loader: ray`: batches from decoders on all hosts of a Ray cluster, the bits and the order of the local loader.
+
+Ray places the decoders, restarts them and moves arrays (`kd.cluster.decoders`). Order and deadlines are here. An image
+is a pure function of (seed, view, id), so a call may be made twice, elsewhere, or in this process, and the batch is the
+same. Each rank keeps its own queue of calls in its plan's order. It waits for none longer than the deadline.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import islice, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kd.cluster.decoders import WHERE, Call, Pool, Slot, Unanswered, log, pack, unpack
+from kd.core.contracts import Dataset
+from kd.core.errors import KdError, RunError
+from kd.core.types import TENSORS, Batch
+from kd.data.loader import Fetch, LocalLoader, Request
+
+CHUNK = 32  # images of one call at most
+
+T = TypeVar("T")
+
+
+class RemoteLoader(LocalLoader):
+    """Load micro-batches from a pool of decoders. See `kd.core.contracts.Loader`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        number: int,
+        dataset: Dataset,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        pin_memory: bool = False,
+        max_skipped: float = 1.0,
+    ) -> None:
+        """Load dataset `number` of a pool; the other arguments are those of `LocalLoader`."""
+        super().__init__(dataset, batch_size, accumulate, rank, world_size, 0, max_skipped=max_skipped)
+        self.pool, self.number, self.pin_memory = pool, number, pin_memory
+        self.workers = max(1, len(pool.slots) // world_size)
+        self._compared = set[str]()
+        """Hosts whose pixels were compared in this pass."""
+        self.made_here = 0
+        """Images that this process made itself."""
+        self._fetch = Fetch(dataset)
+
+    def _arriving(self) -> Iterator[Batch | KdError]:
+        self.pool.grow()
+        self._compared.clear()
+        before = self.made_here
+        yield from prefetched(self._made())
+        if made := self.made_here - before:
+            log.info("%s: %d images of this pass were made by the trainer itself", WHERE, made)
+
+    def _made(self) -> Generator[Batch | KdError, None, None]:
+        """Yield the batches of the current requests; keep a window of calls waiting at the decoders."""
+        waiting = (part for request in self._requests for part in divided(request))
+        calls: deque[Call] = deque()
+        try:
+            for request in self._requests:
+                parts: list[dict[str, Any]] = []
+                for _ in divided(request):
+                    room = self.pool.room(len(calls), self._share.world_size)
+                    calls.extend(self.pool.send(self.number, part) for part in islice(waiting, room))
+                    part = self._result(calls.popleft(), calls)
+                    if isinstance(part, KdError):
+                        yield part
+                        return
+                    parts.append(part)
+                batch = unpack(parts)
+                yield batch.pin_memory() if self.pin_memory else batch
+        finally:
+            self.pool.forget(calls)
+
+    def _result(self, call: Call, others: deque[Call]) -> dict[str, Any] | KdError:
+        """Return the answer to a call: the decoder's, or this process's where that fails or is late."""
+        if call.slot is None:
+            return self._here(call.request)
+        try:
+            answer = self.pool.get(call)
+            if not isinstance(answer, KdError):
+                return self._other(call.slot, call.request, answer) or answer
+        except Unanswered as error:
+            self._reassign(self.pool.suspect(call.slot, str(error)), others)
+            return self._here(call.request)
+        # An error counts if this process gets it too: the other host may lack a file.
+        here = self._here(call.request)
+        if not isinstance(here, KdError):
+            self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
+        return here
+
+    def _other(self, slot: Slot, request: Request, answer: dict[str, Any]) -> RunError | None:
+        """Compare the first image of each host in a pass with this process's: its copy of the data may differ."""
+        if slot.address in self._compared:
+            return None
+        self._compared.add(slot.address)
+        here = pack(self._fetch[Request(request.ids[:1], request.weights[:1], request.view)])
+        if isinstance(here, KdError) or all(np.array_equal(here[name], answer[name][:1]) for name in TENSORS):
+            return None
+        wrong = f"the host {slot.address} makes other pixels of image {request.ids[0]} than this one"
+        return RunError(WHERE, wrong, "The same data on all hosts", "Copy it there again, or set data.loader=local")
+
+    def _reassign(self, suspects: Sequence[Slot], others: deque[Call]) -> None:
+        for i, other in enumerate(others):
+            if other.slot in suspects:
+                others[i] = self.pool.again(self.number, other)
+
+    def _here(self, request: Request) -> dict[str, Any] | KdError:
+        self.made_here += len(request.ids)
+        return pack(self._fetch[request])
+
+
+def divided(request: Request) -> list[Request]:
+    """Cut a request into calls of nearly equal size."""
+    count = -(-len(request.ids) // CHUNK)
+    cuts = [len(request.ids) * i // count for i in range(count + 1)]
+    return [Request(request.ids[a:b], request.weights[a:b], request.view) for a, b in pairwise(cuts)]
+
+
+def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
+    """Yield items that a thread makes, up to two of them in advance; an error in the thread is raised here."""
+    ready: queue.Queue[Any] = queue.Queue(2)
+    over = threading.Event()
+
+    def put(kind: str, value: Any = None) -> bool:
+        while not over.is_set():
+            with suppress(queue.Full):
+                ready.put((kind, value), timeout=0.2)
+                return True
+        return False
+
+    def make() -> None:
+        try:
+            with closing(items):
+                for item in items:
+                    if not put("item", item):
+                        return
+            put("end")
+        except BaseException as error:
+            put("error", error)
+
+    thread = threading.Thread(target=make, daemon=True, name="kd-ahead")
+    thread.start()
+    try:
+        while (entry := ready.get())[0] == "item":
+            yield entry[1]
+        if entry[0] == "error":
+            raise entry[1]
+    finally:
+        over.set()

@@ -1,0 +1,303 @@
+"""Requests to SageMaker as plain data: a training job, an endpoint, a batch transform. `aws` sends them.
+
+Source: the API reference of CreateTrainingJob, CreateModel, CreateEndpointConfig and CreateTransformJob, as botocore's
+service model has it. `validate` checks a request against that model.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kd.core.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
+
+if TYPE_CHECKING:
+    from kd.core.types import FileKey
+
+CHECKPOINTS = "/opt/ml/checkpoints"
+"""SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""
+INPUT = "/opt/ml/input/data"
+TRAINERS, LOADERS = "dnn", "data"  # the instance groups
+RUNS_ON = {"cuda": ("ml.p", "ml.g"), "smddp": ("ml.p4d.", "ml.p4de."), "xla": ("ml.trn",), "neuron": ("ml.trn",)}
+"""How the instance types begin that a backend needs."""
+AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))
+"""What `backend.kind: auto` becomes on an instance, where it is not the CPU."""
+NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
+METRICS = {
+    "train:loss": rf"\| loss {NUMBER}",
+    "train:lr": rf" lr {NUMBER} ",
+    "train:images_per_second": rf" {NUMBER} images/s",
+    "val:accuracy_percent": rf"\| val accuracy {NUMBER} %",
+    "val:map_percent": rf"\| val mAP {NUMBER} %",
+    "val:teacher_accuracy_percent": rf"\(teacher {NUMBER} %",
+    "val:agreement_percent": rf"agreement {NUMBER} %",
+}
+"""Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
+SPOT_WAIT_SECONDS = 24 * 3600  # how long a job may wait for spot capacity, beside its run time
+PATTERN = re.compile(r"[{*?\[]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A training job."""
+
+    name: str  # a new one for each job
+    keys: Mapping[str, str]  # the configuration as {"section.key": value}; see `kd.config.flat`
+    files: Sequence[FileKey] = ()
+    """Those that name files. They must be on S3, since a job does not see this machine's files."""
+    image: str
+    role: str
+    output: str  # `s3://bucket/prefix` for results and checkpoints
+    instance: str
+    count: int = 1
+    data_group: tuple[str, int] | None = None  # instance type and count of the hosts that only decode images
+    backend: str = ""
+    spot: bool = False
+    hours: float = 24.0  # longest run time
+    volume: int = 100  # GiB of disk of each instance
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Laid over the request: VpcConfig, Tags, ... Its sections and lists are joined to those of the request."""
+
+
+def training_request(job: Job) -> dict[str, Any]:
+    """Return the arguments of CreateTrainingJob.
+
+    A value `s3://...` of the configuration becomes a channel, and the key gets the folder where it appears. Checkpoints
+    go to `<output>/checkpoints/<run.name>`, so that the next job of this name resumes.
+    """
+    channels, keys, errors = _channels(job)
+    keys |= {"run.folder": CHECKPOINTS, "teacher.fit.folder": f"{CHECKPOINTS}/teachers"}
+    keys["backend.kind"] = _backend(job, errors)
+    if job.data_group:
+        keys["data.loader"] = "ray"
+    elif keys.get("data.loader") == "ray":
+        remedy = "Add --data-group TYPE:N, or set data.loader=local"
+        errors.append(ConfigError("data.loader", "is ray, but the job has no data group", "", remedy))
+    if errors:
+        raise ConfigErrors(errors)
+    run_seconds = int(job.hours * 3600)
+    stop = {"MaxRuntimeInSeconds": run_seconds}
+    if job.spot:
+        stop["MaxWaitTimeInSeconds"] = run_seconds + SPOT_WAIT_SECONDS
+    request = {
+        "TrainingJobName": job.name,
+        "AlgorithmSpecification": {
+            "TrainingImage": job.image,
+            "TrainingInputMode": "FastFile",
+            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+        },
+        "RoleArn": job.role,
+        "HyperParameters": dict(sorted(keys.items())),
+        "OutputDataConfig": {"S3OutputPath": f"{job.output}/output"},
+        "ResourceConfig": {**_instances(job), "VolumeSizeInGB": job.volume},
+        "StoppingCondition": stop,
+        "CheckpointConfig": {"S3Uri": f"{job.output}/checkpoints/{job.keys['run.name']}", "LocalPath": CHECKPOINTS},
+        "EnableManagedSpotTraining": job.spot,
+    }
+    if job.data_group:
+        request["Environment"] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if channels:
+        request["InputDataConfig"] = channels
+    return _joined(request, job.extra)
+
+
+def _joined(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay a value over another one, section by section; lists are appended."""
+    joined = {**request, **extra}
+    for key in request.keys() & extra.keys():
+        if isinstance(request[key], dict) and isinstance(extra[key], dict):
+            joined[key] = _joined(request[key], extra[key])
+        elif isinstance(request[key], list) and isinstance(extra[key], list):
+            joined[key] = request[key] + extra[key]
+    return joined
+
+
+def _instances(job: Job) -> dict[str, Any]:
+    if job.data_group is None:
+        return {"InstanceType": job.instance, "InstanceCount": job.count}
+    kind, count = job.data_group
+    groups = [(TRAINERS, job.instance, job.count), (LOADERS, kind, count)]
+    return {
+        "InstanceGroups": [
+            {"InstanceGroupName": name, "InstanceType": kind, "InstanceCount": count} for name, kind, count in groups
+        ]
+    }
+
+
+def _backend(job: Job, errors: list[KdError]) -> str:
+    """Return `backend.kind`; what is left to the machine is decided here, so that this machine can check it."""
+    kind = job.backend or job.keys.get("backend.kind", "auto")
+    if kind == "auto":
+        return next((kind for begin, kind in AUTO if job.instance.startswith(begin)), "cpu")
+    wanted = RUNS_ON.get(kind, ("",))
+    if kind == "smddp" and job.keys.get("backend.fallback", "none") != "none":
+        wanted = ("",)
+    if not job.instance.startswith(wanted):
+        allowed = f"'{kind}' runs on {', '.join(f'{name}*' for name in wanted)}"
+        wrong = f"is '{kind}', which does not run on {job.instance}"
+        errors.append(ConfigError("backend.kind", wrong, allowed, "Choose another --instance or --backend"))
+    return kind
+
+
+def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdError]]:
+    """Turn `s3://...` values into channels; return those, the keys with the paths in the container, and what is wrong.
+
+    A key inside a list, such as teacher.also.0.checkpoint, is added behind the list.
+    """
+    channels, keys, errors = [], dict(job.keys), list[KdError]()
+    files = {one.key: one for one in job.files}
+    for key, value in {**{one.key: one.value for one in job.files}, **job.keys}.items():
+        if not value.startswith("s3://") or key.startswith("run."):  # run.mirror is written, not read
+            if key in files and "${" not in value and (wrong := _not_brought(value, files[key])):
+                errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", f"Upload it and set {key}=s3://..."))
+            continue
+        name = re.sub(r"[^A-Za-z0-9-]", "-", key)
+        folder, _, last = value.rpartition("/")
+        if PATTERN.search(folder):
+            errors.append(ConfigError(key, f"'{value}' has a pattern in its folder", "Patterns in the file name only"))
+        keys[key] = f"{INPUT}/{name}"
+        if PATTERN.search(last):  # FastFile mounts the folder; the container reads the pattern
+            channels.append(_channel(name, f"{folder}/"))
+            keys[key] += f"/{last}"
+        elif "." in last:
+            channels.append(_channel(name, value))
+            keys[key] += f"/{last}"
+        else:
+            channels.append(_channel(name, value.rstrip("/") + "/"))
+    return channels, keys, errors
+
+
+def _not_brought(value: str, file: FileKey) -> str:
+    """Return why a job would not find a file; "": it would, or the value is a name or a URL."""
+    own = value.startswith(("/", "~"))
+    if file.within and not own:
+        outside = posixpath.normpath(value).split("/")[0] == ".."
+        return f"'{value}' is outside of {file.within}, and no channel brings it" if outside else ""
+    looked_up = "://" in value or (file.or_name and not own and value[0] != "." and not os.path.exists(value))
+    if looked_up and not value.startswith("local-dir:"):
+        return ""
+    return f"'{value}' is a path of this machine; a training job does not see it"
+
+
+def _channel(name: str, uri: str) -> dict[str, Any]:
+    source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
+
+
+# --------------------------------------------------------------------------------------------- endpoint, transform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hosting:
+    """An export on SageMaker: an endpoint or a batch transform."""
+
+    name: str
+    image: str  # with kd-serve: `Dockerfile`
+    role: str
+    model: str  # `s3://.../model.tar.gz`
+    instance: str
+    count: int = 1
+
+
+def hosting_requests(hosting: Hosting) -> dict[str, dict[str, Any]]:
+    """Return the arguments of CreateModel, CreateEndpointConfig and CreateEndpoint, in the order of sending."""
+    name = hosting.name
+    variant = {
+        "VariantName": "all",
+        "ModelName": name,
+        "InstanceType": hosting.instance,
+        "InitialInstanceCount": hosting.count,
+    }
+    return {
+        "CreateModel": model_request(hosting),
+        "CreateEndpointConfig": {"EndpointConfigName": name, "ProductionVariants": [variant]},
+        "CreateEndpoint": {"EndpointName": name, "EndpointConfigName": name},
+    }
+
+
+def model_request(hosting: Hosting) -> dict[str, Any]:
+    """Return the arguments of CreateModel."""
+    return {
+        "ModelName": hosting.name,
+        "ExecutionRoleArn": hosting.role,
+        "PrimaryContainer": {"Image": hosting.image, "ModelDataUrl": hosting.model},
+    }
+
+
+def transform_requests(hosting: Hosting, images: str, output: str, at_once: int) -> dict[str, dict[str, Any]]:
+    """Return the arguments of CreateModel and CreateTransformJob: each image is one request to kd-serve.
+
+    `images` and `output` are `s3://bucket/prefix`. Each image gets a file `NAME.out` with one JSON prediction. An
+    instance gets `at_once` requests at a time; kd-serve lets up to 32 wait.
+    """
+    source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": images}}
+    job = {
+        "TransformJobName": hosting.name,
+        "ModelName": hosting.name,
+        "MaxConcurrentTransforms": at_once,
+        "MaxPayloadInMB": 6,
+        "BatchStrategy": "SingleRecord",
+        "TransformInput": {"DataSource": source, "ContentType": "application/x-image"},
+        "TransformOutput": {"S3OutputPath": output, "Accept": "application/json"},
+        "TransformResources": {"InstanceType": hosting.instance, "InstanceCount": hosting.count},
+    }
+    return {"CreateModel": model_request(hosting), "CreateTransformJob": job}
+
+
+# -------------------------------------------------------------------------------------------------------- validation
+
+
+def validate(operation: str, request: Mapping[str, Any]) -> None:
+    """Check a request by botocore's validator, and what that one leaves out: lengths, patterns and enumerations."""
+    try:
+        from botocore.session import get_session
+        from botocore.validate import ParamValidator
+    except ImportError as error:
+        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'kd[sagemaker]'") from error
+    shape = get_session().get_service_model("sagemaker").operation_model(operation).input_shape
+    report = ParamValidator().validate(request, shape)
+    if report.has_errors():
+        lines = report.generate_report().splitlines()
+        raise ConfigErrors([ConfigError(operation, line, "", "See the options of kd-launch") for line in lines])
+    errors = list(_violations(shape, request, operation))
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
+    """Yield what the service would refuse although botocore sends it."""
+    for inner_shape, inner_value, inner_path in _children(shape, value, path):
+        yield from _violations(inner_shape, inner_value, inner_path)
+    kind, limits = shape.type_name, shape.metadata
+    if kind == "string" and limits.get("enum") and value not in limits["enum"]:
+        near = did_you_mean(value, limits["enum"]) or "Correct it"
+        yield ConfigError(path, f"is '{value}'", f"One of {len(limits['enum'])} names", near)
+    if kind == "string" and not _matches(limits.get("pattern", ""), value):
+        yield ConfigError(path, f"is '{value[:80]}'", f"Text like {limits['pattern']}", "Correct it")
+    size = len(value) if kind in ("string", "list", "map") else value
+    if "max" in limits and kind != "structure" and size > limits["max"]:
+        yield ConfigError(path, f"has {size}", f"At most {limits['max']}", "Shorten it")
+
+
+def _children(shape: Any, value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield shape, value and path of each member of a structure, list or map."""
+    if shape.type_name == "structure":
+        yield from ((shape.members[key], inner, f"{path}.{key}") for key, inner in value.items())
+    elif shape.type_name == "list":
+        yield from ((shape.member, inner, f"{path}[{i}]") for i, inner in enumerate(value))
+    elif shape.type_name == "map":
+        for key, inner in value.items():
+            yield shape.key, key, f"{path}.{key}"
+            yield shape.value, inner, f"{path}.{key}"
+
+
+def _matches(pattern: str, value: str) -> bool:
+    try:
+        return not pattern or re.fullmatch(f"(?:{pattern})", value) is not None
+    except re.error:  # patterns are Java's; some have classes such as \\p{L}
+        return True

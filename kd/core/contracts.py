@@ -1,0 +1,368 @@
+"""The protocols between the parts of kd. Read this first; those of a task are in `kd/core/evaluation.py`.
+
+The engine depends on these protocols only. A part is one file in the folder of its contract (`tasks/`, `losses/`,
+`sifters/`, `datasets/`, `teachers/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields
+are its YAML keys, with a docstring under each, and `build(options, ...)`. Where others must know something of the
+options, `facts(options)` returns it as a value of `kd.core.types`.
+
+Shape legend: B images of a batch, C classes, D feature width, H W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from kd.core.errors import KdError
+from kd.core.types import Batch, Costs, Decoded, Label, Needs, Outputs, Plan, Sample, State
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
+
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val",
+    or "test" where `facts(options).test` names a key. `classes` is None for the training split, which defines the class
+    order. Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class
+    that training does not know, is a DataError.
+    """
+
+    fingerprint: str
+    """A hash of the listing (names, labels, the sizes of all files), independent of the location of the data."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names; the position is the label. Empty without labels."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def label(self, id: int) -> Label:
+        """Return the label of one image without decoding it, or its set of labels; see `kd.core.types.Label`."""
+        ...
+
+    def name(self, id: int) -> str:
+        """Return a readable name of this image (a path, a key), for messages."""
+        ...
+
+    def prepare(self) -> None:
+        """Create missing images (render, unpack), on rank 0 before any is decoded; listing must work without it."""
+        ...
+
+    def decode(self, id: int) -> Decoded:
+        """Return the image as RGB, 8 bits a channel, and the CRC-32 of its encoded bytes.
+
+        Raises:
+            CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
+            DataError: they cannot be read. It ends the run.
+        """
+        ...
+
+
+@runtime_checkable
+class Stamped(Protocol):
+    """A source of files that tells which of them may have changed. Of any other source a store compares a sample."""
+
+    def stamp(self, id: int) -> int:
+        """Return 64 bits made of the times of the image's file when it was listed: a hint to read and compare it."""
+        ...
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A source or a teacher's model with a reservation: files that are no images, answers that see no augmentation."""
+
+    notes: Sequence[str]
+    """A line each; `--check` and the first lines of a run show them."""
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Views of a source. Pure: the same (id, view) gives the same bits in any process and any order."""
+
+    classes: Sequence[str]
+
+    def __len__(self) -> int: ...
+
+    def load(self, id: int, view: int) -> Sample: ...
+
+
+class Loader(Protocol):
+    """Turns a plan into this rank's micro-batches, in the plan's order, on this machine or elsewhere."""
+
+    unreadable: set[int]
+    """Ids of images that could not be decoded, among those loaded so far."""
+
+    def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the micro-batches of all steps of the plan, from optimizer step `start` on."""
+        ...
+
+
+class Score(Protocol):
+    """The scoring pass that the engine gives to a sifter: eval mode, no gradients, deterministic."""
+
+    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
+        """Return the unweighted losses of one step's worth of images, of which `batches` are this rank's micro-batches.
+
+        They are those of all ranks, float32 [global batch] on the CPU, in the plan's order. The batches come back with
+        the teacher's outputs, so that the step reuses them.
+        """
+        ...
+
+    def cut(self) -> None:
+        """Mark the end of the computation that assembles batches; XLA cuts its graph here."""
+        ...
+
+
+class Sifter(Protocol):
+    """Decides which images an epoch visits: `sifters/NAME.py: build(options, context) -> Sifter`."""
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        """Return the plan of an epoch: equal on all ranks, its length a multiple of the global batch size.
+
+        All ranks must call it. After a resume, the same epoch gives the same plan.
+
+        Args:
+            epoch: counts from 0.
+            progress: share of the run that is done when the epoch begins, 0 to 1.
+        """
+        ...
+
+    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+        """Yield full batches of one shape from `batches`, equally many on every rank.
+
+        Args:
+            batches: this rank's micro-batches of the plan, from step `first(start)` on.
+            score: the scoring pass.
+            start: optimizer steps of the epoch that are already done.
+        """
+        ...
+
+    def first(self, start: int) -> int:
+        """Return the step of the plan at which the loader must begin, for optimizer step `start` of the epoch."""
+        ...
+
+    def cost(self, costs: Costs) -> float:
+        """Return the milliseconds per image of the dataset in a sifted epoch; it decides whether sifting pays."""
+        ...
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Record the unweighted losses [B] of a step; must not wait for the device."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state that a resumed run needs. All ranks must call it."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class TeacherModel(Protocol):
+    """A frozen model: `teachers/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
+
+    `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
+    `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
+    """
+
+    runtime: str
+    """"torch" if precision, kernel and compiler can be chosen, else the runtime that executes it as it is, such as
+    "onnxruntime"."""
+    reads_ids: bool
+    """Whether it answers by an image's id: its forward takes `(image, ids, view)`, and its `validation(test)` is that
+    for ids of the validation split, or of the test split."""
+
+    @property
+    def network(self) -> nn.Module:
+        """What is cast to `teacher.precision`; normalization stays float32."""
+        ...
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Class names, in the order of the logits; empty: it has no classes, only features."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that the answers depend on, as JSON values; `teacher` is a hash of the weights or answers."""
+        ...
+
+    def __call__(self, image: Tensor) -> Outputs:
+        """Answer for uint8 images [B, 3, H, W], as the data delivers them."""
+        ...
+
+
+class Teacher(Protocol):
+    """Outputs for a batch, live or cached, of one model or several. Not trained, not checkpointed, outside DDP."""
+
+    @property
+    def images(self) -> int:
+        """Number of images that its forward has run on, on this rank."""
+        ...
+
+    def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Add stored outputs to batches that are still on the host."""
+        ...
+
+    def __call__(self, batch: Batch) -> Outputs: ...
+
+    def flush(self) -> None:
+        """Store outputs that are still on the device; called where the loop waits for the device anyway."""
+        ...
+
+
+class Loss(Protocol):
+    """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module.
+
+    Inputs are the outputs of both models in any float dtype. The result is float32 [B], one value per image, to which
+    weights are applied and which a sifter reads; a divergence is in nats. Where the formula is a mean over the batch,
+    the mean over B is the paper's value. Only the student gets gradients.
+    """
+
+    needs: Needs
+
+    def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
+
+    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it. One that maps the
+    # student's pooled features into the teacher's space with a module `project` also has `projected(student)` [B, D].
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+
+
+class Backend(Protocol):
+    """One process and its device: `backends/NAME.py: build(options, precision, timeout_seconds) -> Backend`.
+
+    All differences between machines are here; the engine imports neither torch.distributed nor torch_xla.
+    """
+
+    kind: str
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    """Ranks on this machine."""
+    autocast_dtype: torch.dtype | None
+    """bfloat16, or None for float32."""
+    fixed_mode: str
+    """The `precision+attention` of `auto` where measuring would compile each candidate; "" where it measures."""
+
+    def setup(self) -> None:
+        """Join the process group and check it: all-reduce a 1 and require the launcher's WORLD_SIZE.
+
+        Raises:
+            BackendError: fewer processes joined than the launcher started, or the device is missing.
+        """
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of this process, including the device's."""
+        ...
+
+    def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Move batches to the device, ahead of their use where possible."""
+        ...
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Broadcast rank 0's weights and set up the gradient all-reduce, for example by DDP."""
+        ...
+
+    def check_divided(self, stages: int) -> None:
+        """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0 stages: be sharded."""
+        ...
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        """Shard a frozen module on the meta device, and load rank 0's `source`. All ranks must call it."""
+        ...
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        """Split a frozen module on the CPU into one pipeline stage per rank. All ranks must call it."""
+        ...
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Skip the gradient all-reduce: used for all but the last micro-batch of a step (gradient accumulation)."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; `zero` shards its state over the ranks (ZeRO-1)."""
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device.
+
+        The norm is equal on all ranks. A step in which it is not finite changes neither weights nor state; the host
+        does not wait to find out.
+        """
+        ...
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the complete state on rank 0 (others: empty), as an unsharded optimizer's. All ranks must call it."""
+        ...
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load what `optimizer_state` returned, on this number of ranks or another one."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
+        ...
+
+    def communication_ms(self) -> float:
+        """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        ...
+
+    def end_step(self) -> None:
+        """Mark the end of a step; XLA cuts its graph here."""
+        ...
+
+    def reduce_mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over ranks (all-reduce SUM, then divide)."""
+        ...
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor: ...
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite `tensors` with those of rank 0."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def explain(self, error: Exception) -> KdError | None:
+        """Return a user's error for a failed collective (another rank has ended), or None for any other error."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Logger(Protocol):
+    """Shows the progress of a run; never waits for the device."""
+
+    def step(self, state: State, progress: float) -> None: ...
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
+
+    def info(self, text: str) -> None:
+        """Show a line; an empty text shows nothing."""
+        ...
+
+
+class RunStore(Protocol):
+    """Storage for metrics and checkpoints of a run; rank 0 writes one folder."""
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        """Write a row of metrics: `kind` is "train" or "val"."""
+        ...
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Write a checkpoint atomically: after a crash, the old or the new one exists."""
+        ...
+
+    def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest complete checkpoint, or None for a new run."""
+        ...

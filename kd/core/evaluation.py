@@ -1,0 +1,134 @@
+"""The contracts of a task: what a model answers, and what scores it. `kd/core/contracts.py` has all others.
+
+Shape legend: B images of a batch, C classes, K teachers, N images of a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from kd.core.contracts import Backend, Loader, Teacher
+from kd.core.intervals import Samples
+from kd.core.scores import GraphScores, Scores
+from kd.core.types import Batch, Outputs, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The images of one split, as evaluation shows them."""
+
+    loader: Loader
+    plan: Plan
+    """Of ascending ids, padded with weight 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluator is made from."""
+
+    backend: Backend
+    val: Split
+    teacher: Teacher | None
+    """Answers for validation images; None where no loss needs a teacher."""
+    num_classes: int
+    labelled: bool = True
+    """Whether validation images have labels, all or some."""
+    bank: Callable[[], Split] | None = None
+    """Makes the split of training images in which the neighbours of a vector are searched."""
+    bank_teacher: Teacher | None = None
+    """Answers for training images; another than `teacher` where it answers by an image's id."""
+    agreement: Callable[[Outputs, Outputs], Tensor] | None = None
+    """(student, teacher) -> cosine [B], through what the losses on features have learned."""
+    projected: Callable[[Outputs], Tensor | None] | None = None
+    """The student's pooled features in the first teacher's space [B, D]; None: no loss maps them there."""
+    members: int = 1
+    """Number of teachers."""
+
+
+class Evaluator(Protocol):
+    """Scores student and teacher on the validation split; a task builds it."""
+
+    loader: Loader
+    decides: str
+    """The key of the value that the best checkpoint has the most of."""
+    labelled: bool
+    """Whether models are scored against labels."""
+    chance: float
+    """The value that decides, of a model that guesses; 0: unknown."""
+
+    def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
+        """Return a validation row (see `kd.core.scores`), empty where `stop`, asked before each batch, gave it up.
+
+        Raises:
+            DataError: there is no image to score.
+        """
+        ...
+
+    def of(self, teacher: Teacher) -> Evaluator:
+        """Return the same for another teacher."""
+        ...
+
+    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return scores [B] of a training batch beside the loss terms."""
+        ...
+
+
+@runtime_checkable
+class Sampled(Protocol):
+    """An evaluator that keeps what its last row was computed from. Of another one no interval is known."""
+
+    def samples(self) -> dict[str, Samples]:
+        """Return what scores of the last row, by their keys in it, were computed from. All ranks must call it."""
+        ...
+
+
+class Task(Protocol):
+    """What a model answers, how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
+
+    Whether images have labels, all, some or none, is a property of the data, not of the task.
+    """
+
+    name: str
+    logits: str
+    """The function that makes a logit an answer, as `Needs.logits` names it; "": an embedding model has none."""
+    label: str
+    """What an image's label is: "class" or "set"."""
+    problem_type: str
+    """What the logits answer, in the words of transformers; "": there are none."""
+    label_loss: str
+    """The loss that learns labels alone: a part of `losses/`."""
+    scores: Scores
+    keeps_topk: bool
+    """Whether the largest logits and the mass of the others are enough for its losses."""
+
+    def evaluator(self, setting: Evaluation) -> Evaluator: ...
+
+    def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
+        """Return the logits [B, C] of the averaged probabilities of K teachers."""
+        ...
+
+    def no_labels(self, images: int, num_classes: int) -> Tensor:
+        """Return labels for images of noise: class 0, or the empty set."""
+        ...
+
+    def refuse(self, answer_BC: Tensor) -> str:
+        """Return what is wrong with a teacher's first answers, or ""."""
+        ...
+
+    def are_probabilities(self, answer_BC: Tensor) -> bool: ...
+
+    def from_probabilities(self, answer_BC: Tensor) -> Tensor:
+        """Return logits, float32 [B, C]."""
+        ...
+
+    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
+        """Compare what a graph returns for N images with what PyTorch returns; `label` is -1 where nobody knows it."""
+        ...
+
+    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return for each class from which probability it is answered; {}: the class with the largest logit is."""
+        ...

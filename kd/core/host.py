@@ -1,0 +1,225 @@
+"""Of this machine: cores and how busy a thread is on them, free memory, versions of packages."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kd.core.references import redact
+
+CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
+    ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Of malloc.h: more free bytes at the top of the heap than this are returned (2**17 by default); so many blocks may
+have a map of their own (2**16)."""
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use: its affinity, within the CPU quotas of cgroups.
+
+    `root` is the folder that holds /proc and /sys.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min([allowed, *map(int, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the CPU quotas of this process's cgroup and its parents, in cores. Version 1 keeps the period elsewhere."""
+    for controller, top, file in (("", "sys/fs/cgroup", "cpu.max"), ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us")):
+        group, top = "/", root / top
+        with suppress(OSError, ValueError):
+            for line in (root / "proc/self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                group = path if controller in controllers.split(",") else group
+        own = top / group.lstrip("/")
+        for folder in [own, *(parent for parent in own.parents if parent == top or top in parent.parents)]:
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                quota, *period = (folder / file).read_text().split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period[0] if period else (folder / "cpu.cfs_period_us").read_text())
+
+
+def process_stat(pid: int | str = "self") -> list[str]:
+    """Return the fields of a process from its state on (`man 5 proc`); empty where the system does not report them."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def command_seconds() -> float:
+    """Return for how long this command has run: this process, or the torchrun that began with it.
+
+    0.0 where the system does not report it. A rank that torchrun has started again counts from its own start.
+    """
+    began = process_stat()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
+        began = process_stat(began[1]) or began  # field 4 is the parent
+    if not began or not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(began[19]) / os.sysconf("SC_CLK_TCK")
+
+
+class BusyClock:
+    """Seconds in which a thread has computed, or waited for a core. The rest of its time is waiting for bytes.
+
+    On a machine with neighbours a thread that decodes may get a core for a fraction of its time. Its CPU time alone
+    would then look as if it waited for the disk. Linux counts the time in the queue of a core; other systems do not.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._now()
+
+    def __call__(self) -> float:
+        """Return the seconds since it was made, in about 10 microseconds. Only the thread that made it may ask."""
+        return self._now() - self._begin
+
+    @staticmethod
+    def _now() -> float:
+        try:
+            with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+                queued = int(file.read(64).split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            queued = 0.0
+        return time.thread_time() + queued
+
+
+def keep_freed_memory() -> bool:
+    """Keep the memory that this process frees, from now on; return whether that was set.
+
+    glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
+    is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's
+    own variables (MALLOC_..., GLIBC_TUNABLES) says what the user wants, nothing changes.
+    """
+    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name[:7] == "MALLOC_" for name in os.environ)
+    if chosen or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    return all([libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, -1)])
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def signal_stack() -> Iterator[None]:
+    """Put this thread's stack for signal handlers back at the end, after OpenVINO or what uses it was called.
+
+    Each Core of OpenVINO sets a stack of its own with its first model, and when it goes it puts back the one before,
+    even if that has gone. Python's handlers run there: the next signal, such as SIGTERM, was then a segmentation fault.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    libc, before = ctypes.CDLL(None), _Stack()
+    libc.sigaltstack(None, ctypes.byref(before))
+    try:
+        yield
+    finally:
+        libc.sigaltstack(ctypes.byref(before), None)
+
+
+def free_mib() -> float:
+    """Return the MiB that processes may still allocate; 0.0 where the system does not report it.
+
+    The least of the machine's free memory and the rest below the container's and this process's own limit.
+    """
+    free = [_available()]
+    for limit, used, droppable in CONTAINERS:
+        folder, most = Path(limit).parent, _number(limit)
+        if most is not None:
+            free.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
+    with suppress(ImportError):
+        import resource  # not on Windows
+
+        address, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if address != resource.RLIM_INFINITY:
+            free.append(address - _address_space())
+    return max(0.0, min(free) / 2**20)
+
+
+def _available() -> float:
+    available = _line("/proc/meminfo", "MemAvailable:") * 1024
+    if available:
+        return available
+    try:  # other systems: half of what there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 0.0
+
+
+def _address_space() -> float:
+    pages = _number("/proc/self/statm")
+    return 0.0 if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _line(path: str | Path, name: str) -> float:
+    """Return the number after a name in a file of `NAME NUMBER` lines; 0.0 where there is none."""
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+        return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 0.0
+
+
+def _number(path: str | Path) -> float | None:
+    """Return the first number of a file, or None: not there, or `max`."""
+    try:
+        value = float(Path(path).read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def shared_memory_mib(folder: str = "/dev/shm") -> float:
+    """Return the MiB that are free in the shared memory; infinity where the system has no folder for it."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return math.inf
+    return status.f_bavail * status.f_frsize / 2**20
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, machine and command of this process; see `kd.core.references.redact`."""
+    return {
+        "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
+        "python": platform.python_version(),
+        "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
+        "command": redact(" ".join(sys.argv)),
+    }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of installed packages."""
+    installed = {}
+    for name in names:
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            installed[name] = "not installed"
+    return installed
+
+
+def processor() -> str:
+    """Return the processor's name as the system reports it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.processor()
+    except OSError:
+        return platform.processor()

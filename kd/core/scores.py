@@ -1,0 +1,230 @@
+"""The columns of a validation row: which scores a task has, how each is shown, and which one decides.
+
+A row holds the student's scores under their keys, a teacher's with `teacher_` before them (those of a second teacher
+with `_2` behind), and scores of the student against its teacher. Whatever shows a row draws from the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kd.core.intervals import Samples, verdict
+from kd.core.text import percent
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One score."""
+
+    key: str
+    """In a validation row."""
+    title: str
+    unit: str = "%"
+    """"%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers."""
+    meaning: str = field(default="", compare=False)
+    """A noun phrase behind the value, for report and model card; empty: the title says it."""
+    smaller: bool = field(default=False, compare=False)
+    """Whether smaller is better."""
+
+    def text(self, value: float, samples: Samples | None = None) -> str:
+        """Return the value with its unit, and with its 95 % interval where that is known: `71.6 % (69.0 to 74.1)`."""
+        text = percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
+        ends = () if samples is None else samples.interval()
+        ends = [min(1.0, max(0.0, end)) for end in ends] if self.unit == "%" else ends
+        return text + (f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})" if ends else "")
+
+    def with_title(self, value: float, samples: Samples | None = None) -> str:
+        """Return the title and the value: `accuracy 71.6 %`."""
+        return f"{self.title} {self.text(value, samples)}"
+
+    def difference(self, one: Samples, other: Samples) -> str:
+        """Say how much better one model is than another, if it is: `-5.2 points (-7.9 to -2.4): worse`."""
+        value, low, high = one.minus(other)
+        points = [f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}" for number in (value, low, high)]
+        unit = " points" if self.unit == "%" else ""
+        return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The columns of a task."""
+
+    own: tuple[Column, ...]
+    """Of one model against the labels. The first decides which checkpoint is the best; larger is better."""
+    pair: tuple[Column, ...]
+    """Of the student against its teacher. The first decides where there are no labels."""
+    note: str = ""
+    """How the own scores are computed, one sentence for the model card; empty: everybody knows."""
+
+    def decides(self, labelled: bool) -> Column:
+        """Return the column that decides which checkpoint is the best."""
+        return (self.own if labelled else self.pair)[0]
+
+    def deciding(self, row: Mapping[str, Any]) -> Column:
+        """Return the column that decides, as a validation row shows it."""
+        return self.decides(self.own[0].key in row or not self.pair)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of tables and charts: the own scores, and the first of the student against its teacher."""
+        return (*self.own, *self.pair[:1])
+
+    def cells(self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None) -> dict[str, str]:
+        """Return the values of `columns` that a row has as texts, by title; with intervals where there are samples."""
+        known = samples or {}
+        return {one.title: one.text(row[one.key], known.get(one.key)) for one in self.columns if one.key in row}
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """Return a row as one line: `accuracy 71.6 % (teacher 77.8 %), agreement 80.1 %`."""
+        first = self.own[0]
+        pair = [column.with_title(row[column.key]) for column in self.pair_in(row)]
+        if first.key not in row:
+            return ", ".join(pair)
+        teachers = [f"{name} {first.text(values[first.key])}" for name, values in self.of_teachers(row).items()]
+        text = first.with_title(row[first.key]) + (f" ({', '.join(teachers)})" if teachers else "")
+        return ", ".join([text, *pair[:1]])
+
+    def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
+        """Return the columns of the student against its teacher that a row has."""
+        return [column for column in self.pair if column.key in row]
+
+    def against_teacher(self, row: Mapping[str, Any]) -> str:
+        """Return all scores of the student against its teacher as a sentence; empty where a row has none."""
+        parts = [
+            column.with_title(row[column.key]) + (f" ({column.meaning})" if column.meaning else "")
+            for column in self.pair_in(row)
+        ]
+        return f"Student against its teacher: {', '.join(parts)}." if parts else ""
+
+    def table(
+        self, models: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Mapping[str, Samples]] | None = None
+    ) -> list[dict[str, str]]:
+        """Return the own scores of models, by name, as rows of a table; a score that no model has is left out.
+
+        `samples` has what the scores of a model were computed from, by its name and their keys.
+        """
+        columns = [column for column in self.own if any(column.key in values for values in models.values())]
+        rows, known = [], samples or {}
+        for name, values in models.items():
+            own = known.get(name, {})
+            cells = {
+                one.title: one.text(values[one.key], own.get(one.key)) if one.key in values else "-" for one in columns
+            }
+            rows.append({"model": name, **cells})
+        return rows
+
+    def conclusion(self, scored: Scored) -> str:
+        """Return the last score of a run as one line, with intervals, and whether the student reaches its teacher."""
+        column = self.deciding(scored.row)
+        text = f"{scored.title} {column.with_title(scored.row[column.key], scored.samples.get(column.key))}"
+        if column not in self.own:
+            return text
+        for name, values in self.of_teachers(scored.row).items():
+            own = scored.of(name)
+            text += f", {name} {column.text(values[column.key], own.get(column.key))}"
+            difference = scored.against(own, column)
+            text += f"; the student against it {difference}" if difference else ""
+        return text + "".join(f"; {one.with_title(scored.row[one.key])}" for one in self.pair_in(scored.row)[:1])
+
+    def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
+        teachers, number = {}, 1
+        while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
+            end = f"_{number}" if number > 1 else ""
+            keys = {column.key: f"teacher_{column.key}{end}" for column in self.own}
+            values = {key: row[name] for key, name in keys.items() if name in row}
+            if self.own[0].key in values:
+                teachers[f"teacher {number}" if end else "teacher"] = values
+            number += 1
+        return teachers
+
+    def record(self) -> dict[str, Any]:
+        """Return the columns as JSON values, for manifest.json of a run."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, recorded: Mapping[str, Any]) -> Scores:
+        """Read what `record` returned."""
+        own, pair = (tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair"))
+        return cls(own, pair, recorded.get("note", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The last score of a run: of its best checkpoint, on its test split where there is one."""
+
+    split: str
+    """"test": nothing was chosen on it. "val": the best of `evaluations` was."""
+    step: int
+    """Of the checkpoint."""
+    data: str
+    """A hash of the listing of the split: where two runs have the same, their images are the same."""
+    images: int
+    """That were scored."""
+    evaluations: int
+    row: Mapping[str, float]
+    """As a validation row."""
+    samples: Mapping[str, Samples]
+    """What scores of `row` were computed from, by key; a score that is missing has no interval."""
+
+    @property
+    def title(self) -> str:
+        """What the images are called."""
+        return {"test": "test", "val": "validation"}[self.split]
+
+    @property
+    def note(self) -> str:
+        """How far the number can be trusted, one sentence."""
+        if self.split == "test":
+            return f"Scored once, on {self.images:,} test images on which nothing was chosen."
+        if self.evaluations == 1:
+            return f"Scored on {self.images:,} validation images, once: no checkpoint was chosen on them."
+        return (
+            f"The best of {self.evaluations} evaluations on the same {self.images:,} validation images was counted, "
+            "which flatters it: name a test split of the data, or set images aside with `data.test_fraction`."
+        )
+
+    def of(self, teacher: str) -> Mapping[str, Samples]:
+        """Return the samples of a teacher by its name ("teacher", "teacher 2"), under the keys of own scores."""
+        end = teacher.removeprefix("teacher").replace(" ", "_")
+        named = [key for key in self.samples if key.startswith("teacher_") and key.endswith(end)]
+        return {key.removeprefix("teacher_").removesuffix(end): self.samples[key] for key in named}
+
+    def against(self, other: Mapping[str, Samples], column: Column) -> str:
+        """Say how much better the student is than another model on the same images; "" where that is not known."""
+        if column.key not in self.samples or column.key not in other:
+            return ""
+        return column.difference(self.samples[column.key], other[column.key])
+
+    def same_images(self, other: Scored) -> bool:
+        """Return whether both were scored on the same images, so that their difference is one of pairs."""
+        return (self.data, self.images) == (other.data, other.images)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        plain = {name: getattr(self, name) for name in ("split", "step", "data", "images", "evaluations")}
+        return {**plain, "row": dict(self.row), "samples": {key: one.record() for key, one in self.samples.items()}}
+
+    @classmethod
+    def read(cls, recorded: Mapping[str, Any]) -> Scored:
+        """Read what `record` returned."""
+        samples = {key: Samples.read(one) for key, one in recorded["samples"].items()}
+        return cls(**{**recorded, "samples": samples})
+
+
+@dataclass(frozen=True, slots=True)
+class GraphScores:
+    """How an exported graph answers beside PyTorch, on the same images."""
+
+    facts: dict[str, float]
+    """For manifest.json of an export, by name."""
+    decides: str
+    """The name in `facts` of the score that a quantized graph may lose a little of."""
+    title: str
+    """Of that score."""
+    summary: str
+    """For a person: `same top-1 on 200 of 200 validation images`."""
+    others: int = 0
+    """Images that get another answer."""

@@ -1,1 +1,0 @@
-"""Datasets: where images lie. See `kd.contracts.Source`."""

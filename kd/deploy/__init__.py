@@ -1,0 +1,1 @@
+"""What leaves the house: exports, the endpoint, predictions for many images, drift."""

@@ -1,0 +1,82 @@
+"""The student as a folder: what timm loads, what an endpoint serves, where it came from, and a hash of every file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kd.core.errors import RunError
+from kd.files.checkpoint import save_tensors
+from kd.files.manifest import MANIFEST, checksum, sha256, unchanged
+from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_json
+
+
+@contextmanager
+def new_export(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export.
+
+    What a killed export left beside it is removed.
+    """
+    refuse_other(folder)
+    with atomic_folder(folder, where="export") as draft:
+        yield draft
+        refuse_other(folder)  # minutes later
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
+    """Write an export without graphs; see `new_export` and `complete`."""
+    with new_export(folder) as draft:
+        complete(draft, config, tensors, provenance)
+
+
+def complete(
+    draft: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    provenance: dict[str, Any],
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Write what each export has, and the list of all files, into a folder that may hold graphs and the model card.
+
+    With `config`, config.json in timm's form with `label_names`, and `tensors` by timm's names,
+    `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder. `provenance` is written to kd.json,
+    `facts` to manifest.json, beside size and sha256 of every other file and a checksum of all this.
+    """
+    save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
+    write_json(draft / "config.json", config)
+    write_json(draft / "kd.json", provenance)
+    seal(draft, facts or {})
+
+
+def seal(draft: Path, facts: dict[str, Any]) -> None:
+    """Write manifest.json, after which `kd-serve` serves the folder: facts, all files, a checksum."""
+    (draft / MANIFEST).unlink(missing_ok=True)
+    content = json.loads(json.dumps({**facts, "files": _listing(draft)}))  # as it will be read
+    write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
+
+
+def refuse_other(folder: Path) -> None:
+    """Refuse to replace what is not an export, or an export in which somebody has worked."""
+    listed: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one: it lists nothing
+        content = json.loads((folder / MANIFEST).read_bytes())
+        listed = {**content["files"], MANIFEST: None} if unchanged(content) else {}
+    if not listed and folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()):
+        raise RunError("export", f"'{folder}' exists and is not an exported model", REPLACED, "Choose another folder")
+    refuse_unlisted(folder, listed, "export")
+    for name, entry in _listing(folder).items():
+        if name != MANIFEST and listed[name] != entry:
+            wrong = f"'{folder / name}' was changed after the export"
+            raise RunError("export", wrong, REPLACED, "Move it away, or choose another folder")
+
+
+def _listing(folder: Path) -> dict[str, dict[str, Any]]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files
+    }

@@ -1,0 +1,163 @@
+"""Do the exported graphs answer as PyTorch does, on real images, and what does an image cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from kd.core.errors import DataError, ModelError
+from kd.core.evaluation import Task
+from kd.core.intervals import around, resampled, wilson
+from kd.core.scores import GraphScores
+from kd.core.seeds import evenly_spaced
+from kd.core.text import percent
+from kd.deploy.export.calibrate import divide_logits, exchanged
+from kd.deploy.shift import Reference, measure
+from kd.models.classifier import Classifier, Network
+from kd.models.speed import cpu_ms
+from kd.parts.tasks.single_label import calibration_error, temperature
+from kd.setup.data import Data
+
+Runner = Callable[[np.ndarray], np.ndarray]
+BATCH = 16
+FEWEST_LABELLED = 100  # images with a label below which no temperature is fitted
+TIMED_SECONDS = 4.0  # for timing all graphs of an export
+EAGER = ""  # the name of PyTorch among the graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
+
+    outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
+    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where nobody knows
+    measures: Sequence[tuple[float, float]]  # see `kd.deploy.shift.measure`
+    cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
+    first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
+
+    def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
+        """Return what a graph answered, for whoever compares later images with these."""
+        if not task.logits:
+            return Reference.of((), ((0, numbers) for numbers in self.measures), False)
+        logits_NC = self.outputs[name].double()
+        best = (logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()).max(1)
+        found = zip(best.indices.tolist(), best.values.tolist(), self.measures, strict=True)
+        return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
+
+    def scores(self, name: str, task: Task) -> GraphScores:
+        return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
+
+    def interval(self, name: str, task: Task) -> tuple[float, float]:
+        """Return the 95 % interval of the score that decides: Wilson's of a share, else the bootstrap's."""
+        output, reference, scores = self.outputs[name], self.outputs[EAGER], self.scores(name, task)
+        value, images = scores.facts[scores.decides], len(self.labels)
+        if "correct" in scores.facts:
+            return wilson(value, images)
+
+        def score(picks: np.ndarray) -> float:
+            found = task.graph_scores(output[picks], reference[picks], self.labels[picks])
+            return found.facts[found.decides]
+
+        return around(value, resampled(score, images))
+
+    def difference(self, name: str) -> float:
+        """Return the largest |difference| from PyTorch; infinite where one is no number."""
+        found = (self.outputs[name] - self.outputs[EAGER]).abs()
+        return float(found.max()) if bool(found.isfinite().all()) else float("inf")
+
+
+def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
+
+    `limit` of them, evenly spaced over the split; 0: all. `training`: of the training split, as its first epoch sees
+    them.
+    """
+    shown = data.views()[0] if training else data.shown(data.val)
+    ids = evenly_spaced(len(shown), limit or len(shown))
+    found = 0
+    for first in range(0, len(ids), BATCH):
+        samples = [sample for sample in (shown.load(id, 0) for id in ids[first : first + BATCH]) if sample.readable]
+        if samples:
+            found += len(samples)
+            yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])
+    if not found:
+        split = "training" if training else "validation"
+        raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
+
+
+def compare(
+    student: Classifier, runners: Mapping[str, Runner], images: Iterable[tuple[np.ndarray, np.ndarray]]
+) -> Answers:
+    """Run every image through PyTorch and every graph."""
+    every = {EAGER: eager_runner(student), **runners}
+    outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
+    labels, measures, first = [], [], np.zeros(0)
+    for pixels, label in images:
+        first = first if len(first) else pixels[:1]
+        labels.append(label)
+        measures += map(measure, pixels)
+        for name, run in every.items():
+            outputs[name].append(run(pixels))
+    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
+    took = cpu_ms({name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS)
+    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
+
+
+def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
+    """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
+
+    Return temperature, images and the calibration error before and after, the latter on images that did not choose the
+    temperature (see `exchanged`), as JSON values, and a line about them; nothing and the reason where nothing was
+    changed.
+    """
+    answer = eager_runner(student)
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    pixels = np.zeros(0)
+    for pixels, labels in images:
+        seen.append((answer(pixels), labels))
+    logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
+    logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
+    mistakes = int((logits_NC.argmax(1) != label_N).sum())
+    if len(label_N) < FEWEST_LABELLED or not mistakes:
+        reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
+        return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
+    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
+    if after >= before:
+        errors = f"calibration error {percent(before)} -> {percent(after)}"
+        return {}, f"not calibrated: a temperature fitted on one half does not help the other ({errors})"
+    found, network = temperature(logits_NC, label_N), student.network
+    name = type(network.inner if isinstance(network, Network) else network).__name__
+    weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    if not divide_logits(network, found):
+        return {}, f"not calibrated: the last layer of {name} is not one nn.Linear"
+    if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
+        network.load_state_dict(weights)
+        return {}, f"not calibrated: the logits of {name} are not what its last linear layer returns"
+    line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
+    line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
+    return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
+
+
+def eager_runner(student: Classifier) -> Runner:
+    """Return the student as a function from uint8 [B, 3, S, S] to float32 logits [B, C] or vectors [B, D]."""
+    student = student.eval()
+
+    def run(image: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return student.answer(torch.from_numpy(image)).float().numpy()
+
+    return run
+
+
+def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
+    """Require a graph to compute what PyTorch computes."""
+    if difference > tolerance or scores.others:
+        wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
+        remedy = "Nothing was written; export with --no-onnx, or report the network"
+        allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
+        raise ModelError(f"export.{name}", wrong, allowed, remedy)

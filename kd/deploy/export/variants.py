@@ -1,0 +1,175 @@
+"""The files of an export as variants: how right each is, how fast on this machine, and which one to ship.
+
+A variant is one graph in one precision, and one file name. How right it is comes from the run's validation images. How
+fast it is comes from `kd-serve` itself (`kd.deploy.serve.bench`): a time is what one client waits for an answer.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from kd.core.errors import ModelError
+from kd.core.evaluation import Task
+from kd.core.host import cores
+from kd.core.text import percent
+from kd.deploy.export import parity
+from kd.deploy.export.subject import Options
+from kd.deploy.serve import bench
+from kd.deploy.serve.bench import Seen
+from kd.files.manifest import GRAPHS
+from kd.models import runtimes
+
+ONNX = "model.onnx"
+SECONDS = 12.0
+"""For which each server is asked, at most."""
+QUALITY = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One graph of an export."""
+
+    name: str
+    """Its file name, by which `kd-serve --file` finds it."""
+    runtime: str
+    """"onnxruntime" or "openvino"."""
+    precision: str
+    """"float32", "bf16" or "int8"."""
+    paths: tuple[Path, ...]
+    """The graph, and the file of its weights where they lie apart."""
+
+    @classmethod
+    def at(cls, path: Path) -> Variant:
+        """Return the variant in a file; its name says what it is."""
+        graph = GRAPHS[path.name]
+        return cls(path.name, graph.runtime, graph.precision, files(path))
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    def runner(self, threads: int = 1) -> parity.Runner:
+        """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C] or vectors [B, D]."""
+        if self.runtime == "openvino":
+            return runtimes.openvino_runner(self.paths[0], threads, bf16=self.precision == "bf16")
+        return runtimes.onnx_runner(self.paths[0], threads)
+
+
+def files(path: Path) -> tuple[Path, ...]:
+    """Return the files of a graph: OpenVINO's has its weights in a second one."""
+    return (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How right a variant is."""
+
+    title: str
+    """Of the score that decides."""
+    unit: str
+    score: float
+    interval: tuple[float, float]
+    """95 % of it."""
+    drop: float
+    """What it loses against the student as trained."""
+    agreement: float
+    """With the student as trained: share of equal answers, or what the task compares."""
+    images: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A variant, how right and how fast it is."""
+
+    variant: Variant
+    quality: Quality
+    speed: Mapping[int, Seen]
+    """By number of threads: one image at a time on so many; for `images_per_second` as many at a time as threads."""
+
+    def holds(self, max_drop: float) -> bool:
+        """Return whether it loses at most so much; float32 was compared with PyTorch image by image."""
+        return self.variant.precision == "float32" or self.quality.drop <= max_drop
+
+    def facts(self) -> dict[str, Any]:
+        """Return all of it as JSON values, for manifest.json."""
+        one, quality = self.variant, asdict(self.quality)
+        speed = {str(threads): {k: round(v, 3) for k, v in asdict(s).items()} for threads, s in self.speed.items()}
+        return {"runtime": one.runtime, "precision": one.precision, "bytes": one.bytes, **quality, "speed": speed}
+
+
+def quality(name: str, answers: parity.Answers, task: Task) -> Quality:
+    """Return how right a graph is, from what it and PyTorch answered."""
+    scores, eager = answers.scores(name, task), answers.scores(parity.EAGER, task)
+    key, images = scores.decides, len(answers.labels)
+    value = scores.facts[key]
+    agreement = scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else value
+    unit = next((one.unit for one in task.scores.own if one.title == scores.title), "")
+    drop = eager.facts[key] - value
+    return Quality(scores.title, unit, value, answers.interval(name, task), drop, agreement, images)
+
+
+def measure(
+    folder: Path, qualities: Mapping[str, Quality], pixels: np.ndarray, threads: Sequence[int]
+) -> list[Measured]:
+    """Measure the speed of variants in an export that `kd-serve` can serve.
+
+    Args:
+        folder: the export.
+        qualities: of each file that is measured.
+        pixels: an image, uint8 [3, S, S], which is sent as a JPEG.
+        threads: numbers of threads.
+    """
+    file = io.BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=QUALITY)
+    speeds: dict[str, dict[int, Seen]] = {name: {} for name in qualities}
+    for count in threads:
+        alone = bench.ask(folder, list(qualities), file.getvalue(), count, 1, SECONDS)
+        many = alone if count == 1 else bench.ask(folder, list(qualities), file.getvalue(), count, count, SECONDS)
+        for name, seen in alone.items():
+            speeds[name][count] = replace(seen, images_per_second=many[name].images_per_second)
+    return [Measured(Variant.at(folder / name), one, speeds[name]) for name, one in qualities.items()]
+
+
+def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, options: Options) -> dict[str, Any]:
+    """Measure all graphs of an export that can be served, and remove those that lose more than `options.max_drop`.
+
+    Returns:
+        `variants`, `pick` and how it was picked, for manifest.json.
+    """
+    rows = measure(draft, qualities, image, sorted({1, options.threads, cores()}))
+    found = {one.variant.name: {**one.facts(), "written": one.holds(options.max_drop)} for one in rows}
+    chosen = pick(rows, options.threads, options.max_drop, options.budget)
+    for path in (path for one in rows if not one.holds(options.max_drop) for path in one.variant.paths):
+        path.unlink()
+    picked = {"threads": options.threads, "budget_ms": options.budget, "max_drop": options.max_drop}
+    return {"variants": found, "pick": chosen, "picked": picked}
+
+
+def pick(rows: Sequence[Measured], threads: int, max_drop: float, budget_ms: float = 0.0) -> str:
+    """Return the file to ship.
+
+    With a budget the most accurate one whose p50 is within it, without one the fastest. Only of those that lose at most
+    `max_drop` and are not slower than float32 in onnxruntime.
+    """
+    limit = next(one for one in rows if one.variant.name == ONNX).speed[threads].p50_ms
+    allowed = [one for one in rows if one.holds(max_drop) and one.speed[threads].p50_ms <= limit]
+    fastest = min(allowed, key=lambda one: one.speed[threads].p50_ms)
+    if not budget_ms:
+        return fastest.variant.name
+    within = [one for one in allowed if one.speed[threads].p50_ms <= budget_ms]
+    if not within:
+        best = fastest.speed[threads].p50_ms
+        wrong = f"no file answers within {budget_ms:g} ms on {threads} threads and loses at most {percent(max_drop)}"
+        found = f"The fastest of those that lose no more is {fastest.variant.name} with {best:.3g} ms"
+        remedy = "Nothing was written; raise --budget or --max-drop, use more --threads, or train a smaller student"
+        raise ModelError("--budget", wrong, found, remedy)
+    best = max(within, key=lambda one: (one.quality.score, -one.speed[threads].p50_ms))
+    return best.variant.name

@@ -1,0 +1,84 @@
+"""A model and the images that it classifies: the rows of some of them, and the rows of all in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kd.deploy.predict.images import GONE, Images
+from kd.deploy.serve.answers import embeddings, predictions
+from kd.deploy.serve.images import prepare
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import Model
+from kd.deploy.serve.problems import Problem
+
+STAMP, MEASURES = "stamp", "measures"
+"""Keys of an image's stamp and of what `kd.deploy.shift.measure` returns. Only rows of the journal have them."""
+BY, FIRST, SECOND = "answered_by", "first", "second"  # key of a row where a second model is asked, and its values
+Row = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A model and the images that it classifies. Thread-safe."""
+
+    images: Images
+    model: Model
+    limits: Limits
+    top: int
+    second: Classifier | None = None  # it answers in the place of `model` for images of which that is not sure
+
+    def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
+        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
+        made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
+        outputs = []
+        for i, (id, row) in enumerate(zip(ids, made, strict=True)):
+            try:
+                data = contents[i].result() if contents else self.images.content(id)
+                picture = prepare(data, self.model.size, self.model.crop, self.limits)
+            except GONE as error:
+                row["error"] = error.strerror or type(error).__name__
+            except Problem as problem:
+                row["error"] = problem.detail
+            else:
+                row[MEASURES] = picture.measures
+                outputs.append(self.model.engine(picture.pixels[None]))
+        if outputs:
+            values, output = np.concatenate(outputs), self.model.output
+            if output.embeds:
+                answers = embeddings(values)
+            else:
+                answers = predictions(values, self.model.labels, self.top, output.thresholds, output.unsure)
+            usable = [row for row in made if "error" not in row]
+            for row, answer in zip(usable, answers, strict=True):
+                row |= answer
+        return self._passed_on(made, ids, contents) if self.second else made
+
+    def _passed_on(self, made: list[Row], ids: Sequence[int], contents: Sequence[Future[bytes]]) -> list[Row]:
+        """Return the same rows, with the second model's answers where the first is not sure."""
+        assert self.second is not None
+        unsure = [i for i, row in enumerate(made) if row.get("sure") is False]
+        answers = self.second.rows([ids[i] for i in unsure], [contents[i] for i in unsure] if contents else ())
+        made = [row if "error" in row else {**row, BY: FIRST} for row in made]
+        for i, answer in zip(unsure, answers, strict=True):
+            made[i] = answer if "error" in answer else {**answer, BY: SECOND}
+        return made
+
+
+def in_order(
+    ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: Callable[[], int]
+) -> Iterator[Result]:
+    """Submit ids in chunks and yield the results in their order; `ahead()` are under way at the same time."""
+    window: deque[Future[Result]] = deque()
+    for first in range(0, len(ids), chunk):
+        window.append(submit(ids[first : first + chunk]))
+        while len(window) > ahead():
+            yield window.popleft().result()
+    while window:
+        yield window.popleft().result()

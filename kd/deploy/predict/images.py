@@ -1,0 +1,204 @@
+"""The images that `kd-predict` classifies: a folder, a list, one image, tar shards, a prefix of an object store."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import sys
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kd.core.errors import DataError
+from kd.deploy.serve.problems import Problem
+from kd.files import object_store, shards
+from kd.files.pixels import ENDINGS, MAX_BYTES
+from kd.files.storage import retried
+
+WHERE = "kd-predict"
+STDIN = "-"
+LISTED = (*ENDINGS, "heic", "heif", "avif")
+"""Endings of names that are listed. Of the last three each is a row with an error: kd-serve does not decode them."""
+GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""These concern one image, unless it was there when it was listed and is gone. That, and any other OSError, may concern
+all that follow, and ends the command after some tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """A listing of images, in a fixed order. A file that kd-serve does not decode is listed, as unreadable."""
+
+    names: Sequence[str]
+    read: Callable[[int], bytes]
+    """Returns the bytes of one image, by its position. Raises one of `GONE`, OSError or Problem. Thread-safe."""
+    stamps: Sequence[str]
+    """Size and time of each image when it was listed; "": it was not there, or it is a URL in a list."""
+    path: Callable[[int], str]  # returns the file of an image on this machine; "": there is none
+    remote: bool = False  # reading waits for a network
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name in self.names:
+            digest.update(name.encode("utf-8", "surrogateescape") + b"\0")
+        return digest.hexdigest()
+
+    def content(self, id: int) -> bytes:
+        """Return the bytes of one image; try again where the storage fails.
+
+        One of `GONE` is raised of an image that cannot be read and is still there, or was not there before.
+        """
+
+        def read() -> bytes:
+            try:
+                return self.read(id)
+            except GONE as error:
+                if self.stamps[id] and self.path(id) and not _stamp(self.path(id)):
+                    raise OSError(f"{error.strerror}, and was there before") from error
+                raise
+
+        return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
+
+
+def find(source: str, copies: Path) -> Images:
+    """List images.
+
+    `source`: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
+    paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below it), or
+    "-": an image or a list on the standard input, relative to the working folder. Remote shards are copied to `copies`.
+    """
+    if source.endswith(".tar"):
+        images = _shards(source, copies)
+    elif object_store.is_url(source):
+        found = {url: each for url, each in object_store.versions(source, WHERE).items() if _is_image(url)}
+        urls, sizes, stamps = list(found), [size for size, _ in found.values()], [each for _, each in found.values()]
+        images = Images(urls, lambda id: _url(urls[id], sizes[id]), stamps, lambda id: "", remote=True)
+    elif os.path.isdir(source):
+        images = _folder(source)
+    elif source == STDIN or os.path.exists(source):
+        images = _file(source)
+    else:
+        allowed = "A folder, an image, a list (.txt), shards (.tar), a URL, or - (standard input)"
+        raise DataError(WHERE, f"'{source}' does not exist", allowed, "Check the path")
+    if not images.names:
+        raise DataError(WHERE, f"no images in '{source}'", f"Files ending in {', '.join(ENDINGS)}", "Check the path")
+    return images
+
+
+def _is_image(name: str) -> bool:
+    return name.rpartition(".")[2].lower() in LISTED
+
+
+def _folder(root: str) -> Images:
+    names = []
+    above: dict[str, set[str]] = {root: set()}
+    """By folder that is still to be listed: the real paths of those around it."""
+    for folder, below, files in os.walk(root, onerror=_cannot_list, followlinks=True):
+        real = os.path.realpath(folder)
+        parents = above.pop(folder)
+        if real in parents:
+            raise DataError(WHERE, f"the folder '{folder}' is a link to a folder above it", "", "Remove the link")
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        above.update({os.path.join(folder, name): parents | {real} for name in below})
+        inside = os.path.relpath(folder, root)
+        images = (name for name in files if _is_image(name) and not name.startswith("."))
+        names += [name if inside == "." else f"{inside}/{name}" for name in images]
+    names.sort()
+    return _files(root, names)
+
+
+def _files(folder: str, names: Sequence[str]) -> Images:
+    folder = os.path.abspath(folder)  # another host has another working folder
+
+    def path(id: int) -> str:
+        return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
+
+    def content(id: int) -> bytes:
+        return _content(path(id)) if path(id) else object_store.read(names[id], WHERE)
+
+    stamps = [_stamp(path(id)) if path(id) else "" for id in range(len(names))]
+    remote = any(map(object_store.is_url, names))
+    if names and not any(stamps) and not remote:
+        wrong = f"none of the {len(names)} images is there, from '{names[0]}' on"
+        raise DataError(WHERE, wrong, "", "Check the paths, or bring the storage back")
+    return Images(names, content, stamps, path, remote)
+
+
+def _stamp(path: str) -> str:
+    """Return the size and time of a file; "" where there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
+        return ""
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _content(path: str) -> bytes:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for somebody who writes to it
+        raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")
+    _check_bytes(status.st_size)
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def _url(url: str, size: int) -> bytes:
+    _check_bytes(size)
+    return object_store.read(url, WHERE)
+
+
+def _member(path: str, offset: int, size: int) -> bytes:
+    _check_bytes(size)
+    return shards.content(path, offset, size)
+
+
+def _check_bytes(size: int) -> None:
+    if size > MAX_BYTES:
+        raise Problem(413, f"The image has {size} bytes. Allowed are {MAX_BYTES}.")
+
+
+def _cannot_list(error: OSError) -> None:
+    wrong = f"the folder '{error.filename}' cannot be listed ({error.strerror})"
+    raise DataError(WHERE, wrong, "", "Make it readable, or choose another folder") from error
+
+
+def _file(source: str) -> Images:
+    if source != STDIN and os.path.isfile(source) and _is_image(source):
+        return _files("", [source])
+    try:
+        data = sys.stdin.buffer.read() if source == STDIN else Path(source).read_bytes()
+    except OSError as error:
+        wrong = f"'{source}' cannot be read ({error.strerror})"
+        raise DataError(WHERE, wrong, "Text with a path a line, or an image", "Check the file") from error
+    if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
+        name = "stdin" if source == STDIN else source
+        return Images([name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: "")
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\0" if b"\0" in data else b"\n")
+    names = [os.fsdecode(line if b"\0" in data else line.strip()) for line in lines]
+    return _files("" if source == STDIN else os.path.dirname(source), [name for name in names if name])
+
+
+def _shards(pattern: str, copies: Path) -> Images:
+    names: list[str] = []
+    stamps: list[str] = []
+    members: list[tuple[str, int, int]] = []
+    """Path, offset and size of each image."""
+    for shard in shards.find(pattern, WHERE, str(copies)):
+        try:
+            with open(shard.path, "rb", buffering=0) as file:
+                samples = shards.members(file, shard.path, WHERE)
+        except (OSError, tarfile.TarError) as error:
+            wrong = f"the shard '{shard.origin}' cannot be read ({error})"
+            raise DataError(WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again") from error
+        stamp = _stamp(shard.path) if shard.path == shard.origin else Path(shard.path).parent.name  # the URL's version
+        title = re.split(r"[/\\]", shard.origin)[-1]
+        for key, endings in samples.items():
+            for ending in ENDINGS:
+                if ending in endings:
+                    names.append(f"{title}/{key}.{ending}")
+                    members.append((shard.path, *endings[ending]))
+                    stamps.append(stamp)
+    return Images(names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0])

@@ -1,0 +1,193 @@
+"""Classify many images, on as many threads as there are cores or on the hosts of a Ray cluster, into one file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO
+
+from kd.core.errors import MissingExtra, ModelError, RunError
+from kd.core.host import cores as usable_cores
+from kd.deploy.predict import images as listing
+from kd.deploy.predict.classifier import BY, MEASURES, Classifier, Row, in_order
+from kd.deploy.predict.results import WHERE, check_format, opened
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import Description, describe, load
+
+CHUNK = 8
+"""Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
+AHEAD = 3  # jobs that run, wait, or wait to be written, per thread
+READERS = 32  # threads that wait for a network
+PROGRESS_SECONDS = 5.0  # between two lines of progress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to classify, and how."""
+
+    export: Path
+    images: str
+    to: Path = Path("predictions.csv")
+    file: str = ""
+    """As `kd.deploy.serve.model.describe` takes it."""
+    second: Path | None = None
+    """Another export, such as that of the teacher: it answers for images of which the first is not sure."""
+    top: int = 1
+    """Labels of each image, best first. 0: all."""
+    cores: int = 0
+    """0: as many as the affinity and the cgroup allow."""
+    max_pixels: int = 100_000_000
+    ray: bool = False
+    """Use all hosts of the cluster that RAY_ADDRESS names, and not the cores of this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was done."""
+
+    images: int
+    resumed: int  # images that an earlier start had classified
+    unreadable: tuple[str, ...]  # name and error of the first few
+    num_unreadable: int
+    seconds: float
+    hosts: int  # machines that have classified some
+    passed_on: int  # images for which the second model answered
+    notes: tuple[str, ...]  # the expected accuracy, and how the images differ from those of validation
+
+
+def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
+    """Classify images, or embed them, and write one row for each, in the order of their names."""
+    os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
+    check_format(settings.to)
+    described = describe(settings.export, settings.file)
+    if described.output.embeds and settings.to.suffix != ".jsonl":
+        wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
+        raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
+    second = _second(settings, described)
+    copies = settings.to.with_name(settings.to.name + ".shards")
+    images = listing.find(settings.images, copies)
+    top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
+    identity = _identity(settings, described, second, images, top)
+    rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
+    reference = None if second else described.reference  # a row would hold the answer of the second
+    tally = reference.empty() if reference else None
+
+    def seen(row: Row) -> None:
+        if reference and tally and MEASURES in row:
+            reference.count(tally, row, row[MEASURES])
+
+    started = time.monotonic()
+    with warnings.catch_warnings(), opened(settings.to, identity, images, seen) as journal:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        resumed, printed = journal.done, started
+        if journal.changed:
+            note = f"'{journal.changed}' is not the image that its row was made of; rows from there on are made again"
+            print(note, file=sys.stderr, flush=True)
+        for row in chain.from_iterable(rows(resumed)):
+            journal.add(row)
+            if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
+                printed = now
+                journal.flush()
+                speed = (journal.done - resumed) / (now - started)
+                seconds_left = (len(images.names) - journal.done) / speed
+                line = f"{journal.done} of {len(images.names)} images, {speed:.1f} images/s, {seconds_left:.0f} s left"
+                print(line, file=out, flush=True)
+        seconds = time.monotonic() - started
+        several = bool(described.output.thresholds)
+        scored = described.labels if several and top == len(described.labels) else ()
+        more = [*(["sure"] if described.output.unsure else []), *([BY] if second else [])]
+        journal.finish(settings.to, 0 if several else top, scored, more)
+    shutil.rmtree(copies, ignore_errors=True)
+    unreadable = tuple(journal.unreadable)
+    notes = reference.notes(tally) if reference and tally else ()
+    counted = (journal.num_unreadable, seconds, len(hosts) or 1, journal.passed_on)
+    return Summary(len(images.names), resumed, unreadable, *counted, notes)
+
+
+def _identity(
+    settings: Settings, described: Description, second: Description | None, images: listing.Images, top: int
+) -> Row:
+    """Return all that rows depend on: a journal of another identity is not gone on with."""
+    return {
+        "model": described.name,
+        "version": described.version,
+        "top": top,
+        "images": len(images.names),
+        "names": images.fingerprint,
+        "max_pixels": settings.max_pixels,
+        **({"unsure": _bands(described)} if described.output.unsure else {}),
+        **({"thresholds": list(described.output.thresholds)} if described.output.thresholds else {}),
+        **({"second": [second.name, second.version, _bands(second)]} if second else {}),
+    }
+
+
+def _bands(described: Description) -> list[list[float]]:
+    return [list(band) for band in described.output.unsure]
+
+
+def _second(settings: Settings, first: Description) -> Description | None:
+    if settings.second is None:
+        return None
+    if not first.output.unsure:
+        wrong = f"'{settings.export}' does not say which of its answers are sure"
+        raise ModelError("--second", wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
+    if not (settings.second / "model.onnx").is_file():
+        remedy = "A teacher is written by `kd-export RUN --teacher`"
+        raise ModelError("--second", f"'{settings.second}' is no export: it has no model.onnx", "", remedy)
+    second = describe(settings.second)
+    if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
+        other = [*(set(second.labels) ^ set(first.labels)), ""][0]
+        differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
+        wrong = differ if other else "one of the two answers with one label an image, the other with several"
+        raise ModelError("--second", f"'{settings.second}': {wrong}", "", "Choose an export of the same classes")
+    return second
+
+
+def _classify(
+    settings: Settings, described: Sequence[Description], images: listing.Images, top: int
+) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
+    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help.
+
+    `described`: the first model, and the second if there is one.
+    """
+    limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
+    if settings.ray:
+        try:
+            from kd.deploy.predict.hosts import Job, by_hosts
+        except ImportError as error:
+            raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
+        first, *others = [Job.of(one, images, limits, top) for one in described]
+        return partial(by_hosts, replace(first, second=next(iter(others), None)), hosts), hosts
+    cores = settings.cores or usable_cores()
+    classifier = None
+    for one in reversed(described):
+        model = load(one, threads=1, slots=cores)
+        model.warm_up(1)
+        classifier = Classifier(images, model, limits, top, classifier)
+    assert classifier is not None
+    return partial(_by_threads, classifier, cores=cores), hosts
+
+
+def _by_threads(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
+    """Yield the rows of all images from `start` on, in order, a chunk at a time."""
+    images, workers, readers = classifier.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
+
+    def submit(ids: range) -> Future[list[Row]]:
+        contents = [readers.submit(images.content, id) for id in ids] if images.remote else []
+        return workers.submit(classifier.rows, ids, contents)
+
+    ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
+    try:
+        yield from in_order(range(start, len(images.names)), CHUNK, submit, lambda: ahead)
+    finally:  # nobody waits for a storage that does not answer
+        for pool in (workers, readers):
+            pool.shutdown(wait=False, cancel_futures=True)

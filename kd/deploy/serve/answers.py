@@ -1,0 +1,109 @@
+"""Turn logits, or vectors, into the answer of a request: JSON or CSV, chosen by the Accept header."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kd.core.sure import Bands, mark
+from kd.deploy.serve.problems import Problem
+
+JSON, CSV = "application/json", "text/csv"
+DIGITS = 6
+MAX_ENTRIES = 32  # entries of an Accept header
+
+
+def negotiate(accept: str) -> str:
+    """Return the media type of the answer: the one with the higher quality value, or JSON if they are equal.
+
+    A Problem is 400 (more than `MAX_ENTRIES`: parsing runs on the event loop) or 406 (neither type is accepted).
+    """
+    if accept.count(",") >= MAX_ENTRIES:
+        raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
+    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}
+    """How closely an entry names each of them, and its quality value."""
+    for item in (accept.strip() or "*/*").split(","):
+        pattern, *parameters = (part.strip().lower() for part in item.split(";"))
+        q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
+        for kind, (closest, _) in found.items():
+            ranges = ["*/*", f"{kind.partition('/')[0]}/*", kind]
+            if pattern in ranges and ranges.index(pattern) > closest:
+                found[kind] = (ranges.index(pattern), q)
+    best = max(found, key=lambda kind: found[kind][1])
+    if found[best][1] <= 0:
+        raise Problem(406, f"The answer can be {JSON} or {CSV}.")
+    return best
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax of logits [B, C], float64."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    return shifted / shifted.sum(1, keepdims=True)
+
+
+def independent_probabilities(logits: np.ndarray) -> np.ndarray:
+    """Return the probability of each class alone, the sigmoid of logits [B, C], float64."""
+    return np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
+
+
+def predictions(
+    logits: np.ndarray, labels: Sequence[str], top: int, thresholds: Sequence[float] = (), unsure: Bands = ()
+) -> list[dict]:
+    """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best.
+
+    With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
+    their threshold. With `unsure` an answer has `sure`: see `kd.core.sure.mark`.
+    """
+    scores = independent_probabilities(logits) if thresholds else probabilities(logits)
+    answers = []
+    for row in scores:
+        best = _ranked(row, labels, top)
+        if thresholds:
+            above = row > np.asarray(thresholds)
+            present = _ranked(np.where(above, row, -1), labels, int(above.sum()))
+            answers.append({"labels": present, "top": best})
+        else:
+            answers.append({**best[0], "top": best})
+    mark(answers, scores, labels, unsure)
+    return answers
+
+
+def _ranked(scores: np.ndarray, labels: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """Return the `count` labels of the highest scores [C], best first."""
+    order = np.argsort(-scores, kind="stable")[:count]
+    return [{"label": labels[i], "score": round(float(scores[i]), DIGITS)} for i in order]
+
+
+def embeddings(vectors: np.ndarray) -> list[dict]:
+    """Return each row of vectors [B, D], as JSON values."""
+    return [{"embedding": row.tolist()} for row in vectors]
+
+
+def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes:
+    """Write one answer per image.
+
+    JSON is {"predictions": [...], "model", "version"}. CSV has no header, and a row per image: label, score, label,
+    score, ..., best first; those above their threshold where an image may have several labels; or the embedding.
+    Last stands `true` or `false` where the export says what is sure.
+    """
+    if kind == JSON:
+        return json.dumps({"predictions": answers, "model": model, "version": version}).encode()
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for answer in answers:
+        pairs = answer.get("labels", answer.get("top", ()))
+        flag = [str(answer["sure"]).lower()] if "sure" in answer else []
+        writer.writerow(answer.get("embedding", [*(pair[key] for pair in pairs for key in ("label", "score")), *flag]))
+    return text.getvalue().encode()

@@ -1,0 +1,177 @@
+"""The routes: SageMaker's contract, Prometheus, and the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kd.deploy.serve import answers, bodies
+from kd.deploy.serve.intake import request_body
+from kd.deploy.serve.metrics import MEDIA_TYPE
+from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
+from kd.deploy.serve.service import Service
+
+log = logging.getLogger("kd.serve")
+Handler = Callable[[Request], Awaitable[Response]]
+TOP = 5
+HEALTH = "/ping"
+MAX_QUERY = 256
+REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
+
+
+def build(service: Service, ui: bool = True) -> Starlette:
+    """Return the application. `service` may still be loading."""
+    model = service.description
+
+    async def ping(request: Request) -> Response:
+        if service.ready:
+            return Response(status_code=200)
+        return busy("The server is ending." if service.draining else "The model is still being loaded.").response()
+
+    async def metrics(request: Request) -> Response:
+        text = service.metrics.text(service.ready, service.in_flight, service.buffered, service.watch)
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
+
+    async def invocations(request: Request) -> Response:
+        content_type = request.headers.get("content-type", "")
+        kind = bodies.media_type(content_type)
+        accept = answers.negotiate(request.headers.get("accept", ""))
+        top = _top(request, len(model.labels))
+        async with request_body(request, service) as body:
+            values, measures, request.state.summary = await service.run(
+                lambda model: service.classify(model, kind, content_type, body), request.receive
+            )
+        if model.output.embeds:
+            rows = answers.embeddings(values)
+        else:
+            output = model.output
+            rows = answers.predictions(values, model.labels, top, output.thresholds, output.unsure)
+        if watch := service.watch:
+            for line in chain.from_iterable(map(watch.add, rows, measures)):
+                log.warning(line)
+        return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
+
+    routes = [
+        Route("/ping", ping, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
+    ]
+    if ui and not model.output.embeds:  # the page shows labels
+        routes.append(Route("/", _page(service), methods=["GET"]))
+    handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _problem, Exception: _problem}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def health_only(application: Starlette) -> ASGIApp:
+    """Return the application for connections beyond the limit: it answers health checks, and 503 to the rest."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == HEALTH:
+            await application(scope, receive, send)
+            return
+        problem = busy("Too many connections are open.")
+        problem.headers["connection"] = "close"
+        await problem.response()(scope, receive, send)
+
+    return answer
+
+
+def _top(request: Request, classes: int) -> int:
+    if len(request.url.query) > MAX_QUERY:
+        raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
+    text = request.query_params.get("top", str(TOP))
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise Problem(400, "The parameter `top` must be a whole number from 1.")
+    return min(int(text), classes)
+
+
+def observed(service: Service, route: str, handler: Handler) -> Handler:
+    """Wrap a handler: count and log its requests with sizes, times and status. The content is never logged."""
+
+    async def handle(request: Request) -> Response:
+        start, identity = time.perf_counter(), request.headers.get("x-request-id", "")
+        if not re.fullmatch(REQUEST_ID, identity):
+            identity = uuid.uuid4().hex[:16]
+        request.state.summary = ""
+        try:
+            response = await handler(request)
+        except Problem as problem:
+            response = problem.response()
+            request.state.summary = problem.detail
+        except MemoryError:
+            response = no_memory().response()
+        except Exception as error:
+            response = _bug_response(error, identity)
+        seconds = time.perf_counter() - start
+        service.metrics.request(route, response.status_code, seconds)
+        if response.status_code != CLIENT_GONE:
+            summary, status, ms = request.state.summary, response.status_code, round(1000 * seconds, 1)
+            fields = {"request": identity, "route": route, "status": status, "ms": ms}
+            log.info("%s %s %d %.1fms %s", identity, route, status, ms, summary, extra={"fields": fields})
+        response.headers["x-request-id"] = identity
+        if service.draining:
+            response.headers["connection"] = "close"
+        return response
+
+    return handle
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    if isinstance(error, Problem):
+        return error.response()
+    if isinstance(error, HTTPException):
+        nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
+        detail = {404: nothing, 405: "This method is not allowed here."}
+        text = detail.get(error.status_code, str(error.detail))
+        return Problem(error.status_code, text, error.headers or {}).response()
+    return _bug_response(error, "-")
+
+
+def _bug_response(error: Exception, identity: str) -> Response:
+    """Answer 500 and log where the error was raised. Values are not logged: they may be a client's data."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    line = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
+    log.error("%s bug: %s at %s", identity, type(error).__name__, line)
+    return Problem(500, "This is a bug of the server, not of the request.").response()
+
+
+def _page(service: Service) -> Handler:
+    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    model, limit = service.description, f"{service.limits.max_body / 2**20:g}"
+    values = {"NAME": model.name, "VERSION": model.version, "CLASSES": str(len(model.labels)), "LIMIT": limit}
+    for key, value in values.items():
+        text = text.replace(f"[[{key}]]", html.escape(value))
+
+    def hashes(tag: str) -> str:
+        contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'" for c in contents)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
+    headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(text, headers=headers)
+
+    return page

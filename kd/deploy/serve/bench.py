@@ -1,0 +1,137 @@
+"""What a client waits for: `kd-serve` is started for each file of an export, and all are asked in turns.
+
+In turns, so that what else this machine does disturbs all alike. The client is a loop over one connection, in this
+process, on the same cores. Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kd.core.errors import KdError
+
+TURN, FEWEST, COLD = 0.3, 8, 3
+"""Seconds that a server is asked before it is the next one's turn, and answers at least; answers at the start of a turn
+that do not count, because the caches still hold another model."""
+ENOUGH = 400  # answers of each server, after which the time does not count
+_PDEATHSIG = 1  # of prctl: a server gets a signal when this process ends, also when it is killed
+START_SECONDS = 120.0
+ANSWER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What clients of one server saw: milliseconds that they waited for an answer."""
+
+    p50_ms: float
+    p99_ms: float
+    images_per_second: float
+    memory_mb: float  # resident, at the end
+
+
+def ask(
+    folder: Path, files: Sequence[str], picture: bytes, threads: int, slots: int, seconds: float
+) -> dict[str, Seen]:
+    """Send one picture again and again to a server of each file, from as many clients as twice its slots; one of one.
+
+    It is a JPEG; `threads` and `slots` are those of `kd-serve`. Each server takes `seconds` at most, three turns at
+    least.
+    """
+    clients = 1 if slots == 1 else 2 * slots
+    took: dict[str, list[float]] = {file: [] for file in files}
+    with ExitStack() as stack:
+        servers = {file: stack.enter_context(server(folder, file, threads, slots)) for file in files}
+        pool = stack.enter_context(ThreadPoolExecutor(clients))
+        end, turns = time.monotonic() + seconds * len(servers), 0
+        while turns < 3 or (time.monotonic() < end and min(map(len, took.values())) < ENOUGH):
+            turns += 1
+            for file, (host, port) in servers.items():
+                for times in pool.map(turn, [host] * clients, [port] * clients, [picture] * clients):
+                    took[file] += times
+        memory = {file: _memory(*address) for file, address in servers.items()}
+    return {file: _seen(took[file], clients, memory[file]) for file in files}
+
+
+def _seen(took: list[float], clients: int, memory: float) -> Seen:
+    times = sorted(1000 * seconds for seconds in took)
+    at = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99)]
+    return Seen(at[0], at[1], 1000 * clients * len(times) / sum(times), memory)
+
+
+@contextmanager
+def server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple[str, int]]:
+    """Start a server, wait until it is ready, and yield its host and port."""
+    argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--file", file, "--port", "0", "--quiet", "--no-ui"]
+    argv += ["--threads", str(threads), "--slots", str(slots)]
+    ends = partial(ctypes.CDLL(None).prctl, _PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=ends)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        host, _, port = line.partition(" at http://")[2].partition(" ")[0].rpartition(":")
+        end = time.monotonic() + START_SECONDS
+        while not host or _get(host, int(port), "/ping")[0] != 200:
+            if not host or process.poll() is not None or time.monotonic() > end:
+                process.terminate()
+                reason = (process.communicate()[1].strip().splitlines() or ["it is never ready"])[-1]
+                raise _silent(f"does not start with '{file}' ({reason.rstrip('.')})")
+            time.sleep(0.02)
+        yield host, int(port)
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def turn(host: str, port: int, picture: bytes) -> list[float]:
+    """Return the seconds of each answer of one client's turn, the cold ones left out."""
+    connection, took = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS), []
+    headers = {"content-type": "image/jpeg"}
+    begin = time.perf_counter()
+    try:
+        while len(took) < COLD + FEWEST or time.perf_counter() - begin < TURN:
+            start = time.perf_counter()
+            connection.request("POST", "/invocations", picture, headers)
+            response = connection.getresponse()
+            response.read()
+            took.append(time.perf_counter() - start)
+            if response.status != 200:
+                raise _silent(f"answers with {response.status}")
+    except (OSError, http.client.HTTPException) as error:
+        raise _silent(f"does not answer ({error})") from error
+    finally:
+        connection.close()
+    return took[COLD:]
+
+
+def _memory(host: str, port: int) -> float:
+    lines = _get(host, port, "/metrics")[1].decode().splitlines()
+    found = next((line.split()[1] for line in lines if line.startswith("process_resident_memory_bytes ")), "0")
+    return float(found) / 1e6
+
+
+def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    """Return status and body; 0 where nobody listens any more."""
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def _silent(wrong: str) -> KdError:
+    return KdError("--compare", f"kd-serve {wrong}", "", "Start it by hand and see: kd-serve FOLDER --file FILE")

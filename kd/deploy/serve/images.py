@@ -1,0 +1,103 @@
+"""Decode a client's image into the pixels that evaluation would see. Limits are checked before pixels are decoded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.problems import Problem
+from kd.deploy.shift import measure
+from kd.files.pixels import centre_crop, to_rgb
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+START_OF_SCAN = b"\xff\xda"
+
+# `_check` enforces our own limit after the header is read. Pillow only warns up to twice its limit.
+Image.MAX_IMAGE_PIXELS = None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One decoded and cropped image, and a summary of it for the log."""
+
+    pixels: np.ndarray  # uint8 [3, S, S]
+    summary: str
+    measures: tuple[float, float]  # see `kd.deploy.shift.measure`
+
+
+def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
+    """Decode an image file and crop it to `size` pixels a side; `crop` is the share of the shorter side that it keeps.
+
+    A Problem is 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format) or 422 (too small, too
+    long, or too many JPEG scans).
+    """
+    return decode(open_all([data], limits)[0], size, crop)
+
+
+def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
+    """Read and check the headers of image files; no pixel is decoded yet. 413 also if all have too many together."""
+    opened, pixels = [], 0
+    for data in files:
+        if not data:
+            raise Problem(400, "The image is empty (0 bytes).")
+        image = _open(data)
+        _check(image, data, limits)
+        pixels += image.width * image.height
+        if pixels > limits.max_pixels_in_request:
+            allowed = f"Allowed are {limits.max_pixels_in_request / 1e6:g} million in a request."
+            raise Problem(413, f"The images have more pixels than allowed together. {allowed}")
+        opened.append(image)
+    return opened
+
+
+def decode(image: Image.Image, size: int, crop: float) -> Picture:
+    """Decode an opened image, crop it in the same way as evaluation, and close it; 400 if it is damaged."""
+    try:
+        with image:
+            image.load()
+            summary = f"{image.width}x{image.height} {image.mode} {image.format}"
+            rgb = to_rgb(image)
+    except MemoryError:
+        raise  # the image is not at fault
+    except Exception as error:  # on damaged data Pillow raises errors of every type
+        raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
+    pixels = np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1))
+    return Picture(pixels, summary, measure(pixels))
+
+
+def warm_up(size: int, crop: float, limits: Limits) -> None:
+    """Load the decoders. Pillow imports each of them with the first image of its format."""
+    for kind in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGB", (64, 48)).save(file, kind)
+        prepare(file.getvalue(), size, crop, limits)
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except MemoryError:
+        raise
+    except Exception as error:  # as in `decode`; a damaged header is enough
+        if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
+            raise Problem(400, "The image is damaged in its first bytes.") from error
+        raise Problem(415, f"This is not an image in one of the formats {', '.join(FORMATS)}.") from error
+
+
+def _check(image: Image.Image, data: bytes, limits: Limits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        allowed = f"Allowed are {limits.max_pixels / 1e6:g} million."
+        raise Problem(413, f"The image has {width} x {height} = {width * height / 1e6:.1f} million pixels. {allowed}")
+    if min(width, height) < limits.min_side:
+        raise Problem(422, f"The image is {width} x {height} pixels. Each side must have {limits.min_side} or more.")
+    if max(width, height) > limits.max_aspect * min(width, height):
+        allowed = f"The longer side may be {limits.max_aspect:g} times the shorter one."
+        raise Problem(422, f"The image is {width} x {height} pixels. {allowed}")
+    if image.format == "JPEG" and data.count(START_OF_SCAN) > limits.max_scans:
+        raise Problem(422, f"The JPEG has more than {limits.max_scans} scans.")

@@ -1,0 +1,105 @@
+"""Counters and histograms in Prometheus' text format (version 0.0.4)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left
+from collections import defaultdict
+from pathlib import Path
+
+from kd.deploy.shift import CONFIDENCE, Watch
+
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """Counters and histograms of the endpoint. Thread-safe."""
+
+    def __init__(self, model: str, version: str) -> None:
+        self.model, self.version = model, version
+        self._lock = threading.Lock()
+        self._requests: dict[tuple[str, int], int] = defaultdict(int)
+        self._buckets: dict[str, list[int]] = {}
+        self._sums: dict[str, float] = defaultdict(float)
+        self._images = 0
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """Count a finished request. `route` is a fixed name, never text from a client."""
+        with self._lock:
+            self._requests[route, status] += 1
+        self.stage(f"{route} total", seconds)
+
+    def stage(self, name: str, seconds: float) -> None:
+        with self._lock:
+            buckets = self._buckets.setdefault(name, [0] * (len(BOUNDS) + 1))
+            buckets[bisect_left(BOUNDS, seconds)] += 1
+            self._sums[name] += seconds
+
+    def images(self, count: int) -> None:
+        with self._lock:
+            self._images += count
+
+    def text(self, ready: bool, in_flight: int, buffered: int, watch: Watch | None = None) -> str:
+        """Return all metrics as text; with `watch` also those of the answers."""
+        info = f'{{name="{_escape(self.model)}",version="{_escape(self.version)}"}} 1'
+        with self._lock:
+            counts = [f'{{route="{r}",status="{s}"}} {count}' for (r, s), count in sorted(self._requests.items())]
+            lines = [
+                *_metric("kd_model_info", "gauge", "The model that answers.", info),
+                *_metric("kd_ready", "gauge", "1 while a load balancer should send requests.", f" {int(ready)}"),
+                *_metric("kd_in_flight", "gauge", "Requests being answered or waiting for it.", f" {in_flight}"),
+                *_metric("kd_buffered_bytes", "gauge", "Bytes of bodies in memory.", f" {buffered}"),
+                *_metric("kd_images_total", "counter", "Images answered.", f" {self._images}"),
+                *_metric("kd_requests_total", "counter", "Requests by route and status.", *counts),
+                *_metric("kd_seconds", "histogram", "Where the time of a request goes."),
+            ]
+            for stage, buckets in sorted(self._buckets.items()):
+                total = 0
+                for bound, count in zip((*(f"{bound:g}" for bound in BOUNDS), "+Inf"), buckets, strict=True):
+                    total += count
+                    lines.append(f'kd_seconds_bucket{{stage="{stage}",le="{bound}"}} {total}')
+                lines.append(f'kd_seconds_sum{{stage="{stage}"}} {self._sums[stage]:.6f}')
+                lines.append(f'kd_seconds_count{{stage="{stage}"}} {total}')
+        lines += _answers(watch) if watch else []
+        lines += _metric("process_resident_memory_bytes", "gauge", "Memory of this process.", f" {resident_bytes()}")
+        return "\n".join(lines) + "\n"
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process, or 0 where /proc does not exist."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _answers(watch: Watch) -> list[str]:
+    """Return what was answered, and how it differs from the answers on validation images."""
+    found, reference = watch.found, watch.reference
+    lines = []
+    if CONFIDENCE in reference.bounds:
+        answered = [f'{{label="{_escape(label)}"}} {count}' for label, count in sorted(watch.answered.items())]
+        lines += _metric("kd_labels_total", "counter", "Labels answered.", *answered)
+        lines += _metric("kd_confidence", "histogram", "Probability of the most probable label of an image.")
+        counts = watch.all.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
+        ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
+        lines += [f'kd_confidence_bucket{{le="{end}"}} {count}' for end, count in zip(ends, counts, strict=True)]
+        lines += [f"kd_confidence_sum {watch.all.confidence:.6f}", f"kd_confidence_count {counts[-1]}"]
+    if reference.calibrated and found.images:
+        text = "Mean confidence of the last window, calibrated on validation images."
+        lines += _metric("kd_expected_accuracy", "gauge", text, f" {found.confidence:.6f}")
+    values = {"appearance": found.appearance, "labels": found.labels}
+    text = "-log10 of the p-value that the last images are like those of validation; 6 or more is an alarm."
+    lines += _metric("kd_shift", "gauge", text, *(f'{{of="{name}"}} {value:.3f}' for name, value in values.items()))
+    alarms = [f'{{of="{name}"}} {count}' for name, count in watch.alarms.items()]
+    return lines + _metric("kd_shift_alarms_total", "counter", "Windows that raised an alarm.", *alarms)
+
+
+def _metric(name: str, kind: str, meaning: str, *samples: str) -> list[str]:
+    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", *(name + sample for sample in samples)]
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

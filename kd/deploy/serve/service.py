@@ -1,0 +1,141 @@
+"""Admission control and worker threads, between the event loop and the model.
+
+The event loop only reads and writes bytes. All CPU work of a request (parsing, decoding, cropping, inference) is one
+job on one of `slots` threads. So there are never more jobs than cores, and an image stays on one thread. docs/deploy.md
+has the measurement behind `slots`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kd.deploy.serve import bodies
+from kd.deploy.serve.images import decode, open_all, warm_up
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.metrics import Metrics
+from kd.deploy.serve.model import Description, Model, load
+from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
+from kd.deploy.shift import Watch
+
+Result = TypeVar("Result")
+Measures = tuple[float, float]
+
+
+class Service:
+    """A model, its worker threads, and the limit on concurrent requests."""
+
+    def __init__(self, description: Description, limits: Limits, slots: int, threads: int) -> None:
+        self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
+        self.metrics = Metrics(description.name, description.version)
+        self.watch = Watch(description.reference) if description.reference else None
+        """Of answers, on the event loop; None: the export has no answers of validation."""
+        self.model: Model | None = None
+        self.draining = False
+        self.in_flight = 0
+        self.buffered = 0
+        self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
+
+    def load(self) -> None:
+        """Load the model and warm up every thread; see `kd.deploy.serve.model.load`. Blocks."""
+        model = load(self.description, self.threads, self.slots)
+        warm_up(model.size, model.crop, self.limits)
+        for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
+            warming.result()
+        self.model = model
+
+    @property
+    def ready(self) -> bool:
+        """Whether a load balancer should send requests."""
+        return self.model is not None and not self.draining
+
+    def close(self) -> None:
+        """Stop the threads. Jobs that have not started are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def admission_error(self) -> Problem | None:
+        """Return a 503 if no further request is admitted now, else None."""
+        if self.model is None:
+            return busy("The model is still being loaded.")
+        if self.in_flight >= self.limits.max_in_flight:
+            return busy(f"{self.limits.max_in_flight} requests are being answered already.")
+        return None
+
+    async def run(self, job: Callable[[Model], Result], disconnected: Callable[[], Any]) -> Result:
+        """Run a job, all CPU work of a request, on the next free thread.
+
+        A request that times out still counts as in flight until its thread has finished the job. `disconnected()` is
+        an awaitable that completes when the client has disconnected. A Problem is what the job raises, 503 (too many
+        requests, or the deadline has passed) or 499 (the client has disconnected).
+        """
+        if error := self.admission_error():
+            raise error
+        self.in_flight += 1
+        loop = asyncio.get_running_loop()
+        future = self._pool.submit(self._timed, job, time.perf_counter())
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the server stopped before this job finished
+                loop.call_soon_threadsafe(self._release)
+
+        future.add_done_callback(release)
+        answer = asyncio.wrap_future(future)
+        watch = asyncio.ensure_future(disconnected())
+        try:
+            await asyncio.wait({answer, watch}, timeout=self.limits.deadline, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                result = answer.result()
+                if isinstance(result, Problem):
+                    raise result
+                return result
+            future.cancel()  # works only if the job has not started
+            if watch.done():
+                raise Problem(CLIENT_GONE, "The client hung up.")
+            raise busy(f"No answer within {self.limits.deadline:g} seconds.")
+        finally:
+            for task in (watch, answer):
+                task.cancel()
+
+    def _timed(self, job: Callable[[Model], Result], submitted: float) -> Result | Problem:
+        self.metrics.stage("wait", time.perf_counter() - submitted)
+        assert self.model is not None
+        try:
+            return job(self.model)
+        except Problem as problem:
+            # A new object without traceback. The old one refers to frames that hold the body, in a reference cycle.
+            return Problem(problem.status, problem.detail, problem.headers)
+        except MemoryError:
+            return no_memory()
+
+    def _release(self) -> None:
+        self.in_flight -= 1
+
+    def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, list[Measures], str]:
+        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks.
+
+        Between them stand the numbers of each image that `kd.deploy.shift.measure` returns.
+        """
+        start = time.perf_counter()
+        files = bodies.images(kind, header, body, self.limits.max_images)
+        opened = open_all(files, self.limits)
+        rows, measures, summary, decoding = [], [], f"{len(files)} images", 0.0
+        while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images
+            before = time.perf_counter()
+            picture = decode(opened.pop(0), model.size, model.crop)
+            decoding += time.perf_counter() - before
+            rows.append(model.engine(picture.pixels[None]))
+            measures.append(picture.measures)
+            if len(files) == 1:
+                summary = picture.summary
+        inference = time.perf_counter() - start - decoding
+        self.metrics.stage("decode", decoding)
+        self.metrics.stage("infer", inference)
+        self.metrics.images(len(files))
+        summary += f" decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
+        return np.concatenate(rows), measures, summary

@@ -1,0 +1,325 @@
+"""Are the images that come in like those of validation? Counts of answers, compared with those that an export holds.
+
+Of each image three numbers are counted under the label that it is answered with: the confidence of that label,
+`brightness` and `detail` (see `measure`). No image is kept. An embedding model has no labels and no confidences: its
+images are counted together, by the two others.
+
+Two questions are tested apart, because they have different remedies:
+
+- appearance: do images of the same answered label have the same numbers? Labels are strata, so that a label that is
+  more frequent than in validation changes nothing.
+- labels: are the labels as frequent as in validation?
+
+Both tests are two-sample tests that know how few validation images there were. Under the null hypothesis the number
+of images below a bound is a sum of hypergeometric numbers, one for each label, and its tail is bounded by Hoeffding's
+exp(-n KL(observed || expected)) (1963, theorems 1 and 4), for any number of images. Bonferroni's bound joins bounds,
+labels and windows. Images must be independent of each other: frames of a video are not.
+
+Shape legend: C labels, Q numbers of an image, T + 1 bins.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+BOUNDS: dict[str, tuple[float, ...]] = {
+    "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),
+    "brightness": tuple(float(16 * i) for i in range(1, 16)),
+    "detail": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0),
+}
+"""Upper ends of the bins of each number; the last bin has none."""
+CONFIDENCE = "confidence"
+WINDOW = 250  # images between two tests of a stream
+SPANS = (1, 2, 4, 8)
+"""Windows that are tested together: the last, the last two, ... A small change takes more images to be seen."""
+ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
+
+
+def measure(pixels: np.ndarray) -> tuple[float, float]:
+    """Return brightness and detail of uint8 pixels [3, S, S], as the network gets them.
+
+    They are the mean of the green channel, 0 to 255, and the mean difference of neighbours in a row of it. Fewer
+    than 128 rows are read: the mean over them is as good, and this is done for every answer.
+    """
+    rows = pixels[1, :: max(1, pixels.shape[1] // 64)].astype(np.int16)
+    steps = rows[:, 1:] - rows[:, :-1]
+    return round(int(rows.sum()) / rows.size, 3), round(int(np.abs(steps, out=steps).sum()) / steps.size, 3)
+
+
+class Tally:
+    """Images counted by label, and under each label by the bins of their numbers."""
+
+    def __init__(self, labels: int, numbers: int) -> None:
+        self.labels = np.zeros((2, labels), np.int64)
+        """Images [2, C]: those that came first, third, ..., and the others."""
+        self.bins = np.zeros((numbers, labels, 16), np.int32)
+        """Images [Q, C, T + 1]."""
+        self.images = 0
+        self.confidence = 0.0
+        """Sum."""
+
+    def add(self, label: int, bins: Sequence[int], confidence: float) -> None:
+        """Count an image."""
+        self.labels[self.images & 1, label] += 1
+        for number, one in enumerate(bins):
+            self.bins[number, label, one] += 1
+        self.images += 1
+        self.confidence += confidence
+
+    @staticmethod
+    def joined(tallies: Sequence[Tally]) -> Tally:
+        total = Tally(0, 0)
+        total.labels = sum(one.labels for one in tallies)  # type: ignore[assignment]
+        total.bins = sum(one.bins for one in tallies)  # type: ignore[assignment]
+        total.images = sum(one.images for one in tallies)
+        total.confidence = sum(one.confidence for one in tallies)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a test found."""
+
+    images: int
+    appearance: float  # -log10 of the p-value, 0 or more
+    labels: float
+    difference: str  # what is different in appearance, as text
+    mix: str  # the label whose frequency differs most, as text
+    confidence: float  # mean: the expected accuracy, where confidences are calibrated. NaN of an embedding model.
+
+    @property
+    def alarms(self) -> dict[str, bool]:
+        """Whether appearance and labels are different."""
+        return {"appearance": self.appearance >= ALARM, "labels": self.labels >= ALARM}
+
+    @property
+    def lines(self) -> list[str]:
+        """What is different, for a person; nothing where nothing is."""
+        found = []
+        if self.alarms["appearance"]:
+            found.append(f"these photographs are not like those of validation: {self.difference}")
+        if self.alarms["labels"]:
+            also = "which may follow from that" if found else "the photographs of a label look as in validation"
+            found.append(f"the mix of labels is not that of validation: {self.mix}; {also}")
+        return found
+
+
+@dataclass(slots=True)
+class Reference:
+    """What a graph answered on validation images."""
+
+    names: Sequence[str]  # C labels; of an embedding model one, ""
+    bounds: Mapping[str, Sequence[float]]  # Q numbers, each with T bounds
+    tally: Tally
+    calibrated: bool = False  # whether the mean confidence is an estimate of the accuracy
+    index: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.index = {name: i for i, name in enumerate(self.names)}
+
+    @staticmethod
+    def of(names: Sequence[str], answers: Iterable[tuple[int, Sequence[float]]], calibrated: bool) -> Reference:
+        """Count answers: of each image the label's number (0 where there are no `names`) and its numbers."""
+        bounds = BOUNDS if names else {key: value for key, value in BOUNDS.items() if key != CONFIDENCE}
+        made = Reference(names or ("",), bounds, Tally(len(names) or 1, len(bounds)), calibrated)
+        for label, numbers in answers:
+            made._add(made.tally, label, numbers)
+        return made
+
+    def count(self, tally: Tally, answer: Mapping[str, Any], measures: Sequence[float]) -> None:
+        """Count an image: its answer as `serve.answers` makes it, under the most probable label, and `measure`."""
+        if "top" in answer:
+            best = answer["top"][0]
+            self._add(tally, self.index[best["label"]], (best["score"], *measures))
+        else:
+            self._add(tally, 0, measures)
+
+    def _add(self, tally: Tally, label: int, numbers: Sequence[float]) -> None:
+        bins = [bisect_left(bounds, value) for bounds, value in zip(self.bounds.values(), numbers, strict=True)]
+        tally.add(label, bins, numbers[0] if CONFIDENCE in self.bounds else 0.0)
+
+    def empty(self) -> Tally:
+        """Return a tally for images that are compared with these."""
+        return Tally(len(self.names), len(self.bounds))
+
+    def record(self) -> dict[str, Any]:
+        """Return this as JSON values for manifest.json: of each label "BIN:IMAGES ..." where there are any."""
+        values = {
+            name: {
+                "bounds": " ".join(f"{bound:g}" for bound in bounds),
+                "counts": {label: text for label, row in zip(self.names, rows, strict=True) if (text := _sparse(row))},
+            }
+            for (name, bounds), rows in zip(self.bounds.items(), self.tally.bins, strict=True)
+        }
+        halves = {name: _sparse(row) for name, row in zip(self.names, self.tally.labels.T, strict=True) if row.any()}
+        facts = {"images": self.tally.images, "calibrated": self.calibrated, "confidence": self.tally.confidence}
+        return {**facts, "labels": halves, "numbers": values}
+
+    @staticmethod
+    def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
+        """Read what `record` returned, for an export with these labels.
+
+        KeyError, ValueError, TypeError, IndexError: it is something else.
+        """
+        numbers = {name: record["numbers"][name] for name in BOUNDS if name in record["numbers"]}  # JSON may be sorted
+        bounds = {name: tuple(map(float, one["bounds"].split())) for name, one in numbers.items()}
+        made = Reference(tuple(names) or ("",), bounds, Tally(len(names) or 1, len(bounds)), bool(record["calibrated"]))
+        made.tally.images, made.tally.confidence = int(record["images"]), float(record["confidence"])
+        for label, text in record["labels"].items():
+            _fill(made.tally.labels[:, made.index[label]], text)
+        for row, one in zip(made.tally.bins, numbers.values(), strict=True):
+            for label, text in one["counts"].items():
+                _fill(row[made.index[label]], text)
+        return made
+
+    def compare(self, tally: Tally) -> Finding:
+        """Test images that came in against those of validation."""
+        appearance, difference = self._appearance(tally)
+        labels, mix = self._labels(tally)
+        mean = tally.confidence / max(tally.images, 1) if CONFIDENCE in self.bounds else math.nan
+        return Finding(tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean)
+
+    def notes(self, tally: Tally) -> tuple[str, ...]:
+        """Return the expected accuracy of images that came in and how they differ, as lines for a person."""
+        found = self.compare(tally)
+        lines = list(found.lines)
+        if self.calibrated and tally.images:
+            usual = self.tally.confidence / self.tally.images
+            text = f"expected accuracy {found.confidence:.1%} by the mean confidence, {usual:.1%} on validation"
+            lines.insert(0, text)
+        return tuple(lines)
+
+    def _appearance(self, tally: Tally) -> tuple[float, str]:
+        came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
+        in_both = np.flatnonzero((came > 0) & (ours > 0))  # few of 20,000 labels are in a window
+        ends = [(name, bound) for name, bounds in self.bounds.items() for bound in bounds]
+        below = (one.bins[:, in_both].cumsum(2)[:, :, :-1].transpose(1, 0, 2) for one in (tally, self.tally))
+        x, y = (counts.reshape(len(in_both), len(ends)) for counts in below)
+        evidence, share, expected = _evidence(x, came[in_both, None], y, ours[in_both, None])
+        values = _log10(evidence, 2 * len(ends))
+        best = values.reshape(len(self.bounds), -1).argmax(1) + np.arange(0, len(ends), len(ends) // len(self.bounds))
+        texts = [
+            f"{ends[i][0]} at most {ends[i][1]:g} in {share[i]:.0%} of {tally.images} images, "
+            f"{expected[i]:.0%} in validation"
+            for i in best
+            if values[i] >= ALARM
+        ]
+        return float(values.max()), "; ".join(texts)
+
+    def _labels(self, tally: Tally) -> tuple[float, str]:
+        """Test each label alone, and the labels that are too frequent in one half of the images in the other half.
+
+        The first sees one label, the second many that changed a little; halves, because what chose labels cannot also
+        test them.
+        """
+        came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
+        if len(ours) < 2:
+            return 0.0, ""
+        found = [_log10(_shares(came, came.sum(), ours, ours.sum()), 2 * 2 * len(came)).max()]
+        for half in (0, 1):
+            (seen, x), (usual, y) = ((one.labels[half], one.labels[1 - half]) for one in (tally, self.tally))
+            more = seen * usual.sum() > usual * seen.sum()
+            found.append(_log10(_shares(x[more].sum()[None], x.sum(), y[more].sum()[None], y.sum()), 2 * 2 * 2).max())
+        share, expected = came / max(1, came.sum()), ours / max(1, ours.sum())
+        i = int(abs(share - expected).argmax())
+        text = f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} answers, {expected[i]:.0%} in validation"
+        return float(max(found)), text
+
+
+class Watch:
+    """A stream of answers, tested every `WINDOW` images. Not thread-safe."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self.answered: Counter[str] = Counter()
+        """How often each label was answered. An image may have several, or none."""
+        self.found = Finding(0, 0.0, 0.0, "", "", math.nan)
+        """Of the last test; of appearance and labels the span with the least p-value."""
+        self.alarms = dict.fromkeys(self.found.alarms, 0)
+        """Windows that raised each alarm."""
+        self._windows: deque[Tally] = deque(maxlen=max(SPANS))
+        self._open, self._tested = reference.empty(), reference.empty()
+
+    @property
+    def all(self) -> Tally:
+        return Tally.joined([self._tested, self._open])
+
+    def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:
+        """Count an image, see `Reference.count`; return lines for the log where a window changes what is found."""
+        self.answered.update(one["label"] for one in answer.get("labels", answer.get("top", ())[:1]))
+        self.reference.count(self._open, answer, measures)
+        if self._open.images < WINDOW:
+            return []
+        before, self.found = self.found, self._test()
+        if before.alarms == self.found.alarms:
+            return []
+        return self.found.lines or ["the photographs are like those of validation again"]
+
+    def _test(self) -> Finding:
+        self._windows.append(self._open)
+        self._tested, self._open = self.all, self.reference.empty()
+        windows = list(self._windows)
+        found = [self.reference.compare(Tally.joined(windows[-span:])) for span in SPANS if span <= len(windows)]
+        appearance, labels = max(found, key=lambda one: one.appearance), max(found, key=lambda one: one.labels)
+        joined = math.log10(len(SPANS))
+        made = Finding(
+            images=WINDOW,
+            appearance=max(0.0, appearance.appearance - joined),
+            labels=max(0.0, labels.labels - joined),
+            difference=appearance.difference,
+            mix=labels.mix,
+            confidence=found[0].confidence,
+        )
+        self.alarms = {name: count + made.alarms[name] for name, count in self.alarms.items()}
+        return made
+
+
+def _evidence(x: np.ndarray, n: np.ndarray, y: np.ndarray, m: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return -log of the p-value [T] of x of n images beside y of m, in each of C strata, with both shares.
+
+    `x` and `y` are integers [C, T], `n` and `m` [C, 1]; `y` and `m` of validation. The shares are that of x in all
+    strata, and the one that is expected by the shares of y, each [T].
+    """
+    there = ((n > 0) & (m > 0))[:, 0]
+    x, n, y, m = (one[there].astype(np.float64) for one in (x, n, y, m))
+    if not len(n):
+        return np.zeros(x.shape[1]), np.zeros(x.shape[1]), np.zeros(x.shape[1])
+    pooled, bounds = (x + y) / (n + m), []
+    for part, size in ((x, n), (y, m)):  # both are samples of what is pooled: take the tighter bound
+        total = size.sum()
+        bounds.append(total * _divergence(part.sum(0) / total, (size * pooled).sum(0) / total))
+    return np.maximum(*bounds), x.sum(0) / n.sum(), (n * y / m).sum(0) / n.sum()
+
+
+def _shares(x: np.ndarray, n: int, y: np.ndarray, m: int) -> np.ndarray:
+    """Return -log of the p-value [T] of x [T] of n images beside y [T] of m."""
+    return _evidence(x[None], np.array([[n]]), y[None], np.array([[m]]))[0]
+
+
+def _divergence(q: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """Return KL(q || p) of shares, nats, 0 where both are 0 or 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        yes, no = np.where(q > 0, q * np.log(q / p), 0.0), np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
+    return np.maximum(yes + no, 0.0)
+
+
+def _log10(evidence: np.ndarray, tests: int) -> np.ndarray:
+    """Return -log10 of the p-values of the best of so many tests."""
+    return (evidence - math.log(tests)) / math.log(10)
+
+
+def _sparse(row: np.ndarray) -> str:
+    return " ".join(f"{i}:{count}" for i, count in enumerate(row.tolist()) if count)
+
+
+def _fill(row: np.ndarray, text: str) -> None:
+    for pair in text.split():
+        i, count = pair.split(":")
+        row[int(i)] = int(count)

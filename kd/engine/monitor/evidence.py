@@ -1,0 +1,110 @@
+"""What the rules read (rows of a run, facts of its configuration and machine) and return (findings)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kd.core.types import Loading
+from kd.engine.monitor.timeline import APART, summed
+
+Row = Mapping[str, Any]
+
+MIN_SAMPLES = 5  # samples of the machine from which a mean load is formed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Facts of a run that its rows do not hold."""
+
+    device: str = "cpu"
+    cores: int = 1  # of the machine, for all of its ranks
+    local_ranks: int = 1
+    workers: int = 0  # data workers of one rank
+    batch_size: int = 1
+    store: str = "none"
+    epochs: float = 2.0
+    evaluate: int = 0  # steps between two evaluations; 0: not known
+    checkpoint: int = 0
+
+    @property
+    def share(self) -> int:
+        return max(1, self.cores // self.local_ranks)
+
+    @property
+    def room(self) -> int:
+        """Data workers that leave the step a core; none on a CPU of two cores, where any takes from the step."""
+        return 0 if self.device == "cpu" and self.share <= 2 else max(1, self.share - 1)
+
+    @property
+    def new_store(self) -> str:
+        """A `data.store` that all ranks of a host can share; "" where one is set or each image is read once."""
+        return "" if self.store != "none" or self.epochs < 2 else "ram" if self.local_ranks == 1 else "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One entry of findings.json."""
+
+    rule: str
+    severity: str  # "warning" where at least a fifth of the time may be saved, else "info"
+    evidence: str
+    threshold: str
+    advice: str
+    key: str
+    value: Any
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The rows of a run."""
+
+    timelines: Mapping[int, Sequence[Row]]  # by rank
+    samples: Sequence[Row]  # of rank 0's host
+    facts: Facts = Facts()
+
+    def steady(self, rank: int = 0) -> list[Row]:
+        return [row for row in self.timelines.get(rank, ()) if row["kind"] == "steady" and row["steps"]]
+
+    def steps(self, rank: int = 0) -> int:
+        return sum(row["steps"] for row in self.steady(rank))
+
+    def step(self, rank: int = 0) -> dict[str, float]:
+        """Return the mean milliseconds of a steady step by span; of the device where it has events."""
+        rows = self.steady(rank)
+        total = summed([row.get("device_ms", row["ms"]) for row in rows])
+        count = max(1, self.steps(rank))
+        return {name: value / count for name, value in total.items() if name not in APART}
+
+    def loading(self, rank: int = 0) -> Loading:
+        """Return the milliseconds of loading of a steady step; zeros where nothing was counted."""
+        total, count = summed([row.get("loading_ms", {}) for row in self.steady(rank)]), max(1, self.steps(rank))
+        return Loading(**{name: value / count for name, value in total.items()})
+
+    def during(self) -> list[Row]:
+        """Return the samples that were taken while the steps were steady."""
+        rows = self.steady()
+        if not rows:
+            return []
+        begin = rows[0]["time"] - rows[0]["wall_ms"] / 1000
+        return [sample for sample in self.samples if begin <= sample["time"] <= rows[-1]["time"]]
+
+    def mean(self, read: Callable[[Row], float]) -> float | None:
+        """Return the mean of a number over these samples; None where there are too few."""
+        values = [read(sample) for sample in self.during()]
+        return statistics.mean(values) if len(values) >= MIN_SAMPLES else None
+
+    def load(self) -> float | None:
+        """Return the mean load of the machine's cores, percent."""
+        return self.mean(lambda sample: statistics.mean(sample["cpu"] or [0.0]))
+
+    def others(self) -> float:
+        """Return the share of the machine's cores that other programs use; ranks are taken to be alike."""
+        cores, ranks = max(1, self.facts.cores), self.facts.local_ranks
+        own = self.mean(lambda sample: ranks * (sample["process_cpu"] + sample["workers_cpu"])) or 0.0
+        return max(0.0, (self.load() or 0.0) / 100 - own / (100 * cores))

@@ -1,0 +1,306 @@
+"""Rules that name what slows a run down, after SageMaker Debugger's: functions from rows to a finding or None.
+
+Each threshold is a constant with its reason. Each finding names one configuration key and a value to try.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kd.core.types import Loading
+from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Finding, Row
+from kd.engine.monitor.timeline import summed
+
+MIN_STEPS = 20  # steady steps before a rule speaks: one log window by default
+DATA_WAIT = 0.10
+"""Share of a step. Below it at most a tenth can be saved, which is as much as a busy neighbour changes."""
+LOADERS_BUSY = 0.7
+"""Share of the time in which loader processes load. Below it they have time to spare, and a step that waits does so for
+another reason: the first batch of an epoch, or a batch on its way between processes."""
+READING = 0.5
+"""Share of the loading in which it neither computes nor waits for a core: from here on, bytes are the larger part."""
+CROWDED = 0.10
+"""Share of the run's own use of the cores that surplus workers must have; below it they cost the step little."""
+FULL_CORES = 90.0  # percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
+LOW_GPU = 70.0
+"""Percent, of the mean sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
+HALF_MEMORY = 0.5  # share of a GPU's memory: a batch twice as large still fits
+FIXED_SHARE = 0.20
+"""Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves a
+tenth of the time of an image."""
+IMBALANCE = 1.2  # slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2.
+GROWTH, GROWTH_MIB = 0.05, 64.0
+"""Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
+while its allocators settle."""
+SHARED = 0.20  # share of the machine's cores. Where other programs use more, they may be why a rank is late.
+APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
+"""Shares of the time after the set-up. They are for the run's safety, and half of them are seldom missed."""
+FORWARD = 0.5
+"""Share of a step. A backward pass takes twice as long as its forward pass, so the forward pass of a usual step has at
+most a third. More, and twice as long as the backward pass: something computes without gradients, or in Python."""
+PROFILED = 6  # steps of a profile that is advised
+SERIOUS = 0.20
+"""Share of the time that may be saved; from here on a finding is a warning, and is printed while the run goes."""
+
+
+Rule = Callable[[Evidence], Finding | None]
+
+
+class Advice(NamedTuple):
+    """One key of the configuration, a value to try, and what that does."""
+
+    key: str
+    value: Any
+    effect: str
+
+
+def find(evidence: Evidence) -> list[Finding]:
+    """Return the findings of all rules, the most serious first."""
+    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    return sorted(findings, key=lambda finding: finding.severity != "warning")
+
+
+def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: Advice) -> Finding:
+    severity, text = "warning" if saves >= SERIOUS else "info", f"Set {advice.key}={advice.value}: {advice.effect}"
+    return Finding(rule, severity, evidence, threshold, text, advice.key, advice.value)
+
+
+# -------------------------------------------------------------------------------------------------------- the data
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a step waits for its data because loading is slow."""
+
+    ms: float
+    step_ms: float
+    loading: Loading  # of a step's images, milliseconds, one after the other
+
+    @property
+    def share(self) -> float:
+        return self.ms / self.step_ms
+
+    @property
+    def reading(self) -> float:
+        """Share of the loading that waits for bytes."""
+        return 1 - min(1.0, self.loading.busy / self.loading.seconds)
+
+    @property
+    def text(self) -> str:
+        return f"a step waits {self.ms:.1f} of {self.step_ms:.1f} ms ({100 * self.share:.0f} %) for its data"
+
+
+def data_wait(evidence: Evidence) -> Wait | None:
+    """Return the wait for data; None where it is short, or where loading is not its cause or is not known."""
+    step, facts, loading = evidence.step(), evidence.facts, evidence.loading()
+    step_ms, data = sum(step.values()), step.get("data", 0.0)
+    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * step_ms or not loading.seconds:
+        return None
+    if loading.seconds < LOADERS_BUSY * facts.workers * step_ms:
+        return None
+    return Wait(data, step_ms, loading)
+
+
+def _can_add(evidence: Evidence) -> bool:
+    """Return whether another data worker may help: a core is free for it."""
+    return evidence.facts.workers < evidence.facts.room and (evidence.load() or 0.0) < FULL_CORES
+
+
+def dataloader(evidence: Evidence) -> Finding | None:
+    """Too few loader processes: the step waits for decoding, and there are cores for more of it."""
+    wait, facts = data_wait(evidence), evidence.facts
+    if wait is None or wait.reading >= READING or not _can_add(evidence):
+        return None
+    compute = max(wait.step_ms - wait.ms, 1e-9)
+    value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
+    text = f"{wait.text}, with data.workers={facts.workers} on {facts.share} cores"
+    advice = Advice("data.workers", value, "images are then decoded while the step computes.")
+    return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice)
+
+
+def io_bottleneck(evidence: Evidence) -> Finding | None:
+    """The step waits for bytes: what loads does not compute."""
+    wait, facts = data_wait(evidence), evidence.facts
+    if wait is None or wait.reading < READING:
+        return None
+    text = f"{wait.text}, and {100 * wait.reading:.0f} % of the loading time is waiting for bytes"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step, {100 * READING:.0f} % of the loading"
+    advice = Advice("data.store", facts.new_store, "each image is then read once, in the first epoch.")
+    if not facts.new_store:
+        advice = Advice("data.workers", 2 * max(1, facts.workers), "more images are then read at the same time.")
+    return _finding("IOBottleneck", wait.share, text, threshold, advice)
+
+
+def cpu_bottleneck(evidence: Evidence) -> Finding | None:
+    """The cores have no room: more loader processes than cores, or decoding that no core is left for."""
+    facts, wait, load = evidence.facts, data_wait(evidence), evidence.load()
+    workers, own = (evidence.mean(lambda sample, name=name: sample[name]) for name in ("workers_cpu", "process_cpu"))
+    if load is None or workers is None or own is None or evidence.steps() < MIN_STEPS:
+        return None
+    text, taken, loading = f"the cores are {load:.0f} % busy", workers / max(workers + own, 1e-9), evidence.loading()
+    decodes = loading.decoding >= READING * loading.seconds
+    store = Advice("data.store", facts.new_store, "each image is then decoded once, in the first epoch.")
+    crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
+    if crowded and loading.busy > (1 - READING) * loading.seconds:
+        text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
+        text += f"{100 * taken:.0f} % of what the run gets of them"
+        fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores.")
+        advice = store if decodes and facts.new_store else fewer
+        return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
+    if wait is None or wait.reading >= READING or _can_add(evidence):
+        return None
+    # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
+    saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
+    if saves < DATA_WAIT or not facts.new_store:
+        return None
+    text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; "
+    text += f"{100 * wait.loading.decoding / wait.loading.seconds:.0f} % of the loading is decoding"
+    threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
+    return _finding("CPUBottleneck", saves, text, threshold, store)
+
+
+# --------------------------------------------------------------------------------------------------------- the GPU
+
+
+def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
+    """Return the mean of the highest values, one for each rank: the run may use some GPUs of the machine, or none."""
+    values = sorted((gpu[name] for gpu in sample["gpu"] if name in gpu), reverse=True)
+    used = values[: evidence.facts.local_ranks] if evidence.facts.device == "cuda" else []
+    return statistics.mean(used or [math.nan])
+
+
+def low_gpu_utilization(evidence: Evidence) -> Finding | None:
+    """The GPU is idle: the data come late, or the host hands over too little work at a time."""
+    load = evidence.mean(lambda sample: _gpu(evidence, sample, "utilization"))
+    if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
+        return None
+    wait, facts = data_wait(evidence), evidence.facts
+    text, threshold = f"the GPU is {load:.0f} % busy", f"{LOW_GPU:.0f} %"
+    saves = 1 - load / 100
+    if wait is not None:
+        advice = Advice("data.workers", max(facts.workers + 1, facts.share - 1), "the GPU then waits less.")
+        return _finding("LowGPUUtilization", saves, f"{text}, and {wait.text}", threshold, advice)
+    effect = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
+    advice = Advice("student.compile", "on", effect)
+    return _finding("LowGPUUtilization", saves, f"{text}, and loading is not the cause", threshold, advice)
+
+
+def gpu_memory_increase(evidence: Evidence) -> Finding | None:
+    """Memory grows from quarter to quarter of the run: the GPU's, and on a CPU the process's."""
+    samples, facts = evidence.during(), evidence.facts
+    on_gpu = facts.device == "cuda" and any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
+    values = [_gpu(evidence, sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
+    if len(values) < 4 * MIN_SAMPLES:
+        return None
+    size = len(values) / 4
+    quarters = [statistics.median(values[round(i * size) : round((i + 1) * size)]) for i in range(4)]
+    grown, rising = quarters[-1] - quarters[0], all(a < b for a, b in itertools.pairwise(quarters))
+    if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
+        return None
+    whose = "the GPU's memory" if on_gpu else "the training process"
+    text = f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps, "
+    text += "in every quarter"
+    threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
+    if facts.store == "ram":
+        advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
+    else:
+        effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
+        advice = Advice("profile.steps", _last_steps(evidence), effect)
+    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice)
+
+
+def _last_steps(evidence: Evidence) -> list[int]:
+    last = evidence.steady()[-1]["step"]
+    return [max(1, last - PROFILED), last - 1]
+
+
+# -------------------------------------------------------------------------------------------------------- the steps
+
+
+def batch_size(evidence: Evidence) -> Finding | None:
+    """A step is too small: much of it does not depend on the number of images."""
+    step, facts = evidence.step(), evidence.facts
+    if evidence.steps() < MIN_STEPS:
+        return None
+    # a rank that is early waits in its communication for those that are late, which is no cost of the batch
+    ranks = [rank for rank in evidence.timelines if evidence.steps(rank)]
+    needed = min(evidence.step(rank).get("communication", 0.0) for rank in ranks)
+    late = step.get("communication", 0.0) - (0.0 if evidence.others() >= SHARED else needed)
+    computing = sum(step.values()) - step.get("data", 0.0) - late
+    fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other")) - late
+    memory = evidence.mean(lambda one: _gpu(evidence, one, "memory_mib") / _gpu(evidence, one, "memory_total_mib"))
+    if fixed < FIXED_SHARE * computing or (memory is not None and memory >= HALF_MEMORY):
+        return None
+    share = fixed / computing
+    text = f"optimizer, communication and bookkeeping take {100 * share:.0f} % of a step of {facts.batch_size} images"
+    effect = "they then cost an image a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
+    advice = Advice("data.batch_size", 4 * facts.batch_size, effect)
+    return _finding("BatchSize", 0.75 * share, text, f"{100 * FIXED_SHARE:.0f} %", advice)
+
+
+def load_balancing(evidence: Evidence) -> Finding | None:
+    """One rank works longer than the others, which wait for it."""
+    ranks = [rank for rank in evidence.timelines if evidence.steps(rank) >= MIN_STEPS]
+    if len(ranks) < 2:
+        return None
+    own = {rank: {n: v for n, v in evidence.step(rank).items() if n not in ("communication", "wait")} for rank in ranks}
+    lengths = {rank: sum(step.values()) for rank, step in own.items()}
+    slow = max(lengths, key=lambda rank: lengths[rank])
+    others = [rank for rank in ranks if rank != slow]
+    usual = statistics.median(lengths[rank] for rank in others)
+    if lengths[slow] < IMBALANCE * usual:
+        return None
+    excess = {n: v - statistics.median(own[rank].get(n, 0.0) for rank in others) for n, v in own[slow].items()}
+    span = max(excess, key=lambda name: excess[name])
+    text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
+    threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
+    advice = Advice("profile.steps", _last_steps(evidence), "the trace of rank 0 shows what it waits for.")
+    if span == "data" and evidence.facts.new_store:
+        effect = "reading and decoding then cost each rank the same."
+        advice = Advice("data.store", evidence.facts.new_store, effect)
+    elif span == "data" and evidence.facts.workers == 0:
+        advice = Advice("data.workers", 1, "its data are then loaded while it computes.")
+    return _finding("LoadBalancing", saves, text, threshold, advice)
+
+
+def time_share(evidence: Evidence) -> Finding | None:
+    """Evaluations, checkpoints or the forward pass take more of the run's own table than they should."""
+    rows = [row for row in evidence.timelines.get(0, ()) if row["kind"] != "setup" and row.get("clock") != "tracing"]
+    total, made = summed([row.get("device_ms", row["ms"]) for row in rows]), sum(row["steps"] for row in rows)
+    for name, every in (("evaluation", evidence.facts.evaluate), ("checkpoint", evidence.facts.checkpoint)):
+        share = total.get(name, 0.0) / max(sum(total.values()), 1e-9)
+        if share < APART_MOST[name] or made < 2 * every or not every:  # one at the end stays, however seldom the others
+            continue
+        rest, most = share / (1 - share), APART_MOST[name] / 2
+        value = every * math.ceil(rest * (1 - most) / most)
+        key = "run.every.evaluate" if name == "evaluation" else "run.every.checkpoint"
+        advice = Advice(key, value, f"there is then one in {value} steps instead of {every}.")
+        text = f"{name} takes {100 * share:.0f} % of the time"
+        return _finding("TimeShare", share - most, text, f"{100 * APART_MOST[name]:.0f} %", advice)
+    step = evidence.step()
+    whole, forward, backward = sum(step.values()), step.get("forward", 0.0), step.get("backward", 0.0)
+    if not rows or evidence.steps() < MIN_STEPS or forward < max(FORWARD * whole, 2 * backward):
+        return None
+    text = f"the forward pass with its losses takes {100 * forward / whole:.0f} % of a step, the backward pass "
+    text += f"{100 * backward / whole:.0f} %"
+    effect = "the trace shows what computes there: a loss of your own, or a layer that works in Python."
+    advice = Advice("profile.steps", _last_steps(evidence), effect)
+    threshold = f"{100 * FORWARD:.0f} %, and twice the backward pass"
+    return _finding("TimeShare", (forward - backward) / whole, text, threshold, advice)
+
+
+RULES: tuple[Rule, ...] = (
+    cpu_bottleneck,
+    io_bottleneck,
+    low_gpu_utilization,
+    load_balancing,
+    dataloader,
+    batch_size,
+    gpu_memory_increase,
+    time_share,
+)

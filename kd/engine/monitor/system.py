@@ -1,0 +1,163 @@
+"""Samples of the machine while a run goes: cores, memory, disk, network, GPUs; from a thread."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kd.core.host import cores
+from kd.files.storage import append_rows, log
+
+INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
+CHILDREN_EVERY = 10  # samples between two looks for child processes: the system lists all of its processes for it
+MIB = 2**20
+
+
+class Monitor:
+    """Sample this machine in the background. Used as a context."""
+
+    def __init__(self, path: Path, fresh: bool = True, interval: float = 0.0) -> None:
+        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds; 0: `INTERVAL`.
+
+        `fresh` removes an earlier file.
+        """
+        self.path, self.interval = path, interval or INTERVAL
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)
+        if fresh:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Monitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        """Sample until the end. After an error the monitor warns and stops; training goes on."""
+        try:
+            with closing(Sampler()) as sampler:
+                while not self._over.wait(self.interval):
+                    append_rows(self.path, sampler.sample())
+        except Exception as error:
+            log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
+
+
+class Sampler:
+    """The last totals, from which a sample's rates follow, and the devices of this machine."""
+
+    def __init__(self) -> None:
+        affinity = getattr(psutil.Process(), "cpu_affinity", None)
+        self._cores = affinity() if affinity is not None else list(range(cores()))
+        self._own, self._count = psutil.Process(), 0
+        self._workers: list[psutil.Process] = []
+        self._gpus = Gpus()
+        self._time, self._totals = time.monotonic(), self._counters()
+        psutil.cpu_percent(percpu=True)  # the first call of each has nothing to compare with
+        psutil.cpu_times_percent()
+        self._own.cpu_percent()
+
+    def sample(self) -> dict[str, Any]:
+        """Return a row; rates and loads are means since the last one."""
+        if self._count % CHILDREN_EVERY == 0:
+            self._find_workers()
+        self._count += 1
+        now, totals = time.monotonic(), self._counters()
+        seconds = max(now - self._time, 1e-9)
+        rates = [(new - old) / seconds / MIB for new, old in zip(totals, self._totals, strict=True)]
+        self._time, self._totals = now, totals
+        load, memory = psutil.cpu_percent(percpu=True), psutil.virtual_memory()
+        return {
+            "time": round(time.time(), 3),
+            "cpu": [load[core] for core in self._cores if core < len(load)],
+            "iowait": getattr(psutil.cpu_times_percent(), "iowait", 0.0),
+            "memory_mib": round((memory.total - memory.available) / MIB, 1),
+            "memory_total_mib": round(memory.total / MIB, 1),
+            "process_mib": round(self._own.memory_info().rss / MIB, 1),
+            "process_cpu": self._own.cpu_percent(),
+            "workers": len(self._workers),
+            "workers_cpu": round(sum(_load(worker) for worker in self._workers), 1),
+            "disk_read_mib_s": round(rates[0], 3),
+            "disk_write_mib_s": round(rates[1], 3),
+            "network_mib_s": round(rates[2], 3),
+            "gpu": self._gpus.sample(),
+        }
+
+    def _find_workers(self) -> None:
+        before = {worker.pid: worker for worker in self._workers}
+        # psutil counts a load from the last call on the same object
+        self._workers = [before.get(child.pid, child) for child in self._own.children()]
+
+    @staticmethod
+    def _counters() -> tuple[float, float, float]:
+        """Return bytes read from and written to disks, and sent and received over networks, since the machine began."""
+        disk = psutil.disk_io_counters()
+        network = psutil.net_io_counters(pernic=True)
+        moved = sum(n.bytes_sent + n.bytes_recv for name, n in network.items() if not name.startswith("lo"))
+        return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
+
+    def close(self) -> None:
+        self._gpus.close()
+
+
+def _load(process: psutil.Process) -> float:
+    try:
+        return process.cpu_percent()
+    except psutil.Error:  # it has ended
+        return 0.0
+
+
+class Gpus:
+    """NVIDIA GPUs of this machine, by nvidia-ml-py where it and a driver are present. NEVER RUN on a GPU."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._handles: Sequence[Any] = ()
+        try:
+            import pynvml
+        except ImportError:
+            return
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+    def sample(self) -> list[dict[str, float]]:
+        """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as far as it reports them."""
+        return [self._one(handle) for handle in self._handles]
+
+    def _one(self, handle: Any) -> dict[str, float]:
+        nvml, row = self._nvml, {}
+        reads: tuple[Callable[[], dict[str, float]], ...] = (
+            lambda: {"utilization": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
+            lambda: _memory(nvml.nvmlDeviceGetMemoryInfo(handle)),
+            lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000},
+        )
+        for read in reads:
+            with suppress(nvml.NVMLError):  # a virtual GPU does not report its power
+                row |= read()
+        return row
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            with suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+
+
+def _memory(info: Any) -> dict[str, float]:
+    return {"memory_mib": round(info.used / MIB, 1), "memory_total_mib": round(info.total / MIB, 1)}
+
+
+def file_name(host: str, rank: int) -> str:
+    """Return the name of a host's file of samples."""
+    return f"monitor_{re.sub(r'[^A-Za-z0-9.-]', '-', host)}_{rank}.jsonl"

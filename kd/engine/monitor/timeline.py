@@ -1,0 +1,349 @@
+"""Timeline: the time of a run by the loop's spans, always recorded.
+
+Every entry into a span and every exit charges the time since the last one to the innermost open span. So the parts sum
+to the wall-clock, and a span inside another is not counted twice. docs/findings.md says what each span measures.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kd.core.types import UNKNOWN, Loading, State
+from kd.files.storage import append_rows, keep_rows, log
+
+APART = ("evaluation", "checkpoint", "setup", "profile")  # spans that are no part of a step
+WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill
+
+
+@dataclass(slots=True)
+class Step:
+    """The times of one step by span: seconds of the host, milliseconds of the device."""
+
+    host: dict[str, float] = field(default_factory=dict)
+    device: dict[str, float] = field(default_factory=dict)
+    regions: dict[str, float] = field(default_factory=dict)
+    loading: Loading = UNKNOWN
+    done: bool = False
+
+    def ms(self, on_device: bool) -> dict[str, float]:
+        return dict(self.device) if on_device else {name: 1000 * seconds for name, seconds in self.host.items()}
+
+
+class DeviceClock:
+    """Times of a device by events, which are read once the device has passed them. The host never waits."""
+
+    def __init__(self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
+        """Use `event` to make objects with `record`, `query` and `elapsed_time` (milliseconds)."""
+        self._make, self._free = event, []
+        self._open: deque[tuple[Any, str, dict[str, float]]] = deque()
+
+    def mark(self, name: str, times: dict[str, float]) -> None:
+        """Charge the device's time since the last mark to `times[name]`, once the device has come so far."""
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        self._open.append((event, name, times))
+
+    def read(self) -> None:
+        """Charge all intervals that the device has passed."""
+        while len(self._open) > 1 and self._open[1][0].query():
+            begin = self._open.popleft()[0]
+            end, name, times = self._open[0]
+            times[name] = times.get(name, 0.0) + begin.elapsed_time(end)
+            self._free.append(begin)
+
+
+class _Span:
+    """One name; entering and leaving it is a boundary. Its state is the timeline's, so it may be used again at once."""
+
+    __slots__ = ("name", "timeline")
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self.timeline, self.name = timeline, name
+
+    def __enter__(self) -> None:
+        self.timeline._enter(self.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.timeline._exit()
+
+
+class Timeline:
+    """Time a run by its spans. Used as a context: from the opened run folder to the end of the loop."""
+
+    def __init__(
+        self,
+        clock: str = "host",
+        path: Path | None = None,
+        start: int = 0,
+        communication: Callable[[], float] = lambda: 0.0,
+        device: DeviceClock | None = None,
+        on_step: Callable[[int], None] = lambda step: None,
+        since: float | None = None,
+    ) -> None:
+        """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now.
+
+        `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
+        "tracing": the host hands work over that runs later, and no events tell when. Rows are appended to `path`, if
+        any; those after the `start` steps that an earlier start of this run has made are dropped. `communication`
+        returns the milliseconds a step since its last call that the backward pass waited for the reduction of
+        gradients; `on_step` gets a step's number before its first span.
+        """
+        self.clock, self.path, self.start = clock, path, start
+        self.totals: dict[str, float] = {}
+        """Milliseconds by span, of all rows so far; of the device where it has events."""
+        self.made = 0
+        """Steps of this start, in all rows so far."""
+        self.communication, self.on_step = communication, on_step
+        self._device = device if device is not None or clock != "device" else DeviceClock()
+        self._spans: dict[str, _Span] = {}
+        self._stack: list[tuple[str, Any]] = []
+        self._setup: Step | None = Step()
+        self._now = self._setup
+        self._steps: list[Step] = []
+        """Of the window: done, or under way."""
+        self._ended = False
+        self._waited = 0.0
+        self.loading: Callable[[], Loading] = Loading
+        """Returns how long all batches so far took to load."""
+        self._loaded = Loading()
+        self._last = time.perf_counter() if since is None else since
+        if self._device is not None:
+            self._device.mark("setup", {})
+            self._setup.device["setup"] = 1000 * (time.perf_counter() - self._last)
+        self._keep_rows()
+
+    def __enter__(self) -> Timeline:
+        active.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        active.remove(self)
+        self.close()
+
+    def span(self, name: str) -> _Span:
+        """Return the context of a span. See `kd.engine.run.Span`."""
+        span = self._spans.get(name)
+        if span is None:
+            span = self._spans[name] = _Span(self, name)
+        return span
+
+    def _enter(self, name: str) -> None:
+        if name == "data" and not self._stack and (self._now is self._setup or self._now.done):
+            self._next_step()
+        else:
+            self._charge()
+        self._stack.append((name, marked(name)))
+
+    def _exit(self) -> None:
+        self._charge()
+        name, mark = self._stack.pop()
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if name == "optimizer":
+            self._now.done = True
+        elif name == "data":
+            self._count_loading()
+
+    def _count_loading(self) -> None:
+        """Charge the loading of the batches that have arrived since the last call."""
+        before, self._loaded = self._loaded, self.loading()
+        new = Loading(*(now - then for now, then in zip(self._loaded, before, strict=True)))
+        self._now.loading = self._now.loading.plus(new)
+
+    def _charge(self) -> None:
+        """Charge the time since the last boundary to the innermost open span."""
+        now, name, times = time.perf_counter(), self._stack[-1][0] if self._stack else "other", self._now.host
+        if self._now is self._setup and name == "other":
+            name = "setup"
+        times[name] = times.get(name, 0.0) + now - self._last
+        self._last = now
+        if self._device is not None:
+            self._device.mark(name, self._now.device)
+
+    def _next_step(self) -> None:
+        self._charge()
+        if self._device is not None:
+            self._device.read()
+        if self._ended:
+            self._write()
+        self._now = Step()
+        self._steps.append(self._now)
+        self.on_step(self.start + self.made + len(self._steps))
+
+    def add_region(self, name: str, seconds: float) -> None:
+        self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
+
+    def window(self, state: State) -> Mapping[str, float]:
+        """End a log window and return what its training row gains: `step_ms`, `data_wait`, `ms_NAME`."""
+        self._charge()
+        if self._device is not None:
+            self._device.read()
+        self._ended, self._waited = True, self.communication()
+        steps = [self._of_step(step) for step in self._steps if step.done]
+        if not steps:
+            return {}
+        sums = summed(steps)
+        values = {"step_ms": statistics.median(sum(step.values()) for step in steps)}
+        values["data_wait"] = sums.get("data", 0.0) / max(sum(sums.values()), 1e-9)
+        return values | {f"ms_{name}": value / len(steps) for name, value in sums.items()}
+
+    def _times(self, step: Step) -> dict[str, float]:
+        """Return the milliseconds of a step by span, of the device where it has events.
+
+        The wait for the reduction of gradients is taken out of the backward pass.
+        """
+        times = step.ms(self._device is not None)
+        if self._waited and "backward" in times:
+            times["communication"] = min(self._waited, times["backward"])
+            times["backward"] -= times["communication"]
+        return times
+
+    def _of_step(self, step: Step) -> dict[str, float]:
+        return {name: value for name, value in self._times(step).items() if name not in APART}
+
+    def _write(self) -> None:
+        steps, self._steps, self._ended = self._steps, [], False
+        first, warm = max(0, 1 - self.made), max(0, WARM_UP - self.made)
+        groups = [("setup", [self._setup] if self._setup is not None else [])]
+        groups += [("first", steps[:first]), ("warm-up", steps[first:warm]), ("steady", steps[warm:])]
+        self._setup = None
+        end = time.time() - sum(sum(step.host.values()) for step in steps)
+        rows = []
+        for kind, group in groups:
+            if group:
+                end += sum(sum(step.host.values()) for step in group) if kind != "setup" else 0.0
+                self.made += sum(step.done for step in group)
+                rows.append(self._row(kind, group, end))
+                for name, value in rows[-1].get("device_ms", rows[-1]["ms"]).items():
+                    self.totals[name] = self.totals.get(name, 0.0) + value
+        self._append(rows)
+
+    def _row(self, kind: str, steps: Sequence[Step], end: float) -> dict[str, Any]:
+        last = self.start + self.made
+        ms = summed([self._times(step) if self._device is None else step.ms(False) for step in steps])
+        row: dict[str, Any] = {"time": round(end, 3), "step": last, "steps": sum(step.done for step in steps)}
+        row |= {"kind": kind, "clock": self.clock, "wall_ms": round(sum(ms.values()), 3), "ms": rounded(ms)}
+        loading = functools.reduce(Loading.plus, (step.loading for step in steps))
+        if loading.seconds:
+            row["loading_ms"] = {name: round(1000 * value, 3) for name, value in loading._asdict().items()}
+        if self._device is not None:
+            row["device_ms"] = rounded(summed([self._times(step) for step in steps]))
+        times = [self._of_step(step) for step in steps if step.done]
+        if times:
+            row |= describe(times, last - len(times) + 1)
+        regions = summed([step.regions for step in steps])
+        return row | ({"regions": rounded(regions)} if regions else {})
+
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self.path is None or not rows:
+            return
+        try:
+            append_rows(self.path, *rows)
+        except OSError as error:  # no reason to end the run
+            log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
+            self.path = None
+
+    def _keep_rows(self) -> None:
+        """Drop rows of steps that will be made again."""
+        if self.path is not None:
+            with suppress(OSError, ValueError):
+                keep_rows(self.path, lambda row: 0 < self.start >= row["step"])
+
+    def close(self) -> None:
+        """Write the last rows. Time after the last complete step counts to the last of them."""
+        self._charge()
+        if self._device is not None:
+            self._device.read()
+        if self._now is not self._setup and not self._now.done and len(self._steps) > 1:
+            rest = self._steps.pop()
+            for name, seconds in rest.host.items():
+                self._steps[-1].host[name] = self._steps[-1].host.get(name, 0.0) + seconds
+        if self._steps or self._setup is not None:
+            self._write()
+
+
+def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums by name."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def rounded(values: Mapping[str, float]) -> dict[str, float]:
+    """Return milliseconds with three decimals."""
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]:
+    """Return the median and the slowest of consecutive steps (milliseconds by span), numbered from `first` on.
+
+    The span of the slowest step is the one that exceeds its own median the most.
+    """
+    lengths = [sum(step.values()) for step in steps]
+    median = statistics.median(lengths)
+    names = {name for step in steps for name in step}
+    usual = {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+    slowest = max(range(len(steps)), key=lambda i: lengths[i])
+    span = max(sorted(steps[slowest]), key=lambda name: steps[slowest][name] - usual[name])
+    return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}
+
+
+active: list[Any] = []  # the timelines of this process; the last one gets the regions
+
+
+class _Mark:
+    """A range in torch.profiler, and in NVTX where CUDA is in use."""
+
+    def __init__(self, name: str) -> None:
+        self._record = torch.profiler.record_function(name)
+        self._nvtx = torch.cuda.is_initialized()
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(name)
+        self._record.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._record.__exit__(None, None, None)
+        if self._nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+def marked(name: str) -> _Mark | None:
+    """Open a profiler and NVTX range if a profiler or CUDA is active, else return None."""
+    if torch.autograd._profiler_enabled() or torch.cuda.is_initialized():  # type: ignore[attr-defined]
+        return _Mark(name)
+    return None
+
+
+@contextmanager
+def region(name: str) -> Iterator[None]:
+    """Name a part of your own loop, model or loss: `with kd.region("Forward"):`.
+
+    The name appears in torch.profiler and in NVTX. In a run of kd (`kd-train`, `kd.distill`) the time of the host also
+    appears in the rows of the timeline, below `regions`. Regions may be nested; each counts all of its time.
+
+    Only the thread that trains is timed.
+    """
+    mark, begin = marked(name), time.perf_counter()
+    try:
+        yield
+    finally:
+        if mark is not None:
+            mark.__exit__(None, None, None)
+        if active and threading.current_thread() is threading.main_thread():
+            active[-1].add_region(name, time.perf_counter() - begin)

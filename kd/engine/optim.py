@@ -1,0 +1,180 @@
+"""Parameter groups, the learning rate schedule, averaged weights, frozen layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kd.core.types import State
+
+
+def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
+    """Split trainable parameters into a group with weight decay and one without.
+
+    Without decay: vectors (biases, norms, layer scales), and parameters in a timm model's `no_weight_decay` (position
+    embeddings, class and register tokens).
+
+    Returns:
+        Up to two parameter groups for a torch optimizer. An empty group is left out, because ZeroRedundancyOptimizer
+        does not accept one.
+    """
+    decayed, kept = [], []
+    for module in modules:
+        exempt = getattr(module, "no_weight_decay", set)()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                (kept if parameter.ndim <= 1 or name in exempt else decayed).append(parameter)
+    both = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in both if group["params"]]
+
+
+def scaled(groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, float]) -> list[dict[str, Any]]:
+    """Divide parameter groups until each has one learning rate: `lr_scale` times the factor of each parameter."""
+    found = []
+    for group in groups:
+        rates: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            rates.setdefault(group.get("lr_scale", 1.0) * factors.get(parameter, 1.0), []).append(parameter)
+        found += [{**group, "params": members, "lr_scale": rate} for rate, members in rates.items()]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a constant rate.
+
+    It has no state: the rate is a function of the progress, so checkpoints do not contain it.
+    """
+
+    lr: float
+    """Peak learning rate."""
+    warmup: float
+    """Length of the warm-up as a share of the run, 0 to 1."""
+    min_lr: float
+    """Final rate as a share of `lr`."""
+    shape: str = "cosine"
+
+    def factor(self, progress: float) -> float:
+        """Return the rate at `progress` (0 to 1) as a share of the peak rate."""
+        if progress < self.warmup:
+            return progress / self.warmup
+        if self.shape == "constant":
+            return 1.0
+        after = min(1.0, (progress - self.warmup) / max(1e-12, 1 - self.warmup))
+        return self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * after)) / 2
+
+    def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float:
+        """Set the learning rate of all groups, each times its `lr_scale`, and return the one without."""
+        lr = self.lr * self.factor(progress)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        return lr
+
+
+class EMA:
+    """Keep an exponential moving average of a module's parameters and buffers.
+
+    average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step) / (10 + step), so that the random
+    initial weights lose their share early. Cost: one foreach call per step, and a float32 copy of the student.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        # The parameters themselves, not state_dict(): ZeRO replaces their storage later.
+        live = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self._live = {name: live[name] for name in module.state_dict() if live[name].is_floating_point()}
+        self.average = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the average after optimizer step number `step`, counted from 1."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Load the average into the module for an evaluation; restore the weights on exit."""
+        with torch.no_grad():
+            kept = {name: tensor.clone() for name, tensor in self._live.items()}
+            self._copy(self.average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._copy(kept)
+
+    def apply(self) -> None:
+        """Load the average into the module permanently."""
+        with torch.no_grad():
+            self._copy(self.average)
+
+    def _copy(self, tensors: dict[str, Tensor]) -> None:
+        torch._foreach_copy_(list(self._live.values()), [tensors[name] for name in self._live])
+
+    def load(self, average: dict[str, Tensor]) -> None:
+        """Restore the average from a checkpoint."""
+        with torch.no_grad():
+            for name, tensor in self.average.items():
+                tensor.copy_(average[name])
+
+
+class Frozen:
+    """Hold parameters still, and batch norm's statistics, in the first epochs or in the whole run.
+
+    What is frozen in a step is a function of the epoch, so that checkpoints do not contain it. Without a gradient an
+    optimizer passes a parameter over: neither weight decay nor momentum moves it, and an average of it stays. For a
+    part of the run gradients are computed and dropped, because DDP reduces what it was built with.
+    """
+
+    def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
+        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs.
+
+        0 epochs: for the whole run, and no gradients are computed.
+        """
+        named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        self.network, self.epochs = network, epochs
+        self.names = {name for name, parameter in network.named_parameters() if id(parameter) in matching}
+        self.norms = [
+            module
+            for module in network.modules()
+            if (own := list(module.buffers(recurse=False)))
+            and {id(tensor) for tensor in list(module.parameters(recurse=False)) or own} <= matching
+        ]
+        if not epochs:
+            for parameter in self.parameters:
+                parameter.requires_grad_(False)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are held, as they are now: a network that moves to an XLA device gets others."""
+        return [parameter for name, parameter in self.network.named_parameters() if name in self.names]
+
+    def holds(self, state: State) -> bool:
+        """Return whether it is frozen in the step after this state."""
+        return not self.epochs or state.epoch < self.epochs
+
+    def statistics(self, state: State) -> list[Tensor]:
+        """Return the buffers that no step moves after this state."""
+        return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)] if self.holds(state) else []
+
+    @contextmanager
+    def held(self, state: State) -> Iterator[None]:
+        """Hold them still in the forwards and backwards of the step after this state."""
+        if not self.holds(state):
+            yield
+            return
+        for norm in self.norms:
+            norm.training = False
+        yield
+        for norm in self.norms:
+            norm.training = True
+        for parameter in self.parameters:
+            parameter.grad = None

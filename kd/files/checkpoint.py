@@ -1,0 +1,102 @@
+"""A checkpoint is a folder: tensors.safetensors and state.json. No pickle; whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import json
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kd.core.errors import RunError
+from kd.core.types import State
+from kd.files.storage import atomic_folder, share, write_json
+
+FORMAT = 3
+TENSORS, STATE = "tensors.safetensors", "state.json"
+
+
+class Broken(RunError):
+    """A checkpoint is cut short or damaged. One of another format is not."""
+
+
+def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
+    """Write a checkpoint folder atomically, tensors as CPU copies; `info` holds JSON values, and `best` is recorded."""
+    on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    content = {"format": FORMAT, "best": best, "state": asdict(state), "info": info}
+    with atomic_folder(folder) as draft:
+        save_tensors(draft / TENSORS, on_cpu)
+        content["bytes"] = (draft / TENSORS).stat().st_size
+        content["crc32"] = {name: _crc32(tensor) for name, tensor in on_cpu.items()}
+        write_json(draft / STATE, {**content, "checksum": _checksum(content)})
+
+
+def head(folder: Path) -> tuple[State, dict[str, Any]]:
+    """Read the state of a checkpoint and the content of its state.json; one that is damaged is `Broken`."""
+    try:
+        content = json.loads((folder / STATE).read_text())
+        if content["format"] != FORMAT:
+            wrong = f"checkpoint '{folder}' has format {content['format']}, this version reads {FORMAT}"
+            raise RunError("run.folder", wrong, "", f"Choose another run.name, or remove '{folder}'")
+        if content.pop("checksum") != _checksum(content):
+            raise _broken(folder, f"is damaged: {STATE} is not what was written")
+        return State(**content["state"]), content
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unread(folder, error) from error
+
+
+def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
+    """Read a checkpoint folder; one that is cut short or damaged is `Broken`, and the error names the tensor."""
+    state, content = head(folder)
+    try:
+        with (folder / TENSORS).open("rb") as file:  # safetensors says of one that may not be read that there is none
+            size = file.seek(0, 2)
+        if size != content["bytes"]:
+            raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
+        tensors = load_file(folder / TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unread(folder, error) from error
+    for name in tensors.keys() | content["crc32"].keys():
+        if name not in tensors or _crc32(tensors[name]) != content["crc32"].get(name):
+            raise _broken(folder, f"is damaged: tensor '{name}' is not what was written")
+    return state, tensors, content["info"]
+
+
+def _crc32(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's type, shape and bytes: damage to the file's header does not change the bytes."""
+    layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """Return the CRC-32 of JSON values, the same before they are written and after they are read."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, inside of `atomic_folder`."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # safetensors hides the OSError in its text
+        raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
+    share(path)
+
+
+def _unread(folder: Path, error: Exception) -> RunError:
+    """Return the error for a checkpoint that cannot be read; only of one that is not whole it is `Broken`."""
+    wrong = f"cannot be read ({type(error).__name__}: {error})"
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+        return _broken(folder, wrong)
+    remedy = "It may be whole: let this user read it, or bring the storage back, and run the same command again"
+    return RunError("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)
+
+
+def _broken(folder: Path, wrong: str) -> Broken:
+    remedy = f"Remove '{folder}'; the same command then resumes from the checkpoint before it"
+    return Broken("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)

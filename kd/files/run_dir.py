@@ -1,0 +1,288 @@
+"""The run folder: config.yaml, manifest.json, metrics.jsonl, checkpoints/, report.md.
+
+Rank 0 writes; every rank reads (several machines need a shared file system for `run.folder`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from kd.core.errors import FolderInUse, RunError
+from kd.core.scores import Scored
+from kd.core.types import State
+from kd.files import checkpoint, storage
+
+CHECKSUM = "choices_crc32"
+"""In the manifest: a resumed run follows the choices, so they must be those that it began with."""
+
+
+class RunDir:
+    """The folder of one run. See `kd.core.contracts.RunStore`."""
+
+    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "", shared: bool = False) -> None:
+        """Name a run folder; nothing is read or written yet.
+
+        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none. Where it is
+        `shared`, several runs on several machines may write it: the last to start does, the others go on without.
+        """
+        self.path, self.rank, self.keep = path, rank, keep
+        self._mirror = None
+        if mirror and rank == 0:
+            from kd.files.mirror import Mirror  # object stores: only where a copy is kept
+
+            self._mirror = Mirror(path, mirror, shared)
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def copied(self, name: str) -> str:
+        """Return a text file of the copy; "" without a copy, or without a checkpoint in it."""
+        return self._mirror.read(name) if self._mirror is not None else ""
+
+    def restore_copy(self) -> None:
+        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`."""
+        if self._mirror is not None:
+            self._enter()
+            self._mirror.open()
+
+    def open(self, config: str, differences: Iterable[str] = ()) -> None:
+        """Make the folder or enter it again; rank 0 then locks it.
+
+        A folder without a checkpoint begins anew, so that a mistake (a wrong teacher, a corrupt image) can be repaired
+        and the command repeated.
+        """
+        keys = list(differences)
+        if keys and self._folders():
+            wrong = f"'{self.path}' holds another run; it differs in {', '.join(keys)}"
+            raise RunError("run.name", wrong, "One folder, one run", "Choose another run.name, or remove the folder")
+        if self.rank != 0:  # rank 0 may be making the folder at this moment
+            return
+        new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
+        if new and any(not path.name.startswith((".", "checkpoints", "audit")) for path in self.path.iterdir()):
+            remedy = "Choose another run.name or run.folder"
+            raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
+        if self._lock is None:
+            self._enter()
+        if not self._folders():
+            storage.write_text(self.config_file, config)
+            measured = ("choices", "measured_ms", "teacher_error")
+            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in measured}
+            self._write_manifest(choices)
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    def stored_config(self) -> str | None:
+        return self.config_file.read_text(encoding="utf-8", errors="replace") if self.config_file.is_file() else None
+
+    def step(self) -> int:
+        """Return the step of the newest checkpoint; 0 where there is none."""
+        return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what manifest.json records; empty before the first `record`."""
+        file = self.path / "manifest.json"
+        try:
+            content = json.loads(file.read_text()) if file.is_file() else {}
+            if not isinstance(content, dict) or not isinstance(content.get("choices", {}), dict):
+                raise TypeError("no object of JSON with an object `choices`")
+            expected = content.pop(CHECKSUM, None)  # older builds wrote none
+            if expected not in (None, _checksum(content.get("choices", {}))):
+                raise ValueError("`choices` were changed after they were recorded")
+        except (ValueError, TypeError, RecursionError) as error:
+            remedy = "Restore it, or choose another run.name"
+            raise RunError("run.folder", f"'{file}' is damaged ({error})", "", remedy) from error
+        return content
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to manifest.json; rank 0 only."""
+        if self.rank == 0:
+            self._write_manifest({**self.manifest(), **facts})
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        if self.rank != 0:
+            return
+        row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
+        row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
+        try:
+            storage.append_rows(self._metrics_file, row)
+        except OSError as error:
+            raise storage.disk_error(error, self._metrics_file, "run.folder") from error
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if row["kind"] == kind]
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = storage.read_rows(self._metrics_file, last=None)
+        for row in rows:
+            if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
+                wrong = f"'{self._metrics_file}' does not hold what kd writes: a row {json.dumps(row)[:80]}"
+                raise RunError("run.folder", wrong, "Rows with kind and step", "Remove that line")
+        return rows
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
+        try:
+            if self._metrics_file.is_file():  # its rows must be there when the checkpoint is
+                storage.flush(self._metrics_file)
+        except OSError as error:
+            raise storage.disk_error(error, self._metrics_file, "run.folder") from error
+        checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
+        try:
+            best_folder = self._best()
+        except RunError as error:  # the best one is unknown, so none is removed
+            storage.log.warning(str(error))
+        else:
+            for folder in self._folders()[: -self.keep]:
+                if folder != best_folder:
+                    storage.remove_folder(folder)
+        if self._mirror is not None:
+            self._mirror.push()
+
+    def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest checkpoint; metrics written after it belong to steps that will be made again.
+
+        If the best checkpoint was removed by hand, `State.best` is the accuracy of the best one that is left.
+        """
+        folders = self._folders()
+        if not folders:
+            self._truncate_metrics(0)
+            return None
+        state, tensors, info = checkpoint.read(folders[-1])
+        best = self._best()
+        if best is not None:
+            best_state, content = checkpoint.head(best)
+            state = replace(state, best=best_state.best if content["best"] else State().best)
+        self._truncate_metrics(state.step)
+        return state, tensors, info
+
+    def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
+        """Return the best checkpoint. If it was removed by hand, warn and return the best one that is left."""
+        folder = self._best()
+        if folder is None:
+            raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
+        state, content = checkpoint.head(folder)
+        if not content["best"] or state.best < checkpoint.head(self._folders()[-1])[0].best:
+            storage.log.warning(f"run: the best checkpoint of '{self.path}' is gone. '{folder.name}' is used.")
+        return checkpoint.read(folder)
+
+    def best_row(self) -> dict[str, Any]:
+        """Return the validation row of the best checkpoint; empty before the first one."""
+        folder = self._best()
+        step = checkpoint.head(folder)[0].step if folder else -1
+        return next((row for row in reversed(self.metrics("val")) if row["step"] == step), {})
+
+    def best_weights(self) -> str:
+        """Return a hash of the best checkpoint; empty before the first one."""
+        folder = self._best()
+        return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
+
+    def write_scored(self, scored: Scored) -> None:
+        """Write the score of the best checkpoint, scored.json."""
+        storage.write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
+
+    def scored(self) -> Scored | None:
+        """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing."""
+        file = self.path / "scored.json"
+        if not file.is_file():
+            return None
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            best = self.best_weights()  # "": the checkpoints were removed
+            same = content.pop("weights") == best or not best
+            return Scored.read(content) if same else None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
+            raise RunError("run.folder", wrong, "", "Remove the file") from error
+
+    def complete_copy(self) -> None:
+        if self._mirror is not None:
+            self._mirror.finish()
+
+    def close(self) -> None:
+        """Wait for uploads that have begun, and release the lock."""
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _write_manifest(self, content: dict[str, Any]) -> None:
+        more = {CHECKSUM: _checksum(content["choices"])} if "choices" in content else {}
+        storage.write_json(self.path / "manifest.json", {**content, **more})
+
+    def _folders(self) -> list[Path]:
+        found = sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
+        for folder in found:
+            if not folder.name.removeprefix("step_").isdecimal():
+                allowed = "step_ and a number"
+                raise RunError("run.folder", f"'{folder}' is no checkpoint of kd", allowed, "Move it out of the folder")
+        return found
+
+    def _best(self) -> Path | None:
+        """Return the newest checkpoint that was the best when it was written: none after it was better.
+
+        If all of those were removed by hand, return the newest checkpoint; None if the run was never evaluated.
+        """
+        folders = self._folders()
+        for folder in reversed(folders):
+            if checkpoint.head(folder)[1]["best"]:
+                return folder
+        return folders[-1] if folders and checkpoint.head(folders[-1])[0].best >= 0 else None
+
+    @property
+    def _metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def _truncate_metrics(self, step: int) -> None:
+        if self.rank == 0:
+            self.rows()  # they have steps
+            storage.keep_rows(self._metrics_file, lambda row: row["step"] <= step)
+
+    def _enter(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            storage.recover(self.checkpoints, alone=True)
+            storage.recover(self.path)
+        except OSError as error:
+            raise storage.disk_error(error, self.path, "run.folder") from error
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = storage.lock(self.path / ".lock", "run.name")
+        except RunError as error:
+            storage.log.warning(f"{error} Training goes on. Start no second process for this folder.")
+            return
+        if self._lock is None:
+            holder = (self.path / ".lock").read_text().strip() or "unknown"
+            remedy = "Wait for it, or choose another run.name"
+            raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
+
+
+def _checksum(choices: dict[str, str]) -> int:
+    return zlib.crc32(json.dumps(choices, sort_keys=True).encode())
+
+
+class Memory:
+    """Keep the metrics of a run in memory. See `kd.core.contracts.RunStore`."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Nothing: the caller holds the student."""
+
+    def restore(self) -> None:
+        return None

@@ -1,0 +1,235 @@
+"""The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules and datasets of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from kd import config
+from kd.config import Config
+from kd.core.contracts import Backend, Sifter
+from kd.core.errors import ConfigError
+from kd.core.evaluation import Evaluation, Split
+from kd.core.host import environment
+from kd.core.types import Dims
+from kd.data.loader import evaluation_plan
+from kd.engine.criterion import Criterion, Distillation
+from kd.engine.loop import train as engine_train
+from kd.engine.monitor.timeline import Timeline
+from kd.engine.run import Run
+from kd.files.run_dir import Memory, RunDir
+from kd.jobs.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
+from kd.jobs.api.result import Distilled, Origin
+from kd.jobs.distill import Result
+from kd.jobs.folder import different_keys, require_same
+from kd.jobs.observe import clock_of, where_the_time_went
+from kd.jobs.progress.console import Console
+from kd.jobs.train import train as train_job
+from kd.models.classifier import Ensemble, LogitsModel
+from kd.models.teacher import LiveTeacher
+from kd.parts import registry
+from kd.setup.build import Parts, Results, assemble, distributed, run_length
+from kd.setup.gate import sift_context
+from kd.setup.loaders import split_batch
+from kd.setup.recipe import Recipe, Record, flatten
+from kd.setup.student import build_criterion
+
+
+def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
+    """Run a configuration, as `kd-train` does.
+
+    Args:
+        settings: a YAML file, its contents, or a loaded Config.
+        overrides: `key=value`, as on the command line.
+
+    Returns:
+        The run: its folder, the metrics of its best checkpoint, its report.
+
+    Raises:
+        KdError: anything that the user can repair, in one line.
+    """
+    values = config.to_dict(settings) if isinstance(settings, Config) else settings
+    return train_job(config.load(values, overrides))
+
+
+@own_words()
+def distill(
+    *,
+    teacher: nn.Module | Sequence[nn.Module],
+    student: nn.Module,
+    train: Any,
+    val: Any,
+    losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion = "kl",
+    sifter: str | Mapping[str, Any] | Sifter = "none",
+    epochs: int = 10,
+    steps: int = 0,
+    batch_size: int = 64,
+    optimizer: Mapping[str, Any] | None = None,
+    backend: Mapping[str, Any] | None = None,
+    workers: int = 0,
+    seed: int = 0,
+    progress: bool = True,
+    labels: str = "all",
+    folder: str | Path | None = None,
+) -> Distilled:
+    """Distill any module into any module on any map-style dataset.
+
+    Both models get the very images that the dataset returns; normalization is the caller's. A model returns its logits
+    [B, C] as a tensor, as the first of a tuple, or in an object with `.logits` or `.pooler_output`.
+
+    Args:
+        teacher: maps images [B, ...] to logits; a frozen copy of it is used. Several: their probabilities are averaged.
+        student: maps the same images to logits; trained in place.
+        train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
+            but for a last batch that is not full.
+        val: the same, for evaluation; a DataLoader must not shuffle.
+        losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
+        sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.
+        epochs: passes over the data.
+        steps: optimizer steps instead; 0: `epochs` decides.
+        batch_size: images per optimizer step; a DataLoader brings its own.
+        optimizer: keys of the `optimizer` section.
+        backend: keys of the `backend` section; `precision: auto` means fp32 here.
+        workers: processes that load a map-style dataset.
+        seed: of order, views and dropout; the models' weights are the caller's.
+        progress: print progress.
+        labels: "all"; "some": loss terms on labels skip images with the label -1; "none": the datasets hold images
+            alone, or labels that are not read, and the student is compared with the teacher; "sets": a label is 0 or 1
+            for each class, for the losses bce and binary_kl.
+        folder: checkpoints and metrics are written there after each epoch; called again, `distill` resumes from it.
+
+    Raises:
+        ConfigError: an unknown key, loss or sifter, a bad value, models that answer with different classes.
+        DataError: an item is no image with a label.
+        RunError: `folder` holds another run.
+    """
+    teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
+    arguments = Arguments(teachers, student, train, val, losses, sifter, labels, workers, seed)
+    image = arguments.image()
+    size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
+    recipe = arguments.recipe(image, size, run=length, optimizer=optimizer or {}, backend=backend or {})
+    if isinstance(train, DataLoader) and folder is not None:
+        remedy = "Pass train.dataset instead of the DataLoader, or no folder"
+        raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
+    with (
+        distributed(recipe.backend) as world,
+        Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
+        _sink(folder, recipe.record, world) as sink,
+    ):
+        models = _models(arguments, image, world)
+        run = _run(recipe, arguments, models, Results(sink, console), world)
+        own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
+        start = sink.step() if isinstance(sink, RunDir) else 0
+        facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
+        with Timeline(clock_of(facts, world.device), own, start, world.communication_ms) as timeline:
+            state = engine_train(replace(run, span=timeline.span, window=timeline.window))
+        for line in where_the_time_went("distill", timeline):
+            console.info(line)
+        if run.average is not None:
+            run.average.apply()
+        world.barrier()  # rank 0 has written its rows
+        rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
+    metrics = [row for row in rows if row["kind"] == "val"][-1]
+    data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
+    return Distilled(student, metrics, rows, state, Origin(arguments, recipe, models.classes, data))
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Teachers and student, wrapped."""
+
+    teachers: Sequence[LogitsModel]
+    student: LogitsModel
+    classes: Sequence[str]
+    """Names that the training data has, or numbered ones."""
+
+
+@contextmanager
+def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator[Memory | RunDir]:
+    """Yield where rows and checkpoints go; a folder is held against other processes meanwhile."""
+    if folder is None:
+        yield Memory()
+        return
+    own = RunDir(Path(folder), world.rank)
+    differences: list[str] = []
+    if own.stored_config() is not None:
+        stored = flatten(config.to_dict(config.load(own.config_file, here=False)))
+        differences = different_keys(stored, record.shown)
+    own.open(record.yaml, differences)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models:
+    student, *teachers = [LogitsModel(module, where) for where, module in arguments.models.items()]
+    count, items = count_classes([student, *teachers], image, world.device), arguments.train
+    names = getattr(items.dataset if isinstance(items, DataLoader) else items, "classes", ())
+    numbered = [f"class_{number}" for number in range(count)]
+    named = isinstance(names, Collection) and len(names) == count
+    return Models(teachers, student, [str(name) for name in names] if named else numbered)
+
+
+def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
+    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, len(models.classes)
+    batch_size, train, labels = section.batch_size, arguments.train, arguments.labels
+    val_batch = batch_of(arguments.val, batch_size)
+    train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
+    val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
+    split = split_batch(section, world.world_size, num_images)
+    several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
+    model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
+    live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
+    known = partial(known_labels, train, labels, num_classes)
+    if not isinstance(criterion, Criterion):
+        labelled = (known() >= 0).float().mean().item() if labels == "some" else 1.0
+        dims = Dims(num_classes, 0, 0, classes=tuple(models.classes), labels=known)
+        criterion = build_criterion(recipe.student.losses, [dims], seed, labelled=labelled)
+    distillation = Distillation(models.student, criterion, task).to(world.device)
+    if isinstance(sifter, (str, Mapping)):
+        known = known if labels != "none" else partial(torch.full, (num_images,), -1)
+        context = sift_context(num_images, known, world, split, seed)
+        kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
+        sifter = registry.build("sifters", kind, options, "sifter", context=context)
+    val = Split(val_loader, evaluation_plan(num_val, val_batch))
+    evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    if isinstance(results.store, RunDir):
+        _record(results.store, recipe, arguments, models, model.identity()["teacher"], world)
+    made = Parts(distillation, live, train_loader, sifter, evaluator)
+    return assemble(recipe.loop, run_length(recipe.loop, split, section.views), world, made, results)
+
+
+def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models, teacher: str, world: Backend) -> None:
+    """Write what a run folder says of a run, as jobs do; refuse one with another teacher, student or data."""
+    facts: dict[str, Any] = {
+        "teacher": teacher,
+        "student": {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()},
+        "data": arguments.fingerprint(),
+    }
+    for key in facts:
+        require_same(key, folder.manifest(), facts)
+    world.barrier()  # every rank has read the manifest before it is written
+    scores = recipe.student.task.scores
+    folder.record(
+        **facts,
+        images=len(arguments.train),
+        classes=models.classes,
+        decides=scores.decides(arguments.labels != "none").key,
+        task=recipe.student.task.name,
+        scores=scores.record(),
+        batch=str(recipe.data.section.batch_size),
+        batch_size=recipe.data.section.batch_size,
+        backend=world.kind,
+        world_size=world.world_size,
+        machines=world.world_size // world.local_world_size,
+        environment=environment(),
+    )

@@ -1,0 +1,250 @@
+"""What `kd.distill` is called with: checked before anything runs, and refused by its own names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from kd import config
+from kd.core.contracts import Backend, Loader, Sifter
+from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError
+from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.map_dataset import BatchLoader, Labels, MapDataset
+from kd.engine.criterion import Criterion
+from kd.models.classifier import LogitsModel
+from kd.setup.recipe import Recipe, resolve
+from kd.study.finished import MAP_DATASET
+
+LABELS = ("all", "some", "none", "sets")
+OWN_WORDS = (
+    (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
+    (r"\brun\.(?:name|folder)\b", "folder"),
+    (r"\b(losses\[\d+\]|sifter|backend)\.kind\b", r"\1"),
+    (r"\b(losses\[\d*\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
+    (r"\blabels=(\w+)", r"labels='\1'"),
+)
+"""From the keys of a configuration to the arguments of `kd.distill`."""
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """Let errors name the arguments of `kd.distill` in the place of configuration keys."""
+    try:
+        yield
+    except KdError as error:
+        raise _renamed(error).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _renamed(error: KdError) -> KdError:
+    if isinstance(error, ConfigErrors):
+        return ConfigErrors([_renamed(one) for one in error.errors])
+    texts = [error.where, error.wrong, error.allowed, error.remedy]
+    for pattern, name in OWN_WORDS:
+        texts = [re.sub(pattern, name, text) for text in texts]
+    return type(error)(*texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of `distill` that are objects, or may be."""
+
+    teachers: Sequence[nn.Module]
+    student: nn.Module
+    train: Any
+    val: Any
+    losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion
+    sifter: str | Mapping[str, Any] | Sifter
+    labels: str
+    """One of `LABELS`."""
+    workers: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.labels not in LABELS:
+            raise ConfigError("labels", f"is {self.labels!r}", f"Allowed: {', '.join(LABELS)}", "Change the value")
+        if not isinstance(self.workers, int) or self.workers < 0:
+            raise ConfigError("workers", f"is {self.workers!r}", "A whole number >= 0", "Change the value")
+        for where, model in self.models.items():
+            if not isinstance(model, nn.Module):
+                wrong = f"is {type(model).__name__}"
+                raise ConfigError(where, wrong, "An nn.Module", "Build the model first; kd.train takes its name")
+        if not self.teachers:
+            raise ConfigError("teacher", "is an empty list", "One module, or several", "Pass a teacher")
+        _require_trainable(self.student)
+        for where in ("train", "val"):
+            _require_items(where, getattr(self, where))
+        if isinstance(self.train, DataLoader) and self.sifter not in ("none", {"kind": "none"}):
+            remedy = "Pass train.dataset instead of the DataLoader"
+            raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Student and teachers by the name of their argument."""
+        several = len(self.teachers) > 1
+        named = {f"teacher[{i}]" if several else "teacher": one for i, one in enumerate(self.teachers)}
+        return {"student": self.student, **named}
+
+    def recipe(self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]) -> Recipe:
+        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake.
+
+        Args:
+            image: the first of the training images.
+            batch_size: images of a step.
+            sections: keys of `run`, `optimizer` and `backend`.
+        """
+        losses: Any = self.losses
+        if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
+            losses = "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"
+        terms = losses if isinstance(losses, Sequence) and not isinstance(losses, str) else [losses]
+        sets, sifter = self.labels == "sets", self.sifter
+        shape = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
+        data = {"kind": MAP_DATASET, "images": shape, "label": "set" if sets else "class", "batch_size": batch_size}
+        if image.ndim == 3:
+            data["image_size"] = max(8, *image.shape[1:])
+        teachers = " + ".join(type(one).__qualname__ for one in self.teachers)
+        settings = config.load(
+            {
+                "run": {"name": "distill", "seed": self.seed, **sections["run"]},
+                "data": {**data, "labels": "all" if sets else self.labels},
+                "teacher": {"kind": "torch", "model": teachers},
+                "student": {"kind": "torch", "model": type(self.student).__qualname__},
+                "losses": [_section(one) for one in terms],
+                "sifter": {} if hasattr(sifter, "plan") else _section(sifter),
+                "optimizer": _section(sections["optimizer"]),
+                "backend": _section(sections["backend"]),
+            }
+        )
+        return resolve(settings)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the data of both splits, as far as items say what they are."""
+        hashes = [
+            f"loader {len(items.dataset)}"  # type: ignore[arg-type]
+            if isinstance(items, DataLoader)
+            else MapDataset(items, self.seed, where, self.labels).fingerprint()
+            for where, items in (("train", self.train), ("val", self.val))
+        ]
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+    def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
+        """Return the loader of a split, and how many images it brings.
+
+        Raises:
+            ConfigError: a DataLoader on several ranks.
+        """
+        items = getattr(self, where)
+        if not isinstance(items, DataLoader):
+            dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
+            return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, self.workers), len(dataset)
+        if world.world_size > 1:
+            remedy = "Pass the dataset: kd divides it over the ranks"
+            raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
+        num_images = drawn(items) // batch_size * batch_size
+        return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
+
+    def image(self) -> Tensor:
+        """Return the first training image, as the models get it."""
+        if not isinstance(self.train, DataLoader):
+            return MapDataset(self.train, self.seed, "train", "none").load(0, 0).pixels
+        size = batch_of(self.train, 1)
+        batches = BatchLoader(self.train, size, "train", "none").epoch(evaluation_plan(size, size), 0)
+        return next(batches).image[0]
+
+
+def batch_of(items: Any, otherwise: int) -> int:
+    """Return the batch size of a DataLoader, or `otherwise` of a dataset."""
+    own = getattr(items, "batch_size", None) or getattr(getattr(items, "batch_sampler", None), "batch_size", None)
+    return own if own and isinstance(items, DataLoader) else otherwise
+
+
+def drawn(items: Any) -> int:
+    """Return how many images a DataLoader draws in an epoch; its sampler decides."""
+    sampler = getattr(items.batch_sampler, "sampler", items.sampler)
+    return len(sampler if hasattr(sampler, "__len__") else items.dataset)
+
+
+def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
+    """Return the class of every training item; `targets`, where a dataset has them, spare reading the images."""
+    labels = Labels("train", kind, num_classes)
+    if isinstance(items, DataLoader):
+        batches = ((f"batch {number}", batch) for number, batch in enumerate(items))
+        return torch.cat([labels.check(labels.split(batch, subject)[1], subject) for subject, batch in batches])
+    targets = getattr(items, "targets", None)
+    if targets is not None and getattr(items, "target_transform", None) is None:
+        return labels.check(targets, "targets")
+    dataset = MapDataset(items, 0, "train", kind, num_classes)
+    return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
+
+
+def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:
+    """Ask all models, the student first, about one image, and return the number of their classes.
+
+    Raises:
+        ModelError: one of them fails.
+        ConfigError: the number is not the same for all.
+    """
+    image, found = image[None].to(device), {}
+    for one in models:
+        training = one.training
+        try:
+            with torch.no_grad():
+                shape = one.to(device).eval()(image).logits.shape
+        except KdError:
+            raise
+        except Exception as error:  # whatever a module of somebody else raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
+            wrong = f"fails on an image of train, {pixels}: {reason}"
+            remedy = "Resize in the transform, or in the module"
+            if not image.is_floating_point():
+                remedy = "End the transform in float pixels: image.float() / 255"
+            raise ModelError(one.where, wrong, "Both models take the images of train as they are", remedy) from error
+        one.train(training)
+        if len(shape) != 2:
+            raise ConfigError(one.where, f"returns the shape {list(shape)} for one image", "Logits [1, C]", "Wrap it")
+        found[one.where] = shape[1]
+    for where, count in found.items():
+        if count != found["student"]:
+            wrong = f"answers with {count} classes, the student with {found['student']}"
+            raise ConfigError(where, wrong, "Both must be equal, in the same order", "Change the last layer of one")
+    return found["student"]
+
+
+def _section(value: Any) -> Any:
+    """Return the section of a part that is named alone, such as "kl"."""
+    return {"kind": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else value
+
+
+def _require_trainable(student: nn.Module) -> None:
+    trained = {parameter.dtype for parameter in student.parameters() if parameter.requires_grad}
+    if not trained:
+        wrong = "has no parameter that requires a gradient"
+        raise ConfigError("student", wrong, "A module that can be trained", "Call student.requires_grad_()")
+    if small := trained & {torch.bfloat16, torch.float16}:
+        wrong = f"has weights in {str(small.pop()).removeprefix('torch.')}, which lose small updates"
+        allowed = "float32; backend={'precision': 'bf16'} computes in bfloat16"
+        raise ConfigError("student", wrong, allowed, "Call student.float()")
+
+
+def _require_items(where: str, items: Any) -> None:
+    """Require a map-style dataset with items, or a DataLoader of one."""
+    source = items.dataset if isinstance(items, DataLoader) else items
+    allowed = "A map-style dataset (len and [i]), or a DataLoader of one"
+    if isinstance(source, IterableDataset) or not all(hasattr(source, name) for name in ("__len__", "__getitem__")):
+        wrong = f"is {type(source).__name__}, which has no length or no items by number"
+        raise DataError(where, wrong, allowed, "Wrap it, or put its items into a list")
+    if not len(source):  # type: ignore[arg-type]
+        raise DataError(where, "is empty", allowed, "Check where its items come from")
+    if isinstance(items, DataLoader) and not batch_of(items, 0):
+        raise DataError(where, "is a DataLoader whose batches have no fixed size", allowed, "Pass batch_size to it")
+    if isinstance(items, DataLoader) and drawn(items) < batch_of(items, 0):
+        wrong = f"has {drawn(items)} images, and a batch {batch_of(items, 0)}"
+        raise ConfigError(where, wrong, "One full batch or more", "Take smaller batches")

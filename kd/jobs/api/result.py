@@ -1,0 +1,180 @@
+"""What `kd.distill` returns: the trained module, its scores, and its way into an export."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from kd.core.errors import ConfigError
+from kd.core.host import environment
+from kd.core.seeds import evenly_spaced
+from kd.core.text import html_table
+from kd.core.types import State
+from kd.data.loader import evaluation_plan
+from kd.data.map_dataset import BatchLoader, MapDataset
+from kd.jobs.api.arguments import Arguments, batch_of
+from kd.models.classifier import Classifier, Network, digest, resized
+from kd.setup.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kd.deploy.export.export import Exported
+
+BATCH = 16
+OFF = 0.05
+"""How far a pixel may lie from a whole grey level; 8-bit pixels that were normalized in float32 stay within 1e-4."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a student of `kd.distill` comes from."""
+
+    arguments: Arguments
+    recipe: Recipe
+    classes: Sequence[str]
+    """Names that the training data has, or class_0, class_1, ..."""
+    data: str
+    """A hash of the data; "": not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What `distill` returns."""
+
+    student: nn.Module = field(repr=False)
+    """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
+    metrics: dict[str, float]
+    """The last validation row."""
+    rows: list[dict[str, Any]] = field(repr=False)
+    """Every row of metrics, oldest first; training rows say where the time went."""
+    state: State
+    origin: Origin = field(repr=False)
+    """What `export` needs."""
+
+    def export(
+        self,
+        folder: str | Path,
+        mean: Sequence[float],
+        std: Sequence[float],
+        classes: Sequence[str] = (),
+        **options: Any,
+    ) -> Exported:
+        """Export the student as `kd-export` does: weights, graphs for `kd-serve` and `kd-predict`, model card.
+
+        The graph takes 8-bit pixels and normalizes them. Each graph is compared with PyTorch on images of `val`, whose
+        pixels are brought back to 8 bits with `mean` and `std`, and refused if it answers otherwise.
+
+        Args:
+            folder: the new folder; an earlier export there is replaced.
+            mean: of each channel, for pixels in 0..1, as the transform of `val` normalizes.
+            std: standard deviation of each channel, likewise.
+            classes: names in the order of the logits; empty: the `classes` of the training dataset, or numbered.
+            options: fields of `kd.deploy.export.export.Options`, such as `int8=True`.
+
+        Raises:
+            ConfigError: images that are no square RGB pixels, or were normalized otherwise.
+            ModelError: a graph does not answer as PyTorch does.
+            RunError: something else lies at `folder`, or the disk is full.
+        """
+        from kd.deploy.export.export import Options, Subject, write  # most callers do not export
+
+        origin, names = self.origin, list(classes or self.origin.classes)
+        if len(names) != len(origin.classes):
+            wrong = f"names {len(names)} classes, but the student answers with {len(origin.classes)}"
+            raise ConfigError("classes", wrong, "One name for each logit", "Correct the names")
+        pixels = Pixels(origin.arguments, tuple(mean), tuple(std))
+        size = next(pixels.batches(1))[0].shape[-1]
+        network = Network(copy.deepcopy(self.student).cpu().eval())
+        name = type(self.student).__qualname__
+        student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
+        recipe = origin.recipe
+        plan = replace(recipe.data, section=replace(recipe.data.section, image_size=size))
+        named = replace(recipe.record, name=Path(folder).resolve().name)
+        provenance = {"kd": environment()["packages"]["kd"], "step": self.state.step, "metrics": self.metrics}
+        subject = Subject(
+            recipe=replace(recipe, data=plan, record=named),
+            student=student,
+            classes=names,
+            data=origin.data or "not recorded",
+            provenance={**provenance, "run": named.name, "digest": digest(network), "eval_crop": 1.0},
+            origin="those of the module that was passed to kd.distill",
+            images=lambda: nullcontext(pixels.batches),
+        )
+        return write(subject, Path(folder), Options(**options))
+
+    def _repr_html_(self) -> str:
+        """Return the scores as a table, for notebooks."""
+        scores = self.origin.recipe.student.task.scores
+        rows = scores.table({**scores.of_teachers(self.metrics), "student": self.metrics})
+        shown = html_table(rows) if scores.own[0].key in self.metrics else ""
+        return f"{shown}<p>{scores.against_teacher(self.metrics)}</p>"
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """The images as 8-bit pixels."""
+
+    arguments: Arguments
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
+
+        Those of a dataset are evenly spaced, those of a DataLoader its first ones. `training`: training images instead,
+        as near as 8 bits and the size of the others come to what their augmentation made.
+        """
+        if not training:
+            for image, label in self._read(self.arguments.val, "val", limit):
+                yield self.levels(image), label
+            return
+        size = next(self.batches(1))[0].shape[-1]
+        for image, label in self._read(self.arguments.train, "train", limit):  # augmented: between grey levels, cropped
+            yield resized(self._scaled(image).clamp(0, 255), size).round().to(torch.uint8).numpy(), label
+
+    def _read(self, items: Any, split: str, limit: int) -> Iterator[tuple[Tensor, np.ndarray]]:
+        labels = self.arguments.labels
+        if isinstance(items, DataLoader):
+            size = batch_of(items, 1)
+            count = min(limit or len(items.dataset), len(items.dataset))  # type: ignore[arg-type]
+            for batch in BatchLoader(items, size, split, labels).epoch(evaluation_plan(count, size), 0):
+                yield batch.image, batch.label.numpy()
+            return
+        dataset = MapDataset(items, self.arguments.seed, split, labels)
+        ids = evenly_spaced(len(dataset), limit or len(dataset))
+        for first in range(0, len(ids), BATCH):
+            samples = [dataset.load(id, 0) for id in ids[first : first + BATCH]]
+            yield torch.stack([sample.pixels for sample in samples]), np.array([sample.label for sample in samples])
+
+    def levels(self, image: Tensor) -> np.ndarray:
+        """Return normalized images [B, 3, S, S] as uint8.
+
+        Raises:
+            ConfigError: they are none, or were normalized by another mean and std.
+        """
+        if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] != image.shape[3] or not image.is_floating_point():
+            pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
+            remedy = "Write your own export with torch.onnx"
+            raise ConfigError("val", f"has images {pixels}", "An endpoint answers for square float [3, S, S]", remedy)
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
+            raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0", "Correct them")
+        levels = self._scaled(image)
+        near = levels.round()
+        if not (levels - near).abs().max() <= OFF or near.min() < 0 or near.max() > 255:
+            worst = levels.flatten()[(levels - near.clamp(0, 255)).abs().argmax()].item()
+            wrong = f"and std make a grey level {worst:.2f} of a pixel of val"
+            allowed = "Whole numbers 0 to 255: the mean and std with which the transform normalizes 8-bit pixels"
+            raise ConfigError("mean", wrong, allowed, "Pass those, and resize before the conversion to float")
+        return near.to(torch.uint8).numpy()
+
+    def _scaled(self, image: Tensor) -> Tensor:
+        mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in (self.mean, self.std))
+        return 255 * (image.cpu().double() * std + mean)

@@ -1,0 +1,218 @@
+"""What a run will take, from a few measured steps: no weights are loaded and nothing is trained."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from kd.config.reads import build_task
+from kd.config.schema import LossSection, TaskSection
+from kd.core.contracts import Backend, Dataset, Teacher
+from kd.core.errors import DataError
+from kd.core.host import cores
+from kd.core.types import Dims
+from kd.engine.criterion import Distillation
+from kd.models.classifier import Classifier
+from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.parts import registry
+from kd.setup.data import Data
+from kd.setup.gate import loading_ms
+from kd.setup.loaders import BatchSplit, default_workers
+from kd.setup.recipe import Recipe, StudentPlan, TeacherPlan, resolve
+from kd.setup.student import build_criterion, build_distillation
+from kd.setup.teacher import RANDOM, load_teachers
+from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
+
+BUDGET_SECONDS, SLOW_MS = 3.0, 400.0
+"""For timing the steps in turns, after one of each; a small step that takes longer is not repeated with more images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds an image on this device, and what else a plan needs."""
+
+    fixed: float  # of the student's step, whatever its size; milliseconds
+    step: float  # Student's forward, backward and optimizer
+    score: float  # Student's forward
+    teacher: float  # teacher's forward; 0 without a teacher
+    fit: float  # a training step of the teacher; 0 where it is not fitted
+    load: float  # loading in one process; 0 where the images do not exist yet
+    gradient_mib: float
+    gflop: float  # arithmetic of the student's step, of an image
+    teacher_gflop: float  # arithmetic of the teacher's forward, as far as torch runs it
+    uncounted: str  # what else runs the teacher: "onnxruntime"
+    kernels: int  # operators of both
+    device: str
+    accelerator: bool
+    precision: str
+
+
+def measure(
+    teacher: TeacherPlan, student: StudentPlan, data: Data, split: BatchSplit, backend: Backend, fitting: bool = False
+) -> Measured:
+    """Time steps with random weights, in float32 on a CPU and as configured elsewhere.
+
+    Teachers of timm get random weights, the others their own; images that do not exist are not made. `fitting`: also
+    time a training step of the teacher. One process.
+    """
+    named = data.required_classes is not None  # else only its weights say how many classes it has
+    random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
+    teachers = load_teachers(teacher, data, random)
+    model, data, size = teachers.model, teachers.data, data.section.image_size
+    fresh = replace(student, section=replace(student.section, init="scratch", checkpoint=""))
+    distillation = build_distillation(fresh, teachers).to(backend.device)
+    dtype = backend.autocast_dtype or torch.float32
+    live: Teacher = LiveTeacher(model, backend.device, dtype) if model is not None else NoTeacher()
+    count = trial_images(split.micro_batch, backend)
+    few = max(1, count // 4)
+    with ExitStack() as stack:
+        small = stack.enter_context(Trial(distillation, live, backend, size, few))
+        gflop, teacher_gflop, kernels = _arithmetic(small, model is not None)
+        if milliseconds(small.step, backend) > SLOW_MS:
+            count = few
+        whole = stack.enter_context(Trial(distillation, live, backend, size, count))
+        work: dict[str, Work] = {
+            "few": partial(small.step, _adamw(distillation)),
+            "step": partial(whole.step, _adamw(distillation)),
+            "score": whole.score,
+        }
+        if model is not None:
+            work["teacher"] = whole.ask
+        if fitting and teacher.fits and isinstance(model, Classifier):
+            fitted = _fitting(model, fresh, backend)
+            training = stack.enter_context(Trial(fitted, NoTeacher(), backend, size, count))
+            work["fit"] = partial(training.step, _adamw(fitted))
+        table = fastest(work, backend, rounds=2, budget_seconds=BUDGET_SECONDS, warm=True)[1]
+    fixed, image = line_through(few, table["few"], count, table["step"])
+    return Measured(
+        fixed=fixed,
+        step=image,
+        score=table["score"] / count,
+        teacher=table.get("teacher", 0.0) / count,
+        fit=table.get("fit", 0.0) / count,
+        load=_load_ms(data.views()[0]),
+        gradient_mib=sum(p.numel() * p.element_size() for p in distillation.parameters() if p.requires_grad) / 2**20,
+        gflop=gflop / few,
+        teacher_gflop=teacher_gflop / few,
+        uncounted="" if model is None or model.runtime in ("torch", "a table") else model.runtime,
+        kernels=kernels,
+        device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
+        accelerator=backend.device.type != "cpu",
+        precision=str(dtype).removeprefix("torch."),
+    )
+
+
+def describe(found: Measured) -> str:
+    """Return what was measured in words."""
+    parts = [f"student {found.step:.3f}"]
+    parts += [f"teacher {found.teacher:.3f}"] if found.teacher else []
+    parts += [f"loading {found.load:.3f}"] if found.load else []
+    return f"{', '.join(parts)} ms an image, {found.precision}, {found.device}"
+
+
+def line_through(few: int, few_ms: float, count: int, count_ms: float) -> tuple[float, float]:
+    """Return (fixed, per image) of the line through two measured sizes; a fixed part below 0 counts as none."""
+    if count == few:
+        return 0.0, count_ms / count
+    image = (count_ms - few_ms) / (count - few)
+    fixed = count_ms - count * image
+    return (fixed, image) if image > 0 and fixed > 0 else (0.0, count_ms / count)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long a run takes on this device."""
+
+    seconds: dict[str, float]  # by part of the run
+    images_per_second: float  # of the distillation
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def estimate(
+    recipe: Recipe, sizes: tuple[int, int], split: BatchSplit, backend: Backend, found: Measured, fits: int
+) -> Estimate:
+    """Return how long the run takes in one process: fitting, distilling, labels alone, evaluations.
+
+    `sizes`: training and validation images. `fits`: how many teachers are fitted first.
+    """
+    loop, teacher, section, (num_images, num_val) = recipe.loop, recipe.teacher, recipe.data.section, sizes
+    workers = default_workers(backend) if section.workers == "auto" else int(section.workers)
+    images = loop.images(num_images, split.batch_size)
+    share = loop.teacher_images(num_images, split.batch_size) / images if teacher.needed else 0.0
+    fixed = found.fixed / split.micro_batch
+
+    def seconds(count: float, compute: float) -> float:
+        return count * _with_loading(compute, found.load, workers, backend) / 1000
+
+    distilling = seconds(images, fixed + found.step + share * found.teacher)
+    parts = {"fitting the teacher": 0.0, "distillation": distilling}
+    for plan in list(teacher.fits.values())[:fits]:
+        parts["fitting the teacher"] += seconds(resolve(plan).loop.images(num_images, split.batch_size), found.fit)
+    if recipe.baseline is not None:
+        parts["labels only"] = seconds(images, fixed + found.step)
+    runs, every = 2 if recipe.baseline is not None else 1, loop.every.evaluate
+    between = every * split.batch_size if every else loop.epoch_images(num_images, split.batch_size)
+    times = runs * max(1.0, images / between) + 1  # one before step 1
+    parts["evaluations"] = seconds(times * num_val, found.score) + num_val * found.teacher / 1000
+    return Estimate({name: value for name, value in parts.items() if value}, images / distilling)
+
+
+def _with_loading(compute: float, load: float, workers: int, backend: Backend) -> float:
+    """Return the milliseconds of an image with its loading, which shares a CPU with the step, or goes on beside it."""
+    if backend.device.type == "cpu":
+        return compute + (load / cores() if workers else load)
+    return max(compute, load / workers) if workers else compute + load
+
+
+def _fitting(teacher: Classifier, student: StudentPlan, backend: Backend) -> Distillation:
+    ce = LossSection(kind="ce", options=registry.default_options("losses", "ce"))  # bce costs as much
+    criterion = build_criterion([ce], [Dims(teacher.num_classes, 0, 0)], student.seed)
+    task = build_task(TaskSection(kind="single_label"))
+    return Distillation(copy.deepcopy(teacher), criterion, task).to(backend.device)
+
+
+def _adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+
+class _Kernels(TorchDispatchMode):
+    """Count operators; views are no kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, float, int]:
+    """Return GFLOP of the step and of the teacher's forward, and the operators of both.
+
+    Matrix products and convolutions are counted; a multiply-add is two.
+    """
+    trial.step()  # asks the teacher, whose outputs are kept
+    with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
+        if with_teacher:
+            trial.ask()
+        teacher = counter.get_total_flops()
+        trial.step()
+    return (counter.get_total_flops() - teacher) / 1e9, teacher / 1e9, kernels.count
+
+
+def _load_ms(dataset: Dataset) -> float:
+    try:
+        return loading_ms(dataset)
+    except DataError:  # not rendered or unpacked yet
+        return 0.0

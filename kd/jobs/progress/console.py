@@ -1,0 +1,176 @@
+"""Progress of a run: a bar on a terminal, a display in a notebook, plain lines elsewhere. Rank 0 only."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from html import escape
+from typing import TYPE_CHECKING
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kd.core.references import redact
+from kd.core.scores import Scores
+from kd.core.text import html_table, percent
+from kd.core.types import State
+
+if TYPE_CHECKING:
+    from kd.jobs.progress.trackers import Trackers
+
+
+class Console:
+    """Show the progress of a run. See `kd.core.contracts.Logger`."""
+
+    def __init__(
+        self, title: str, quiet: bool = False, trackers: Trackers | None = None, scores: Scores | None = None
+    ) -> None:
+        """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every key of a row is shown."""
+        self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
+        # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.
+        terminal = False if "JPY_PARENT_PID" in os.environ else None
+        self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True, force_terminal=terminal)
+        self._bar: Progress | None = None
+        self._page: Page | None = None
+        self._brief = ""
+        self._last_row: Mapping[str, float] = {}
+        self._started = time.monotonic()
+        self._progress = 0.0
+        self._first_progress: float | None = None
+
+    def __enter__(self) -> Console:
+        if not self.quiet and self._console.is_jupyter:
+            self._page = Page(self.title)
+        elif not self.quiet and self._console.is_terminal:
+            columns = [
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=16),
+                TextColumn("{task.percentage:3.0f} %"),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=self._console, refresh_per_second=4)
+            self._task = self._bar.add_task(self.title, total=1.0, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._page is not None:
+            self._page.close("" if exception[0] else "done")
+        if self.trackers is not None:
+            self.trackers.close()
+
+    def info(self, text: str) -> None:
+        """Print a line above the bar; an empty text prints nothing."""
+        if text and self._page is not None:
+            self._page.line(redact(text))
+        elif text and not self.quiet:
+            (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
+
+    def step(self, state: State, progress: float) -> None:
+        if self._first_progress is None:
+            self._first_progress = progress
+            self._started = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
+        self._progress = progress
+        if self._page is not None:
+            self._page.move(progress, f"step {state.step}{self._brief} {self._left()}")
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        if self.quiet:
+            return
+        if self.trackers is not None:
+            self.trackers.log(kind, state.step, values)
+        if kind == "train":
+            text = self._training_text(values)
+            self._last_row = values
+            self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
+        else:
+            text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
+        if self._page is not None:
+            if kind != "train":
+                shown = values if self.scores is None else self.scores.cells(values)
+                self._page.row({"step": str(state.step), **{key: str(value) for key, value in shown.items()}})
+        elif self._bar is None:
+            print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
+        elif kind != "train":
+            self.info(f"{self.title} | step {state.step} | {text}")
+
+    def _training_text(self, values: Mapping[str, float]) -> str:
+        """Return a row as text; a value that is that of the row before is left out, so that counts are shown once."""
+        hidden = {column.key for column in self.scores.own} if self.scores is not None else set()
+        hidden |= {"loss", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait", "optimizer_mib"}
+        changed = {name: value for name, value in values.items() if self._last_row.get(name) != value}
+        terms = _pairs({n: value for n, value in changed.items() if n not in hidden and not n.startswith("ms_")})
+        loss = values.get("loss", math.nan)  # no step of the window was applied
+        text = f"loss {loss:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
+        if "step_ms" in values:
+            text += f", {values['step_ms']:.1f} ms a step, data wait {percent(values['data_wait'])}"
+        return text
+
+    def _left(self) -> str:
+        """Return the remaining time as text, from the speed since this process started."""
+        done = self._progress - (self._first_progress or 0.0)
+        if done <= 0:
+            return ""
+        left = (time.monotonic() - self._started) / done * (1 - self._progress)
+        return f"({100 * self._progress:.0f} %, {left:.0f} s left) "
+
+
+def _pairs(values: Mapping[str, float]) -> str:
+    """Return values with their names: a whole number without decimals, any other with three."""
+    return " ".join(
+        f"{name} {value:.0f}" if float(value).is_integer() else f"{name} {value:.3f}" for name, value in values.items()
+    )
+
+
+EVERY_SECONDS = 0.5
+
+
+class Page:
+    """What is shown; each change replaces it."""
+
+    def __init__(self, title: str) -> None:
+        """Show a bar at 0. A notebook's kernel always has IPython."""
+        from IPython.display import HTML, display  # kd does not depend on it
+
+        self.title, self.progress, self.text = title, 0.0, ""
+        self.rows: list[dict[str, str]] = []
+        self.lines: list[str] = []
+        self._html, self._shown = HTML, time.monotonic()
+        self._display = display(HTML(self.html()), display_id=True)
+
+    def move(self, progress: float, text: str) -> None:
+        """Move the bar; `text` stands beside it."""
+        self.progress, self.text = progress, text
+        if time.monotonic() - self._shown >= EVERY_SECONDS:
+            self.show()
+
+    def row(self, cells: Mapping[str, str]) -> None:
+        self.rows.append(dict(cells))
+        self.show()
+
+    def line(self, text: str) -> None:
+        """Add a line to those that are folded away."""
+        self.lines.append(text)
+
+    def close(self, text: str) -> None:
+        """Show the last state; with a text, the bar is full and the text stands beside it."""
+        self.progress, self.text = (1.0, text) if text else (self.progress, self.text)
+        self.show()
+
+    def show(self) -> None:
+        self._shown = time.monotonic()
+        self._display.update(self._html(self.html()))  # type: ignore[union-attr]
+
+    def html(self) -> str:
+        bar = f"<progress value='{self.progress:.3f}' max='1'></progress>"
+        head = f"<p>{escape(self.title)} {bar} {escape(self.text)}</p>"
+        body = escape("\n".join(self.lines))
+        lines = f"<details><summary>{len(self.lines)} lines</summary><pre>{body}</pre></details>" if body else ""
+        return head + html_table(self.rows) + lines

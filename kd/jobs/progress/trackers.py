@@ -1,0 +1,97 @@
+"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow, Trackio and what else it knows."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from kd.core.errors import ConfigError, MissingExtra, did_you_mean
+
+log = logging.getLogger("kd")
+
+
+class Trackers:
+    """Experiment trackers, which get every row of metrics, and pictures in the end."""
+
+    def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
+        """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`."""
+        self._started: dict[str, Any] = {}
+        """By name; one that failed is left out."""
+        for name in names:
+            start = partial(_start, _find(name), project, folder, config)
+            tracker = self._attempt(name, start)
+            if tracker is not None:
+                self._started[name] = tracker
+
+    def log(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Pass a row on as `kind/name`."""
+        row = {f"{kind}/{name}": value for name, value in values.items()}
+        for name, tracker in list(self._started.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.log(row, step=step))
+
+    def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        """Pass pictures on, uint8 [H, W, 3] by title, to trackers that show pictures."""
+        for name, tracker in list(self._started.items()):
+            self._attempt(name, partial(_pictures, name, tracker, step, images))
+
+    def close(self) -> None:
+        for name, tracker in list(self._started.items()):
+            self._attempt(name, tracker.finish)
+
+    def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Go on without a tracker that fails, whatever it raises: its server may be away, and training is dear."""
+        try:
+            return call()
+        except Exception as error:
+            self._started.pop(name, None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            log.warning(f"run.trackers: '{name}' failed ({reason}). Training goes on without it.")
+            return None
+
+
+def check(names: Sequence[str]) -> None:
+    """Require every tracker to exist and to be installed, before anything is trained."""
+    for name in names:
+        _find(name)
+
+
+def _find(name: str) -> Any:
+    from accelerate import tracking
+
+    trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    if name not in trackers:
+        near = did_you_mean(name, trackers) or "Correct the name"
+        raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(trackers))}", near)
+    if name not in {str(key) for key in tracking.get_available_trackers()}:
+        remedy = "pip install 'kd[track]'" if name == "tensorboard" else f"pip install {name}"
+        raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
+    return trackers[name]
+
+
+def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    tracker = cls(project, logging_dir=str(folder)) if cls.requires_logging_directory else cls(project)
+    if hasattr(tracker, "start"):
+        tracker.start()
+    plain = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in config.items()}
+    tracker.store_init_configuration(plain)
+    return tracker
+
+
+def _pictures(name: str, tracker: Any, step: int, images: Mapping[str, np.ndarray]) -> None:
+    if name == "mlflow":  # accelerate gives it files alone
+        with TemporaryDirectory() as folder:
+            for i, (title, pixels) in enumerate(images.items()):
+                plain = re.sub(r"[^\w.,()% -]+", "_", title)
+                Image.fromarray(pixels).save(Path(folder, f"{i:02d} {plain[:100]}.png"))
+            tracker.log_artifacts(folder, "mistakes")
+    elif hasattr(tracker, "log_images"):
+        layout = {"dataformats": "NHWC"} if name == "tensorboard" else {}
+        tracker.log_images({f"mistakes/{title}": pixels[None] for title, pixels in images.items()}, step, **layout)

@@ -1,1 +1,0 @@
-"""Loss terms: one file, one part. See `kd.contracts.Loss`."""

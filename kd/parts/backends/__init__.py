@@ -1,0 +1,1 @@
+"""Backends: devices and collectives of one process. See `kd.core.contracts.Backend`."""

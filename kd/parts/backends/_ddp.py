@@ -1,0 +1,303 @@
+"""Shared by all torch.distributed backends, which differ in device and process group.
+
+Rules: SUM then divide, never AVG; no second process group; world collectives only; only DDP reduces gradients; an
+all-reduce checks the world size before training starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kd.core.errors import BackendError, KdError
+from kd.core.types import Batch
+from kd.parts.backends._launch import read_launch, set_rendezvous
+from kd.parts.backends._optimizers import (
+    copy_before_step,
+    gather,
+    is_divided,
+    load_state,
+    mib,
+    parameters,
+    scatter,
+    skip_fused_unless_finite,
+    state_tensors,
+)
+
+
+class DDPBackend:
+    """One process, alone or in a torch.distributed world. See `kd.core.contracts.Backend`."""
+
+    kind = ""
+    init = ""
+    """Name of the torch.distributed backend."""
+    fixed_mode = ""
+    """Empty: these devices run eagerly, so `auto` measures."""
+
+    def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
+        self.launch = read_launch()
+        self.device = device
+        self.rank, self.world_size = self.launch.rank, self.launch.world_size
+        self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
+        self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self._joined = False
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._teacher: nn.Module | None = None
+        self._module: nn.Module | None = None
+        self._waits: list[float] = []
+        self._last_wait = 0
+
+    def setup(self) -> None:
+        """Join the world and check that it has the size that the launcher set."""
+        if self.world_size == 1:
+            return
+        set_rendezvous(self.launch)
+        try:
+            self._join()
+            self._joined = True
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise _join_error(self.launch.launcher, self.timeout, error) from error
+        present = torch.ones(1, device=self.device)
+        dist.all_reduce(present)
+        if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
+            found, wanted = int(present.item()), f"{self.launch.launcher} set world size {self.world_size}"
+            remedy = "Start all ranks with the same command and the same `backend.kind`"
+            allowed = "Every rank must take part in the reduction"
+            raise BackendError("backend.kind", f"{found} processes joined, but {wanted}", allowed, remedy)
+
+    def _join(self) -> None:
+        """Join the process group, with store keys that no earlier attempt of this launcher has used.
+
+        torchrun keeps one store across restarts, with `--standalone` too. Without the prefix a restarted rank may read
+        the address of a dead rank and wait for it.
+        """
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
+        store = dist.PrefixStore(f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield batch.to(self.device, non_blocking=True)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Wrap in DDP, which broadcasts the initial weights and reduces gradients; with one rank, return the module."""
+        if self.world_size == 1:
+            return module
+        # torch warns of the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
+        devices = [self.device.index] if self.device.index is not None else None
+        wrapped = _DDP(module, device_ids=devices, gradient_as_bucket_view=True)
+        if self.device.type == "cpu":  # on a device DDP's timers wait for it, so they stay at a step in a hundred
+            wrapped._set_ddp_runtime_logging_sample_rate(1)  # not public, see `end_step`
+        self._module = wrapped
+        return wrapped
+
+    def check_divided(self, stages: int) -> None:
+        """Require one rank per stage; to shard (0 stages), at least two ranks."""
+        if stages:
+            _require_torch(_PIPELINE, "teacher.pipeline", str(stages), off="0")
+            if stages != self.world_size or stages < 2:
+                wrong = f"is {stages}, but the number of processes is {self.world_size}"
+                remedy = "Start as many processes as stages, or set teacher.pipeline=0"
+                raise BackendError("teacher.pipeline", wrong, "One stage per process, two or more", remedy)
+            return
+        _require_torch(_FSDP2, "teacher.shard", "true", off="false")
+        if self.world_size == 1:
+            wrong, allowed = "is true, but there is one process", "Sharding needs two ranks or more"
+            remedy = "Start with torchrun --nproc-per-node 2, or set teacher.shard=false"
+            raise BackendError("teacher.shard", wrong, allowed, remedy)
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        from kd.parts.backends._divided import shard  # older torch lacks what it imports
+
+        self.check_divided(0)
+        self._teacher = shard(module, source, self.device)
+        return self._teacher
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        from kd.parts.backends._divided import Pipelined  # older torch lacks what it imports
+
+        self._teacher = Pipelined(module, self.device)
+        return self._teacher
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast_dtype is not None)
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; with `zero` each rank keeps the state of its share of the parameters (ZeRO-1).
+
+        parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
+        """
+        if zero and self.world_size > 1:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
+
+            every = [parameter for group in groups for parameter in group["params"]]
+            strides = [(parameter, torch.empty_like(parameter, device="meta").stride()) for parameter in every]
+            optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+            for parameter, stride in strides:  # a bucket's view is row by row; the gradient has the old strides
+                values = parameter.data.clone()
+                parameter.data = parameter.data.as_strided(parameter.shape, stride).copy_(values)
+            self._optimizer = optimizer.optim
+            return optimizer
+        self._optimizer = cls(groups, **options)
+        return self._optimizer
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
+        with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
+        norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
+        inner = optimizer.optim if is_divided(optimizer) else optimizer
+        if inner.defaults.get("fused"):
+            skip_fused_unless_finite(inner, norm)
+            optimizer.step()
+        else:
+            restore_unless_finite = copy_before_step(inner)
+            optimizer.step()
+            restore_unless_finite(norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm.detach()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if is_divided(optimizer):
+            return gather(optimizer, self.device)
+        return optimizer.state_dict() if self.rank == 0 else {}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if is_divided(optimizer):
+            scatter(optimizer, state)
+        else:
+            load_state(optimizer, state)
+
+    def counters(self) -> dict[str, float]:
+        """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
+        memory = {"optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0}
+        if self._teacher is not None:
+            from kd.parts.backends._divided import local_tensors
+
+            memory["teacher_mib"] = mib(local_tensors(self._teacher))
+        return memory
+
+    def communication_ms(self) -> float:
+        """Return the mean wait of the backward pass for gradients, of the steps that DDP has timed since the last call.
+
+        DDP times the all-reduces and their overlap with the gradients' computation; the rest is the wait. It publishes
+        a step's times in the next step. On a device it times the first ten steps and then one in a hundred.
+        """
+        waits, self._waits = self._waits, []
+        return sum(waits) / len(waits) if waits else 0.0
+
+    def end_step(self) -> None:
+        """Read DDP's timers; about 20 microseconds, and nothing is waited for."""
+        if isinstance(self._module, DistributedDataParallel):
+            # torch has no public way to them (looked for in 2.15); this one has run with 2.4.1, 2.9.1 and 2.15
+            times = self._module._get_ddp_logging_data()
+            end = times.get("backward_comm_time_end", 0)
+            if end != self._last_wait and "backward_comm_time" in times:  # absent before the first timed step
+                self._last_wait = end
+                exposed = times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]
+                self._waits.append(max(0.0, exposed / 1e6))
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        if self._joined:
+            dist.all_reduce(total)
+        return total
+
+    def reduce_mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean over ranks: SUM, then divide (smddp refuses AVG)."""
+        return self.reduce_sum(tensor) / self.world_size
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        if self._joined:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def barrier(self) -> None:
+        """Wait for all ranks, by an all-reduce: the barriers of the backends take different arguments."""
+        self.reduce_sum(torch.zeros(1, device=self.device)).item()
+
+    def explain(self, error: Exception) -> KdError | None:
+        """Recognize a collective that failed because another rank has ended."""
+        text = str(error)
+        lost = isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_ENDED)
+        if not (self._joined and lost):
+            return None
+        reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
+        remedy = "Read the error of the rank that ended first; the same command resumes from the last checkpoint"
+        return BackendError("backend", f"rank {self.rank} lost the other ranks ({reason})", "", remedy)
+
+    def close(self) -> None:
+        if self._joined:
+            self._joined = False
+            if torch.__version__ < _FSDP2:
+                _ENDED.append(dist.group.WORLD)
+            dist.destroy_process_group()
+
+
+def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
+    """Make this rank's GPU the current one and return it."""
+    if local_rank >= torch.cuda.device_count():
+        wrong = f"is '{kind}', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs"
+        remedy = "Start fewer processes, or set backend.kind=cpu"
+        raise BackendError("backend.kind", wrong, "One process per GPU", remedy)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    return device
+
+
+_ENDED: list[object] = []
+"""Process groups of an older torch, never freed. Freed right after a collective, gloo of torch 2.4.1 may hang:
+it waits for its thread, which waits for the interpreter's lock to free a tensor."""
+_FSDP2, _PIPELINE = "2.9", "2.13"
+"""Oldest torch of each. Older ones were not tried with FSDP2; the pipelines of 2.9 abort in a forward over gloo."""
+
+# Buffers are constants, or statistics of a rank's own images. torch 2.13 renamed the argument.
+_DDP = (
+    partial(DistributedDataParallel, broadcast_buffers=False)
+    if torch.__version__ < "2.13"
+    else partial(DistributedDataParallel, forward_sync_buffers=False)
+)
+
+# gloo's messages for a peer that has ended or does not respond; nccl raises a DistError.
+_PEER_ENDED = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+)
+
+
+def _require_torch(oldest: str, key: str, value: str, off: str) -> None:
+    if torch.__version__ < oldest:  # compared as versions
+        wrong = f"is {value}, but this is torch {torch.__version__}"
+        raise BackendError(key, wrong, f"torch {oldest} or newer", f"Set {key}={off}")
+
+
+def _join_error(launcher: str, timeout: timedelta, error: Exception) -> BackendError:
+    reason = " ".join(str(error).split())[:200]
+    wrong = f"the ranks that {launcher} started did not connect within {timeout.total_seconds():g} s ({reason})"
+    remedy = "Start all ranks with the same command, and check that they can reach that address"
+    return BackendError("backend", wrong, "All ranks must reach MASTER_ADDR:MASTER_PORT", remedy)

@@ -1,0 +1,195 @@
+"""A frozen module divided over the ranks: in pipeline stages (forward only), or sharded with FSDP2.
+
+Stages: each rank has one, and its own images. Those of all are gathered and run through the stages, one micro-batch
+per rank. The last stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point
+sends are used.
+
+Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time. Nothing is pickled and no process
+group is created: rank 0 broadcasts one tensor at a time in the default group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from kd.core.errors import BackendError
+from kd.core.types import Outputs
+
+
+class Pipelined(nn.Module):
+    """One stage of a module, with the outputs of all stages. Traced at the first batch, whose size is then fixed."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks."""
+        super().__init__()
+        self.stage: nn.Module = _Flat(module)
+        self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()
+        self.cuts = {name: SplitPoint.BEGINNING for name in cut_points(self.stage, self.world_size)}
+        self.size = 0
+        self._schedule: Any = None
+        self._widths: list[int] = []
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Return the whole module's outputs for images [B, ...]; B may differ between calls, not between ranks."""
+        if self._schedule is None:
+            self._build(image)
+        parts = []
+        for piece in image.split(self.size):
+            padding = piece[:1].expand(self.size - len(piece), *piece.shape[1:])
+            parts.append([output[: len(piece)] for output in self._run(torch.cat([piece, padding]))])
+        logits, *pooled = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        return Outputs(logits, dict(zip(("pooled",), pooled, strict=False)))
+
+    def _build(self, image: Tensor) -> None:
+        self.size = len(image)
+        with torch.inference_mode(False), torch.no_grad():
+            example = torch.zeros(image.shape, dtype=image.dtype)
+            pipe = pipeline(self.stage, mb_args=(example,), split_spec=self.cuts)
+            stage = pipe.build_stage(self.rank, self.device)
+        self.stage = stage.submod
+        self._schedule = ScheduleGPipe(stage, n_microbatches=self.world_size)
+
+    def _run(self, image: Tensor) -> list[Tensor]:
+        """Run the images of all ranks; return the outputs of this rank's images."""
+        gathered = []
+        for source in range(self.world_size):
+            images = image.contiguous() if source == self.rank else torch.empty_like(image)
+            dist.broadcast(images, source)
+            gathered.append(images)
+        outputs = self._schedule.eval(torch.cat(gathered)) if self.rank == 0 else self._schedule.eval()
+        last = self.world_size - 1
+        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+        if not self._widths:
+            own = [output.shape[1] for output in outputs] if self.rank == last else []
+            widths = torch.tensor(own + [0] * (2 - len(own)), device=self.device)
+            dist.broadcast(widths, last)
+            self._widths = [int(width) for width in widths.tolist() if width]
+        parts = []
+        for number, width in enumerate(self._widths):
+            if self.rank == last:
+                output = outputs[number].contiguous()
+            else:
+                output = torch.empty((self.world_size * self.size, width), device=self.device)
+            dist.broadcast(output, last)
+            parts.append(output[self.rank * self.size : (self.rank + 1) * self.size])
+        return parts
+
+
+class _Flat(nn.Module):
+    """Return logits, and features if any, as float32 tensors; blocks return contiguous tensors, as sends require."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        for container in _chains(module):
+            for block in container:
+                block.register_forward_hook(_contiguous)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        outputs = self.module(image)
+        return tuple(output.float() for output in (outputs.logits, *outputs.features.values()))
+
+
+def _contiguous(block: nn.Module, inputs: Any, output: Any) -> Any:
+    return output.contiguous() if isinstance(output, Tensor) else output
+
+
+def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
+    """Return the outermost lists of modules of one class: a network's blocks, or its stages of blocks."""
+    chains: list[nn.Sequential | nn.ModuleList] = []
+    for child in module.children():
+        if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len({type(c) for c in child}) == 1:
+            chains.append(child)
+        else:
+            chains.extend(_chains(child))
+    return chains
+
+
+def cut_points(module: nn.Module, stages: int) -> list[str]:
+    """Return the names of the blocks that begin a stage, so that all stages have about equally many parameters."""
+    names = {id(child): name for name, child in module.named_modules()}
+    blocks = [names[id(block)] for chain in _chains(module) for block in list(chain)[1:]]
+    starts: dict[str, int] = {}  # number of parameters before each block
+    total = 0
+    for name, parameter in module.named_parameters():
+        for block in blocks:
+            if name.startswith(f"{block}."):
+                starts.setdefault(block, total)
+        total += parameter.numel()
+    chosen: list[str] = []
+    for stage in range(1, stages):
+        left = [name for name in starts if name not in chosen]
+        if not left:
+            wrong = f"is {stages}, but the teacher can be cut at {len(starts)} places only"
+            remedy = "Set teacher.pipeline=0; teacher.shard works for any model"
+            raise BackendError("teacher.pipeline", wrong, "Stages begin between blocks of one class in a list", remedy)
+        chosen.append(min(left, key=lambda name: abs(starts[name] - total * stage / stages)))
+    return chosen
+
+
+SMALLEST_SHARE = 0.005
+"""Share of all parameters; smaller blocks are gathered with their parent, since each collective has a fixed cost."""
+
+
+def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device) -> nn.Module:
+    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors.
+
+    The module is on the meta device; `source` has its parameters and buffers by name. Only the forward gathers, so no
+    other method may be called. Not handled: a parameter shared by two blocks.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
+    for unit in [*_units(module), module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for name, target in _tensors(module):
+            if dist.get_rank() == 0:
+                full = source[name].to(device, target.dtype).contiguous()
+            else:
+                full = torch.empty(target.shape, dtype=target.dtype, device=device)
+            dist.broadcast(full, src=0)
+            if isinstance(target, DTensor):  # sharded locally, without a second collective
+                part = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(part.to_local())
+            else:
+                target.copy_(full)
+    return module
+
+
+def local_tensors(module: nn.Module) -> list[Tensor]:
+    """Return this rank's part of a module's parameters and buffers."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in _tensors(module)]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _units(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a network, inner ones first.
+
+    A block is an element of a ModuleList or Sequential that holds another element of its class, as in transformers
+    and convolutional networks. Blocks below SMALLEST_SHARE are not listed.
+    """
+    smallest = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
+    units = []
+    for container in module.modules():
+        if not isinstance(container, (nn.Sequential, nn.ModuleList)):
+            continue
+        kinds = [type(child) for child in container]
+        for child in container:
+            size = sum(parameter.numel() for parameter in child.parameters())
+            if kinds.count(type(child)) > 1 and size and size >= smallest:
+                units.append(child)
+    return units[::-1]  # modules() lists outer modules first

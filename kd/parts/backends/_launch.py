@@ -1,0 +1,93 @@
+"""Rank and world size, from the environment variables of the launcher.
+
+Supported: torchrun (and `accelerate launch`, which sets the same variables), mpirun, and SageMaker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from kd.core.errors import BackendError
+
+PORT = "29500"  # MASTER_PORT of a SageMaker job. Its hosts run nothing else, so the port is free.
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher says of this process: its rank and the world size, global and on this machine."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+# Variables of each launcher: rank, world size, local rank, local world size. The first whose rank is set wins.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+def read_launch() -> Launch:
+    """Read rank and world size from the launcher's environment; rank 0 of 1 without a launcher."""
+    with_rank = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ]
+    with_world = [launcher for launcher, names in _LAUNCHERS.items() if os.environ.get(names[1], "1") != "1"]
+    if not with_rank and not with_world:
+        return _sagemaker()
+    launcher = (with_rank or with_world)[0]
+    names = _LAUNCHERS[launcher]
+    try:
+        rank, world_size = int(os.environ[names[0]]), int(os.environ[names[1]])
+        local_rank = int(os.environ.get(names[2], rank))
+        local_world_size = int(os.environ.get(names[3], world_size))
+    except (KeyError, ValueError) as error:
+        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`"
+        wrong = f"{launcher}'s environment is incomplete ({error})"
+        raise BackendError("backend", wrong, f"Expected: {', '.join(names)}", remedy) from error
+    if not 0 <= rank < world_size:
+        remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
+        raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)
+    return Launch(launcher, rank, world_size, local_rank, local_world_size)
+
+
+def _sagemaker() -> Launch:
+    """Return one process per host where SageMaker runs the script on several hosts; else a single process."""
+    hosts = _hosts()
+    if len(hosts) < 2:
+        return Launch("none", 0, 1, 0, 1)
+    current = os.environ.get("SM_CURRENT_HOST", "")
+    if current not in hosts:
+        wrong = f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them"
+        raise BackendError("backend", wrong, f"One of: {', '.join(hosts)}", "Start with torchrun")
+    return Launch("sagemaker", hosts.index(current), len(hosts), 0, 1)
+
+
+def _hosts() -> list[str]:
+    try:
+        return sorted(str(host) for host in json.loads(os.environ.get("SM_HOSTS", "[]")))
+    except (ValueError, TypeError):
+        return []
+
+
+def set_rendezvous(launch: Launch) -> None:
+    """Set the environment variables of torch's rendezvous where the launcher has not set them."""
+    os.environ.setdefault("RANK", str(launch.rank))
+    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
+    hosts = _hosts()
+    if hosts:
+        os.environ.setdefault("MASTER_ADDR", hosts[0])
+        os.environ.setdefault("MASTER_PORT", PORT)
+    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ)
+    if missing:
+        wrong = f"{launch.launcher} set a world size of {launch.world_size}, but {missing} is not set"
+        allowed = "All ranks need the address of rank 0"
+        raise BackendError("backend", wrong, allowed, f"Export {missing}, or start with torchrun")

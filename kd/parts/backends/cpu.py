@@ -1,0 +1,43 @@
+"""Any machine: torch on the CPU, several processes over gloo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kd.core.host import cores, keep_freed_memory
+from kd.core.types import BackendFacts
+from kd.parts.backends._ddp import DDPBackend
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of the CPU backend."""
+
+    threads: int = field(default=0, metadata={"low": 0})
+    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it, or fewer where the run's own
+    steps show that more gain little."""
+
+
+class CPU(DDPBackend):
+    """Train on the CPU."""
+
+    kind = "cpu"
+    init = "gloo"
+
+    def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
+        super().__init__(torch.device("cpu"), precision, timeout_seconds)
+        keep_freed_memory()
+        # torchrun sets OMP_NUM_THREADS=1 for several ranks, which leaves most cores idle
+        torch.set_num_threads(threads or max(1, cores() // self.local_world_size))
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(cpu=True, threads=options.threads)
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> CPU:
+    """Build the CPU backend; `setup` joins the world."""
+    return CPU(precision, timeout_seconds, options.threads)

@@ -1,0 +1,33 @@
+"""NVIDIA GPUs: one process per GPU over nccl."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kd.parts.backends._ddp import DDPBackend, select_gpu
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Options of the CUDA backend."""
+
+    tf32: bool = True
+    """Use TensorFloat-32 in float32 matrix products."""
+
+
+class CUDA(DDPBackend):
+    """Train on one GPU per process."""
+
+    kind = "cuda"
+    init = "nccl"
+
+    def __init__(self, precision: str, timeout_seconds: float, tf32: bool) -> None:
+        super().__init__(torch.device("cuda", 0), precision, timeout_seconds)
+        self.device = select_gpu(self.kind, self.local_rank, tf32)
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> CUDA:
+    """Build the CUDA backend; `setup` joins the world."""
+    return CUDA(precision, timeout_seconds, options.tf32)

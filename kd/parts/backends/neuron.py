@@ -1,0 +1,62 @@
+"""AWS Trn2 and Trn3: native TorchNeuron (torch-neuronx >= 2.13, Neuron SDK >= 2.33). NEVER RUN on hardware.
+
+torch-neuronx up to 2.9 has the same package name but is based on torch_xla: use `kind: xla` for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kd.core.errors import BackendError, MissingExtra
+from kd.core.types import BackendFacts
+from kd.parts.backends._ddp import DDPBackend
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options."""
+
+
+class Neuron(DDPBackend):
+    """Train on one NeuronCore per process."""
+
+    kind = "neuron"
+    init = "neuron"
+    fixed_mode = "bf16+unfused"  # fixed, because compiling each candidate would take minutes
+
+    def optimizer(
+        self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; ZeRO is refused until it has been run on this hardware."""
+        if zero and self.world_size > 1:
+            wrong = "is true, but has never been run on backend 'neuron'"
+            allowed = "Allowed: false; Neuron compiles a broadcast for each shape"
+            raise BackendError("optimizer.zero", wrong, allowed, "Set optimizer.zero=false")
+        return super().optimizer(list(groups), cls, False, **options)
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(compiles=True)
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:
+    """Build the native Neuron backend; `setup` joins the world."""
+    remedy = "Install AWS's torch-neuronx for this torch on a Trn2 or Trn3 machine, or set backend.kind=cpu"
+    if importlib.util.find_spec("torch_neuronx") is None:
+        raise MissingExtra("backend.kind", "is 'neuron', but the package torch_neuronx is not installed", "", remedy)
+    if importlib.util.find_spec("torch_xla") is not None:
+        wrong = "is 'neuron', but the installed torch_neuronx is the older version, based on torch_xla"
+        allowed = "The native version needs torch 2.13 or newer"
+        raise MissingExtra("backend.kind", wrong, allowed, "Set backend.kind=xla, or install the native torch-neuronx")
+    importlib.import_module("torch_neuronx")  # registers the device and the process group
+    module = getattr(torch, "neuron", None)
+    if module is None or not module.is_available():
+        raise BackendError("backend.kind", "is 'neuron', but this machine has no NeuronCore", "Trn2 or Trn3", remedy)
+    return Neuron(torch.device("neuron"), precision, timeout_seconds)

@@ -1,0 +1,344 @@
+"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device.
+
+There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, lets them be clipped, and
+steps. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kd.core.errors import BackendError, KdError, MissingExtra
+from kd.core.types import BackendFacts, Batch
+from kd.parts.backends._launch import read_launch, set_rendezvous
+from kd.parts.backends._optimizers import copy_before_step, mib, parameters, set_group_options, state_tensors
+
+try:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as met
+    import torch_xla.distributed.parallel_loader as pl
+    import torch_xla.runtime as xr
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+except ImportError as error:
+    _import_error: ImportError | None = error
+else:
+    _import_error = None
+
+NEVER = 2**31  # batches between the device loader's own graph cuts; practically none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options. PJRT_DEVICE (NEURON, CPU) selects the device of torch_xla."""
+
+
+class XLA:
+    """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`."""
+
+    kind = "xla"
+
+    def __init__(self, precision: str, timeout_seconds: float) -> None:
+        self.launch = read_launch()
+        self.rank, self.world_size = self.launch.rank, self.launch.world_size
+        self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
+        self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
+        self.timeout_seconds = timeout_seconds
+        self.device = torch.device("cpu")
+        """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
+        self.fixed_mode = "fp32+unfused"
+        self._joined = False
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def setup(self) -> None:
+        """Join the world and check that it reduces; on the CPU torch_xla joins but silently does not reduce."""
+        _skip_llvm_passes(os.environ)
+        # autocast decides what is bfloat16; the compiler must not lower the rest
+        flags = os.environ.get("NEURON_CC_FLAGS", "")
+        if "--auto-cast" not in flags:
+            os.environ["NEURON_CC_FLAGS"] = f"{flags} --auto-cast=none".strip()
+        # torch warns of the gradient of torch_xla's kl_div kernel; tests/xla compares it with the CPU's
+        warnings.filterwarnings("ignore", message="aten::kl_div", category=UserWarning)
+        if self.world_size > 1:
+            set_rendezvous(self.launch)
+            importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
+            dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
+            self._joined = True
+        self.device = torch_xla.device()
+        if xr.device_type() != "CPU":
+            self.fixed_mode = "bf16+unfused"
+        present = self.reduce_sum(torch.ones(1, device=self.device))
+        if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
+            self.close()
+            wrong = (
+                f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
+                f"started take part in an all-reduce on device {xr.device_type()}"
+            )
+            allowed = "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU"
+            raise BackendError("backend.kind", wrong, allowed, "Start one process, or set backend.kind=cpu")
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generator and the device's, which torch.manual_seed does not seed."""
+        torch.manual_seed(seed)
+        xm.set_rng_state(seed)
+
+    def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Upload batches from a thread, ahead of their use.
+
+        torch_xla's thread drops exceptions and just ends; they are stored and raised here.
+        """
+        source = Uploads(batches)
+        loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
+        try:
+            for tensors, number in loader.per_device_loader(self.device):
+                yield source.on_device(tensors, number)
+        finally:
+            loader.close()
+        if source.error is not None:
+            raise source.error
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Broadcast rank 0's parameters and return the module itself; `step` reduces gradients."""
+        self.broadcast_([*module.parameters(), *module.buffers()])
+        return module
+
+    def check_divided(self, stages: int) -> None:
+        """Refuse: torch_xla does not support FSDP2, and torch's pipelines need 2.13, but torch_xla ends with 2.9."""
+        key, value = ("teacher.pipeline", str(stages)) if stages else ("teacher.shard", "true")
+        why = "torch_xla ends with torch 2.9, and this needs 2.13" if stages else "torch_xla does not support FSDP2"
+        remedy = "Remove the key; set teacher.micro_batch where the activations do not fit"
+        raise BackendError(key, f"is {value}, but {why}", "Backends that support it: cpu, cuda, neuron", remedy)
+
+    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        self.check_divided(0)
+        return module
+
+    def pipeline(self, module: nn.Module) -> nn.Module:
+        self.check_divided(2)
+        return module
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Do nothing: gradients are reduced in `step`."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
+
+    def optimizer(
+        self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along its first dimension.
+
+        Its state is created here. Created in the first step, it would be constants of that step's graph, and the
+        largest graph of a run would be compiled again for the later steps.
+        """
+        if zero:
+            # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
+            optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
+            inner = optimizer.base_optimizer
+        else:
+            optimizer = inner = cls(groups, **options)
+        inner.load_state_dict(_fresh_state(inner))
+        self._optimizer = inner
+        return optimizer
+
+    def step(self, optimizer: Any, max_norm: float) -> Tensor:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            # infinity: the norm is computed only with clipping
+            optimizer.grad_clipping, optimizer.max_norm = True, max_norm if max_norm > 0 else float("inf")
+            optimizer.step()
+            norm = optimizer.grad_norm
+        else:
+            restore_unless_finite = copy_before_step(optimizer)
+            # torch calls a closure before the update, so here after the reduction, and returns its value
+            clip = partial(nn.utils.clip_grad_norm_, parameters(optimizer), max_norm or math.inf, foreach=False)
+            norm = xm.optimizer_step(optimizer, optimizer_args={"closure": clip})
+            restore_unless_finite(norm)
+        optimizer.zero_grad(set_to_none=True)
+        return norm.detach()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        torch_xla.sync()
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            return _on_cpu(optimizer.state_dict()) if self.rank == 0 else {}
+        shards = parameters(optimizer.base_optimizer)
+        state: dict[int, dict[str, Tensor]] = {}
+        for index, (parameter, shard) in enumerate(zip(parameters(optimizer), shards, strict=True)):
+            entries = optimizer.base_optimizer.state.get(shard, {})
+            state[index] = {name: self._gathered(value, shard, parameter) for name, value in entries.items()}
+        groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+        torch_xla.sync()
+        return _on_cpu({"state": state, "param_groups": groups}) if self.rank == 0 else {}
+
+    def _gathered(self, value: Any, shard: Tensor, parameter: Tensor) -> Tensor:
+        if not isinstance(value, Tensor) or value.shape != shard.shape or not value.dim():
+            return torch.as_tensor(value)
+        gathered = xm.all_gather(value, dim=0, pin_layout=False) if self.world_size > 1 else value
+        return gathered[: parameter.shape[0]]
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.load_state_dict(state)
+            return
+        optimizer.init_zero()  # its shards are still copies of the weights before the restore
+        self._optimizer = optimizer.base_optimizer
+        unsharded = parameters(optimizer)
+        shared = {
+            index: {name: self._share(value, unsharded[index]) for name, value in entries.items()}
+            for index, entries in state["state"].items()
+        }
+        optimizer.base_optimizer.load_state_dict({"state": shared, "param_groups": state["param_groups"]})
+        set_group_options(optimizer, state["param_groups"])
+
+    def _share(self, value: Tensor, parameter: Tensor) -> Tensor:
+        if value.shape != parameter.shape or not value.dim():
+            return value
+        padded = nn.functional.pad(value, [0, 0] * (value.dim() - 1) + [0, -value.shape[0] % self.world_size])
+        return padded.chunk(self.world_size)[self.rank].clone()
+
+    def counters(self) -> dict[str, float]:
+        """Return the numbers of graphs compiled and executed so far, and the memory of the optimizer state in MiB."""
+        return {
+            "compiles": float(_samples("CompileTime")),
+            "executions": float(_samples("ExecuteTime")),
+            "optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0,
+        }
+
+    def communication_ms(self) -> float:
+        """Return 0.0: the reduction is a part of the graph, whose times are not known here."""
+        return 0.0
+
+    def end_step(self) -> None:
+        """Cut the graph: compile it if it is new, and start it."""
+        torch_xla.sync()
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        if self._joined:
+            xm.all_reduce(xm.REDUCE_SUM, [total])
+        return total
+
+    def reduce_mean(self, tensor: Tensor) -> Tensor:
+        return self.reduce_sum(tensor) / self.world_size
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        if self._joined:
+            xm.collective_broadcast([tensor.data for tensor in tensors])
+            torch_xla.sync()
+
+    def barrier(self) -> None:
+        if self._joined:
+            xm.rendezvous("kd")
+
+    def explain(self, error: Exception) -> KdError | None:
+        """Return None: how torch_xla reports a lost rank is not known."""
+        return None
+
+    def close(self) -> None:
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
+
+
+class Uploads:
+    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+        self.heads: dict[int, Batch] = {}
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[tuple[list[Tensor], int]]:
+        try:
+            for number, batch in enumerate(self.batches):
+                self.heads[number] = batch
+                yield _tensors(batch), number
+        except Exception as error:
+            self.error = error
+
+    def on_device(self, tensors: list[Tensor], number: int) -> Batch:
+        arrived = iter(tensors)
+        return self.heads.pop(number).map(lambda _: next(arrived))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    batch.map(collect)
+    return tensors
+
+
+def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
+    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level.
+
+    A step of a small XCiT compiled in a third of the time and ran as fast, since library calls take most of the time.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if environ.get("PJRT_DEVICE") == "CPU" and _LEVEL_FLAG not in flags:
+        environ["XLA_FLAGS"] = f"{flags} {_LEVEL_FLAG}=0".strip()
+
+
+_LEVEL_FLAG = "--xla_backend_optimization_level"
+
+
+def _fresh_state(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's state before its first step, as CPU tensors, from one step of a copy on the CPU."""
+    groups = []
+    for group in optimizer.param_groups:
+        copies = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in group["params"]]
+        for tensor in copies:
+            tensor.grad = torch.zeros_like(tensor)
+        groups.append({**group, "params": copies})
+    copy = type(optimizer)(groups)  # a group holds every option
+    copy.step()
+    state = copy.state_dict()
+    for entries in state["state"].values():
+        if "step" in entries:
+            entries["step"].zero_()
+    return state
+
+
+def _samples(metric: str) -> int:
+    data = met.metric_data(metric)
+    return data[0] if data else 0
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    entries = {
+        index: {name: torch.as_tensor(value).cpu() for name, value in named.items()}
+        for index, named in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    return BackendFacts(compiles=True)
+
+
+def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
+    """Build the torch_xla backend; `setup` joins the world."""
+    if _import_error is not None:
+        wrong = f"is 'xla', but torch_xla cannot be imported ({_import_error})"
+        allowed = "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron"
+        raise MissingExtra("backend.kind", wrong, allowed, "Run: pip install 'kd[xla]' in an environment of its own")
+    return XLA(precision, timeout_seconds)

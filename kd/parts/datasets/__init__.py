@@ -1,0 +1,1 @@
+"""Datasets: where images lie. See `kd.core.contracts.Source`."""

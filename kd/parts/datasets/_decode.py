@@ -1,0 +1,324 @@
+"""Shared by the datasets: bytes to an RGB image, labels to classes, and a listing that takes little memory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import warnings
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from kd.core.errors import CorruptImage, DataError, did_you_mean
+from kd.core.types import Decoded, Label
+from kd.files.pixels import MAX_BYTES, to_rgb
+from kd.files.storage import REMEDY, retried
+
+AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
+"""What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
+PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
+READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
+"""What would read files of an ending that may be unread here."""
+AVIF_BRANDS = (b"avif", b"avis")
+BLOCK = 128  # names that are compressed together
+MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date or an article's number
+MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
+
+
+def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> Decoded:
+    """Read an image file, again where the storage fails, and decode it."""
+    allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
+    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where)
+
+
+def read_file(path: str | bytes, subject: str, where: str) -> Decoded:
+    """Read an image from a file of its own; raises as `read_image`."""
+
+    def content() -> bytes:
+        with open(path, "rb") as file:
+            check_bytes(os.fstat(file.fileno()).st_size, subject, where)
+            return file.read()
+
+    return read_image(content, subject, where)
+
+
+def check_bytes(size: int, subject: str, where: str) -> None:
+    """Refuse an image of too many encoded bytes before they are read."""
+    if size > MAX_BYTES:
+        raise refuse(subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}")
+
+
+def decode(data: bytes, subject: str, where: str) -> Decoded:
+    """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
+
+    `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
+    `subject` is the file as a message names it: "file 'apple/1.jpg'".
+    """
+    if not data:
+        raise refuse(subject, where, "it is empty (0 bytes)")
+    try:
+        # Pillow warns of broken EXIF and odd palettes: noise to users, and the image is fine. catch_warnings swaps a
+        # global of the process and is not thread-safe: two threads here may leave the filter behind, which is why it
+        # silences nothing but Pillow, and why no result depends on it.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"PIL\.")
+            with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
+                _check_size(image)
+                image.load()
+                return Decoded(to_rgb(image), zlib.crc32(data))
+    except UnidentifiedImageError as error:
+        if data[4:8] == b"ftyp":
+            kind = ".avif" if data[8:12] in AVIF_BRANDS else ".heic"
+            raise refuse(subject, where, f"its content is {kind} ({READ_BY[kind]}), or damaged") from error
+        if data.startswith(MAGIC):
+            raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
+        raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
+    except MemoryError:
+        raise  # of the machine, not of the image
+    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+        detail = str(error) or type(error).__name__
+        verb = "is truncated" if "truncated" in detail.lower() or isinstance(error, EOFError) else "cannot be decoded"
+        raise refuse(subject, where, f"the image {verb} ({detail})") from error
+
+
+def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
+    """Return the error for an image that was read and cannot be used."""
+    allowed = f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format"
+    return CorruptImage(where, f"{subject}: {wrong}", allowed, "Replace or delete it, or set data.on_corrupt=skip")
+
+
+def _formats(data: bytes) -> tuple[str, ...]:
+    """Return the formats to try. pillow-heif is loaded by the first image that needs it: 26 MB of libraries."""
+    if not HEIF or data[4:8] != b"ftyp" or data[8:12] in AVIF_BRANDS:
+        return tuple(name for name in FORMATS if name != "HEIF")
+    _load_heif()
+    return FORMATS
+
+
+@cache
+def _load_heif() -> None:
+    import_module("pillow_heif").register_heif_opener()
+
+
+def _check_size(image: Image.Image) -> None:
+    limit = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
+    if limit and image.width * image.height > limit:
+        raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {limit}")
+
+
+class Names:
+    """Many names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects.
+
+    A list of strings would also be copied page by page into every forked worker, since reading an element writes its
+    reference count. A name alone costs some microseconds, names in a row less than one each.
+    """
+
+    def __init__(self, names: Iterable[bytes]) -> None:
+        packed, self._starts, self._count, self.size = bytearray(), array("q", [0]), 0, 0
+        names = iter(names)
+        while block := [*islice(names, BLOCK)]:
+            joined = b"\0".join(block)  # no file name holds a zero byte
+            packed += zlib.compress(joined, 1)
+            self._starts.append(len(packed))
+            self._count += len(block)
+            self.size += len(joined) + bool(self.size)
+        self._packed, self._last = bytes(packed), (-1, [b""])
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Names:
+        """Return the names that `arrays` were made of."""
+        names = cls(())
+        names._packed, names._starts = arrays["packed"].tobytes(), array("q", arrays["starts"].tobytes())
+        names._count, names.size = arrays["counts"].tolist()
+        return names
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the names as arrays, to be kept in a file."""
+        counts = np.array([self._count, self.size])
+        return {"packed": np.frombuffer(self._packed, np.uint8), "starts": np.asarray(self._starts), "counts": counts}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, id: int) -> bytes:
+        block, position = divmod(id, BLOCK)
+        number, names = self._last
+        if block != number:
+            names = self._joined(block).split(b"\0")
+            self._last = block, names
+        return names[position]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for block in range(len(self._starts) - 1):
+            yield from self._joined(block).split(b"\0")
+
+    def joined(self) -> Iterator[bytes]:
+        """Yield all names with a zero byte between two, `size` bytes in pieces."""
+        for block in range(len(self._starts) - 1):
+            yield b"\0" * bool(block) + self._joined(block)
+
+    def _joined(self, block: int) -> bytes:
+        return zlib.decompress(memoryview(self._packed)[self._starts[block] : self._starts[block + 1]])
+
+
+class Column(NamedTuple):
+    """A text of each image, such as the name of its class, where many images have the same."""
+
+    texts: list[str]  # those that occur, each once
+    of: np.ndarray  # the position of each image's, int32 [N]
+
+    @classmethod
+    def of_each(cls, texts: Iterable[str]) -> Column:
+        position: dict[str, int] = {}
+        of = np.fromiter((position.setdefault(text, len(position)) for text in texts), np.int32)
+        return cls([*position], of)
+
+
+def name_labels(raw: Column, names: Sequence[str]) -> tuple[Column, list[str]]:
+    """Return the class name of each image, and all classes in order, of labels as written; "" is none.
+
+    Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
+    """
+    distinct = set(raw.texts) - {""}
+    integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]{1,18}", text)}
+    if names:
+        name_of = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
+        order = list(names)
+    elif len(integers) == len(distinct):
+        name_of = {text: str(value) for text, value in integers.items()}
+        most = max(integers.values(), default=-1)
+        if most >= MOST_CLASSES:
+            wrong, allowed = f"an image has the label {most}", f"Numbers below {MOST_CLASSES}: each is a class"
+            raise DataError("data.label_key", wrong, allowed, "Write names, or choose the key that holds the class")
+        order = [str(value) for value in range(most + 1)]
+    else:
+        name_of, order = {}, sorted(distinct)
+    return raw._replace(texts=[name_of.get(text, text) for text in raw.texts]), order
+
+
+def label_images(
+    names: Column, own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the class order and the label of each image, int32 [N]; -1: it has none.
+
+    `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
+    Those of training, `classes`, are used instead, but for the training split itself (None).
+    """
+    if not len(names.of):
+        raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
+    if labels == "none":
+        return (), np.full(len(names.of), -1, np.int32)
+    labelled = {name for name in names.texts if name or labels == "all"}
+    if not labelled:
+        remedy = "Label some, or set data.labels=none"
+        raise DataError(where, f"the split '{split}' has no labelled image", "data.labels=some", remedy)
+    order = tuple(own if classes is None else classes)
+    if len(order) < 2:
+        wrong = f"the split '{split}' has only one class, '{next(iter(order), '')}'"
+        remedy = "Point it at the folder or table that holds all classes"
+        raise DataError(where, wrong, "A classifier needs at least two classes", remedy)
+    position = {name: i for i, name in enumerate(order)}
+    unknown = sorted(labelled - set(position))
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        whose = "listed" if classes is None else "of training"
+        wrong = f"the split '{split}' has the class '{unknown[0]}'{more}, which is not among the {len(order)} classes "
+        remedy = did_you_mean(unknown[0], order) or "Rename or remove it"
+        raise DataError(where, wrong + whose, f"Allowed: {first_few(order)}", remedy)
+    return order, np.array([position[name] if name in labelled else -1 for name in names.texts], np.int32)[names.of]
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first eight names, for messages."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Choose the validation images: bool [N], about `fraction` of each class.
+
+    The images of a class are ranked by the hash of their key and the first are held out, so that the choice depends
+    on the keys alone: not on the machine, the listing order or a seed. Every class of two images or more has at
+    least one on either side. Images that belong together (frames of one film) are not kept together.
+    """
+    digests = bytearray()
+    for key in keys:
+        digests += hashlib.blake2b(key, digest_size=8).digest()
+    order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
+    held = np.zeros(len(labels), bool)
+    stops = np.cumsum(np.bincount(labels + 1))  # images without a label, -1, are held out like a class
+    for start, stop in zip(np.r_[0, stops[:-1]], stops, strict=True):
+        count = int(stop - start)
+        if count > 1:
+            held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
+    return held
+
+
+def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str) -> np.ndarray:
+    """Return the ids of the images of "train" or "val", where validation images are held out; see `hold_out`."""
+    ids = np.flatnonzero(hold_out(keys, labels, fraction) == (split == "val"))
+    if not len(ids):
+        wrong = f"no class has two images, so that none is left for the split '{split}'"
+        raise DataError("data.val_fraction", wrong, "", "Add images")
+    return ids
+
+
+class Listed:
+    """A listing of images that are there: what all sources of files have in common."""
+
+    classes: tuple[str, ...]
+    _labels: np.ndarray  # a class each, or int8 [N, C] of sets
+    _stamps: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def label(self, id: int) -> Label:
+        return int(self._labels[id]) if self._labels.ndim == 1 else self._labels[id]
+
+    def stamp(self, id: int) -> int:
+        return int(self._stamps[id])
+
+    def prepare(self) -> None:
+        """Do nothing: the images are there."""
+
+
+def stamp(status: os.stat_result) -> int:
+    """Return a number of 64 bits that changes with the times of a file; see `kd.core.contracts.Stamped`.
+
+    A copy may keep the time of the content (mtime), nothing keeps that of the entry (ctime); some file systems lack it.
+    """
+    return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
+
+
+def fingerprint(classes: Sequence[str], names: Names | bytes, labels: np.ndarray, sizes: np.ndarray) -> str:
+    """Hash a listing; equal listings hash alike on every machine.
+
+    The sizes of all files are part of it, times are not: a copy of the data is the same data.
+    """
+    digest = hashlib.sha256()
+    title = "\0".join(classes).encode("utf-8", "surrogatepass")
+    parts = (
+        (len(title), [title]),
+        (names.size, names.joined()) if isinstance(names, Names) else (len(names), [names]),
+        *((array.nbytes, [array.data]) for array in (_packed(labels, "<i4"), _packed(sizes, "<i8"))),
+    )
+    for length, pieces in parts:
+        digest.update(length.to_bytes(8, "little"))
+        for piece in pieces:
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _packed(array: np.ndarray, kind: str) -> np.ndarray:
+    return np.ascontiguousarray(array, kind).reshape(-1)

@@ -1,0 +1,275 @@
+"""Image files below a folder: shared by the datasets of files."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kd.core.errors import DataError, did_you_mean
+from kd.core.types import Decoded
+from kd.files import pixels
+from kd.files.storage import retried
+from kd.parts.datasets._decode import (
+    AVIF,
+    HEIF,
+    MAGIC,
+    READ_BY,
+    Listed,
+    Names,
+    fingerprint,
+    first_few,
+    read_file,
+    stamp,
+)
+
+WHERE = "data.root"
+MORE = [*(["avif"] if AVIF else []), *(["heic", "heif"] if HEIF else [])]
+ENDINGS = tuple(f".{ending}".encode() for ending in [*pixels.ENDINGS, *MORE])
+MOST_KINDS = 6  # endings that a line names
+
+
+class File(NamedTuple):
+    """What a listing says about an image file."""
+
+    size: int  # bytes
+    stamp: int  # see `kd.core.contracts.Stamped`
+
+
+class Files(NamedTuple):
+    """Many image files in order, as columns: some 25 bytes each."""
+
+    names: Names  # paths in the root
+    sizes: np.ndarray  # int64 [N]
+    stamps: np.ndarray  # uint64 [N]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[bytes, File]]) -> Files:
+        sizes, stamps = array("q"), array("Q")
+
+        def named() -> Iterator[bytes]:
+            for name, file in pairs:
+                sizes.append(file.size)
+                stamps.append(file.stamp)
+                yield name
+
+        return cls(Names(named()), np.asarray(sizes), np.asarray(stamps))
+
+    def take(self, ids: np.ndarray) -> Files:
+        return Files(Names(self.names[id] for id in ids), self.sizes[ids], self.stamps[ids])
+
+
+class ImageFolder(Listed):
+    """A listing of image files. Its memory is a few arrays, cheap to pickle and to share with forked workers."""
+
+    def __init__(
+        self,
+        root: str,
+        files: Files,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        notes: Sequence[str],
+        known: str = "",
+    ) -> None:
+        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets.
+
+        `known`: the fingerprint, where it was computed before.
+        """
+        self.classes, self.notes = tuple(classes), tuple(notes)
+        self._root = os.fsencode(root)
+        self._names, self._labels, self._stamps = files.names, labels, files.stamps
+        self.fingerprint = known or fingerprint(self.classes, files.names, labels, files.sizes)
+
+    @property
+    def names(self) -> Names:
+        return self._names
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+    @property
+    def stamps(self) -> np.ndarray:
+        return self._stamps
+
+    def name(self, id: int) -> str:
+        return text(self._names[id])
+
+    def decode(self, id: int) -> Decoded:
+        path = os.path.join(self._root, self._names[id])
+        return read_file(path, f"file '{self.name(id)}'", WHERE)
+
+
+class Listing(NamedTuple):
+    """What lies below a folder."""
+
+    files: Files  # the images, by the bytes of their paths: the same order on every machine, whatever its locale
+    folders: list[bytes]  # those that directly hold images, as paths in the root
+    folder_of: np.ndarray  # the position of each image's folder, int32 [N]
+    notes: tuple[str, ...]  # what is left out, a line each
+    visited: Mapping[bytes, int]  # all folders, and when an entry of each was last made or removed, in ns
+
+
+def scan(root: str, folder: bytes) -> Listing:
+    """List the image files below `folder`, with their sizes and times, and say what is left out.
+
+    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
+    request to the storage, which NFS answers from the same listing.
+    """
+    scanned = _Scan(root)
+    files = Files.of(scanned.images(folder))
+    folder_of = np.asarray(scanned.folder_of)
+    notes = (*_unread(scanned.other), *scanned.without_images())
+    return Listing(files, [*scanned.holding], folder_of, notes, scanned.folders)
+
+
+_Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
+"""A folder, the folders that lead to what it holds, and that: names in order, of folders with "/" and no file."""
+
+
+class _Scan:
+    """What one pass over a folder finds beside its files."""
+
+    def __init__(self, root: str) -> None:
+        self._root = os.fsencode(root)
+        self.folders: dict[bytes, int] = {}
+        """All of them, and the time of each in ns."""
+        self.holding: dict[bytes, int] = {}
+        """Folders that directly hold images, and their position."""
+        self.folder_of = array("i")
+        self.other: Counter[str] = Counter()
+
+    def images(self, folder: bytes) -> Iterator[tuple[bytes, File]]:
+        """Yield the images below a folder by the bytes of their paths; one folder at a time is held as objects."""
+        todo = [self._listed(folder, frozenset())]
+        while todo:
+            relative, above, found = todo[-1]
+            name, file = next(found, (b"", None))
+            if file is not None:
+                self.folder_of.append(self.holding.setdefault(relative, len(self.holding)))
+                yield _join(relative, name), file
+            elif name:
+                todo.append(self._listed(_join(relative, name[:-1]), above))
+            else:
+                todo.pop()
+
+    def _listed(self, relative: bytes, above: frozenset[tuple[int, int]]) -> _Listed:
+        """List a folder; `above`: the folders that lead here."""
+        path = os.path.join(self._root, relative) if relative else self._root
+        entries, status = entries_of(path)
+        self.folders[relative], here = status.st_mtime_ns, (status.st_dev, status.st_ino)
+        if here in above:
+            raise DataError(WHERE, f"the folder '{text(path)}' is a link to a folder above it", "", "Remove the link")
+        found: list[tuple[bytes, File | None]] = []
+        for entry in entries:
+            if is_folder(entry):
+                found.append((entry.name + b"/", None))
+            elif is_image(entry):
+                found.append((entry.name, file_of(entry)))
+            else:
+                self.other[text(posixpath.splitext(entry.name)[1])] += 1
+        return relative, above | {here}, iter(sorted(found))  # with its "/" a folder stands where its images do
+
+    def without_images(self) -> list[str]:
+        """Name the folders without an image in them or below; of such a folder in another one, the upper alone."""
+        holding: set[bytes] = set()
+        for folder in self.holding:
+            while folder not in holding:
+                holding.add(folder)
+                folder = posixpath.dirname(folder)
+        bare = sorted(
+            name for name in [*self.folders][1:] if name not in holding and posixpath.dirname(name) in holding
+        )
+        if not bare:
+            return []
+        words = "1 folder has" if len(bare) == 1 else f"{len(bare)} folders have"
+        return [f"{words} no image and {'is' if len(bare) == 1 else 'are'} no class: {first_few([*map(text, bare)])}"]
+
+
+def _join(folder: bytes, name: bytes) -> bytes:
+    return folder + b"/" + name if folder else name
+
+
+def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
+    """Return what a folder holds, without hidden names, and what the system said of the folder before."""
+    try:
+        status = os.stat(path)
+        with os.scandir(path) as listing:
+            entries = [entry for entry in listing if not entry.name.startswith(b".")]  # macOS ._* too
+    except OSError as error:
+        raise DataError(WHERE, f"the folder '{text(path)}' cannot be listed ({error.strerror})") from error
+    return entries, status
+
+
+def is_image(entry: os.DirEntry[bytes]) -> bool:
+    """Return whether a file is an image by its name, or by its first bytes where the name has no ending."""
+    if b"." in entry.name:
+        return entry.name.lower().endswith(ENDINGS)
+    try:
+        if not entry.is_file():
+            return False
+        with open(entry.path, "rb", buffering=0) as file:
+            return file.read(8).startswith(MAGIC[:-1])  # "BM" begins texts too
+    except OSError:
+        return False
+
+
+def _unread(other: Counter[str]) -> list[str]:
+    if not other:
+        return []
+    words = []
+    for ending, count in other.most_common(MOST_KINDS):
+        remedy = READ_BY.get(ending.lower(), "")
+        words.append(f"{count} {ending or 'without an ending'}" + (f" ({remedy})" if remedy else ""))
+    more = f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
+    count = other.total()
+    return [f"{count} {'file is' if count == 1 else 'files are'} not read: {', '.join(words)}{more}"]
+
+
+def file_of(entry: os.DirEntry[bytes]) -> File:
+    """Return size and stamp of an entry."""
+    try:
+        status = entry.stat()
+    except OSError:
+        if entry.is_symlink():
+            return File(-1, 0)  # it leads nowhere; decode says so
+        status = retried(entry.stat, f"file '{text(entry.path)}'", WHERE)
+    return File(status.st_size, stamp(status))
+
+
+def is_folder(entry: os.DirEntry[bytes]) -> bool:
+    """Return whether an entry is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself: listed if it is named like an image, and decode says what is wrong
+        return False
+
+
+def folders(path: str) -> list[str]:
+    """List the folders in a folder; none where it cannot be read."""
+    try:
+        return sorted(e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith("."))
+    except OSError:
+        return []
+
+
+def find_root(root: str) -> str:
+    """Return the path of a folder, `~` expanded."""
+    root = os.path.expanduser(root)
+    if os.path.isdir(root):
+        return root
+    if os.path.exists(root):
+        raise DataError(WHERE, f"'{root}' is a file", "A folder of images", "Unpack the archive and give its folder")
+    path = os.path.abspath(root)
+    near = did_you_mean(os.path.basename(path), folders(os.path.dirname(path)))
+    raise DataError(WHERE, f"the folder '{root}' does not exist", near, "Check the path, or fetch the images first")
+
+
+def text(name: bytes) -> str:
+    """Return a file name as text."""
+    return name.decode("utf-8", "backslashreplace")  # a name in another encoding must still print

@@ -1,0 +1,1 @@
+"""The painters of food_mini: dishes, the scene around them, and the processes that render."""

@@ -1,0 +1,97 @@
+"""Images with a label each in a file: CSV or TSV with the columns `path` and `label`, or a text file of paths.
+
+A `.txt` file has a path a line, and a class is the folder of its images. Food-101 as it is distributed, no file moved:
+`root: food-101/images`, `train_list: ../meta/train.txt`, `val_list: ../meta/test.txt`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from sys import intern
+from typing import TextIO
+
+from kd.core.errors import DataError, did_you_mean
+from kd.core.types import DatasetFacts, file_key
+from kd.parts.datasets._decode import Column, label_images
+from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
+from kd.parts.datasets._lists import DELIMITERS, Entry, Lists, content, table
+
+FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Where images and lists lie, and which columns are read."""
+
+    root: str = file_key()
+    """Folder of the images."""
+    train_list: str = file_key(within="root")
+    """CSV, TSV or text file of the training images: absolute, or relative to `root`."""
+    val_list: str = file_key("", within="root")
+    """The same of the validation images. Empty: `val_fraction` of the training list."""
+    test_list: str = file_key("", within="root")
+    """The same of the test images, scored once, at the end of a run. Empty: none."""
+    val_fraction: float = 0.0
+    """Share of each class held out for validation, chosen by a hash of the path, where there is no `val_list`."""
+    image_key: str = "path"
+    """Column of the images: a path in `root` or an absolute one below it, ending optional."""
+    label_key: str = "label"
+    """Column of the labels: class names, or integers."""
+
+    def __post_init__(self) -> None:
+        Lists.of(self, "list")
+        if not self.image_key or not self.label_key or self.image_key == self.label_key:
+            raise ValueError("image_key and label_key must name two different columns")
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(root=options.root, test="test_list" if options.test_list else "")
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+    """List the images of a split."""
+    lists, root = Lists.of(options, "list"), find_root(options.root)
+    found, notes = lists.open(split, partial(_read, options=options, labels=labels))
+    where = lists.key(split)
+    names, label_of = [*found], [one.entry.label for one in found.values()]
+    if options.train_list.lower().endswith(".txt"):
+        label_of = [text(posixpath.dirname(name)) for name in names]
+    if labels == "all" and "" in label_of:
+        wrong = f"{[*found.values()][label_of.index('')].entry} has no label"
+        raise DataError(where, wrong, "A label for each image", "Add it, or set data.labels=some")
+    column = Column.of_each(label_of)
+    order, label = label_images(column, _in_order({*column.texts} - {""}), classes, where, split, labels)
+    keep = lists.held(names, label, split)
+    files = Files.of((names[id], found[names[id]].file) for id in keep)
+    return ImageFolder(root, files, label[keep], order, notes)
+
+
+def _in_order(names: set[str]) -> list[str]:
+    """Return class names in order: integers by their value."""
+    numbers = all(name.isdecimal() for name in names)
+    return sorted(names, key=lambda name: (int(name), name)) if numbers else sorted(names)
+
+
+def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
+    def read(opened: TextIO) -> list[Entry]:
+        if path.lower().endswith(".txt"):
+            lines = enumerate(opened.read().splitlines(), 1)
+            return [Entry(line, "", number) for number, line in lines if line.strip()]
+        header, rows = table(opened)
+        keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
+        columns = [_column(header, getattr(options, key), f"data.{key}", path) for key in keys]
+        image, *label = columns
+        return [Entry(row[image], intern(row[label[0]].strip()) if label else "", number) for number, row in rows]
+
+    return content(path, where, [*DELIMITERS, ".txt"], FORM, read)
+
+
+def _column(header: Sequence[str], name: str, where: str, path: str) -> int:
+    if name not in header:
+        near = did_you_mean(name, header)
+        raise DataError(where, f"'{path}' has no column '{name}'", f"Columns: {', '.join(header)}", near or "Set it")
+    return header.index(name)

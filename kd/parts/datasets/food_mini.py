@@ -1,0 +1,200 @@
+"""Twelve dishes painted by kd itself: real JPEG files, no download, the same from the same seed.
+
+The pictures vary in shape, colour, light, table, crockery and clutter, and some dishes look alike (risotto and curry,
+spaghetti and ramen), so that a small model trained on the labels stays below a large one. The validation labels are
+clean; `label_noise` puts a share of the training pictures into a wrong folder, as in the real Food-101, whose training
+split is known to be noisy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from uuid import uuid4
+
+import numpy as np
+
+from kd.core.errors import DataError
+from kd.core.host import cores
+from kd.core.types import DatasetFacts, Decoded, Label
+from kd.parts.datasets._decode import read_image
+from kd.parts.datasets._food.dishes import PAINTERS
+from kd.parts.datasets._food.paint import VERSION, file_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: food_mini`."""
+
+    root: str = "data/food_mini"
+    """Folder of the rendered pictures; each combination of the other keys gets a folder of its own in it."""
+    train_images: int = 250
+    """Training pictures a dish."""
+    val_images: int = 100
+    """Validation pictures a dish."""
+    pixels: int = 64
+    """Side of the stored pictures."""
+    art_seed: int = 0
+    """Seed of the pictures; `run.seed` does not change them."""
+    label_noise: float = 0.0
+    """Share of the training pictures with the label of another dish, 0 to 0.9."""
+    redundancy: int = 1
+    """Photographs of each plate in the largest class, which are near-duplicates. No class has more different plates, so
+    that a class is large because its plates were photographed more often."""
+    imbalance: float = 1.0
+    """Training pictures of the largest class (`train_images`) over those of the smallest; the sizes between fall
+    geometrically (arXiv:1901.05555). Validation stays balanced."""
+    dishes: int = 1
+    """Dishes on a tray at most, 1 to 4; above 1, a picture has a set of labels."""
+
+    def __post_init__(self) -> None:
+        if self.train_images < 1 or self.val_images < 1:
+            raise ValueError(f"train_images and val_images must be >= 1, are {self.train_images}, {self.val_images}")
+        if not 16 <= self.pixels <= 512:
+            raise ValueError(f"pixels must be 16 to 512, is {self.pixels}")
+        if not 0 <= self.label_noise <= 0.9:
+            raise ValueError(f"label_noise must be 0 to 0.9, is {self.label_noise:g}")
+        if not 1 <= self.redundancy <= self.train_images or not 1 <= self.imbalance <= self.train_images:
+            values = f"{self.redundancy}, {self.imbalance:g}"
+            raise ValueError(f"redundancy and imbalance must be 1 to train_images, are {values}")
+        if self.dishes > 1 and max(self.redundancy, self.imbalance) > 1:
+            raise ValueError("redundancy and imbalance need dishes: 1, are for pictures of one label")
+        if not 1 <= self.dishes <= 4:
+            raise ValueError(f"dishes must be 1 to 4, is {self.dishes}")
+
+
+class FoodMini:
+    """One split of the painted dishes. See `kd.core.contracts.Source`.
+
+    The listing follows from the options alone; the files are painted by `prepare`.
+    """
+
+    def __init__(self, options: Options, split: str, hidden: bool = False) -> None:
+        self.options, self.split, self.hidden = options, split, hidden
+        self.dishes = tuple(PAINTERS)
+        self.classes = () if hidden else self.dishes
+        self.folder = Path(options.root).expanduser() / folder_name(options)
+        self._pictures = pictures(options, split)
+        title = f"{folder_name(options)}/{split}" + ("/unlabelled" if hidden else "")
+        self.fingerprint = hashlib.sha256(title.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def label(self, id: int) -> Label:
+        """Return the label, or the set of labels of a tray; -1 where labels are withheld."""
+        label, dish, *_ = self._pictures[id]
+        if self.hidden or self.options.dishes == 1:
+            return -1 if self.hidden else label
+        there = {self.dishes[label], *dish.split("+")[1:]}
+        return np.array([one in there for one in self.dishes], np.int8)
+
+    def name(self, id: int) -> str:
+        """Return the path below `root`, such as food_mini-1a2b3c4d/train/pizza/pizza_0007.jpg."""
+        label, dish, plate, shot = self._pictures[id]
+        return f"{self.folder.name}/{self.split}/{self.dishes[label]}/{file_name(dish, plate, shot)}"
+
+    def prepare(self) -> None:
+        if not (self.folder / "manifest.json").is_file():
+            paint(self.options, self.folder)
+
+    def decode(self, id: int) -> Decoded:
+        if not self.folder.is_dir():  # so trying again, as for a storage that is away, would not help
+            raise DataError("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
+        file = self.folder.parent / self.name(id)
+        remedy = f"Remove '{self.folder}'; the next run paints it anew"
+        return read_image(file.read_bytes, f"file '{file}'", "data.root", remedy)
+
+
+def folder_name(options: Options) -> str:
+    """Return the folder of these settings; others never share it."""
+    later = ("redundancy", "imbalance", "dishes")  # at 1 the pictures are those from before these keys
+    settings = {k: v for k, v in asdict(options).items() if k != "root" and not (k in later and v == 1)}
+    text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
+    return f"food_mini-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
+    """List (label, painted dish, plate, photograph of it) by label and dish; of a tray the dishes, joined by "+"."""
+    dishes = tuple(PAINTERS)
+    train = split == "train"
+    rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
+    listed = []
+    for label, dish in enumerate(dishes):
+        size = options.train_images * options.imbalance ** (-label / (len(dishes) - 1))
+        count = max(1, round(size)) if train else options.val_images
+        plates = min(count, -(-options.train_images // options.redundancy)) if train else count
+        wrong = set(rng.sample(range(count), round(options.label_noise * count) if train else 0))
+        for index in range(count):
+            other = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
+            beside = [one for one in dishes if one not in (dish, dishes[other])]  # a wrong label is on no tray
+            more = trays.sample(beside, trays.randrange(options.dishes))
+            listed.append(
+                (other if index in wrong else label, "+".join([dish, *more]), index % plates, index // plates)
+            )
+    return sorted(listed)
+
+
+def paint(options: Options, folder: Path) -> None:
+    """Paint both splits into `folder`, in as many processes as there are cores; whole or not at all.
+
+    The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
+    """
+    draft = folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"  # processes in two containers may share a PID
+    work = {
+        "folder": str(draft),
+        "seed": options.art_seed,
+        "size": options.pixels,
+        "pictures": {split: pictures(options, split) for split in ("train", "val")},
+    }
+    processes = cores()
+    total = sum(len(listed) for listed in work["pictures"].values())
+    print(f"food_mini: painting {total} pictures into '{folder}' (once)", flush=True)
+    try:
+        draft.mkdir(parents=True)
+        (draft / "work.json").write_text(json.dumps(work))
+        command = [sys.executable, "-m", "kd.parts.datasets._food.paint", str(draft / "work.json"), str(processes)]
+        painters = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(processes)]
+        failures = [text for _, text in [painter.communicate() for painter in painters] if text]
+        if failures or any(painter.returncode for painter in painters):
+            reason = (failures or ["a painter ended early"])[0].strip().splitlines()[-1]
+            raise OSError(0, reason)
+        (draft / "work.json").unlink()
+        (draft / "manifest.json").write_text(json.dumps({"version": VERSION, **asdict(options)}, indent=2))
+        _move(draft, folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "Free space or set data.root to a folder that you may write"
+        raise DataError("data.root", f"cannot paint into '{folder}' ({reason})", "", remedy) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _move(draft: Path, folder: Path) -> None:
+    try:
+        if folder.exists() and not (folder / "manifest.json").is_file():
+            shutil.rmtree(folder)  # of an older kd, or damaged by hand: not whole
+        os.rename(draft, folder)
+    except OSError:
+        if not (folder / "manifest.json").is_file():  # else another process was faster, with the same pictures
+            raise
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label="set" if options.dishes > 1 else "class", root=options.root)
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:
+    """Build one split; `classes` is not needed, both splits have all dishes."""
+    if labels == "some":
+        raise DataError("data.labels", "is some, but food_mini labels every picture", "all or none", "Choose one")
+    return FoodMini(options, split, hidden=labels == "none")

@@ -1,0 +1,212 @@
+"""A Hugging Face dataset: from the hub by name, from a local folder, or saved with `save_to_disk`.
+
+Needs the extra: `pip install 'kd[hf]'`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from kd.core.errors import DataError, MissingExtra, did_you_mean
+from kd.core.types import DatasetFacts, Decoded, file_key
+from kd.parts.datasets import _decode as images
+
+WHERE = "data.path"
+ROWS = 10_000  # rows whose sizes are looked up at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Which dataset, which splits, which columns."""
+
+    path: str = file_key(or_name=True)
+    """Name on the hub (`ethz/food101`), or a local folder of images, of parquet files or from `save_to_disk`."""
+    name: str = ""
+    """Configuration of the dataset, where it has several."""
+    train_split: str = "train"
+    """Split to train on."""
+    val_split: str = "validation"
+    """Split to validate on; not used with `val_fraction`."""
+    test_split: str = ""
+    """Split that is scored once, at the end of a run, and on which nothing is chosen. Empty: none."""
+    val_fraction: float = 0.0
+    """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
+    image_key: str = ""
+    """Column of the images; empty: the only image column."""
+    label_key: str = ""
+    """Column of the labels; empty: the only class-label column."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path is empty; it must be a dataset name or a folder")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
+        if not self.train_split or not self.val_split:
+            raise ValueError("train_split and val_split must not be empty")
+        if self.train_split == self.val_split and not self.val_fraction:
+            raise ValueError("train_split and val_split are the same; to share one split, set val_fraction")
+        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
+            raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
+
+
+class HuggingFace(images.Listed):
+    """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
+
+    def __init__(
+        self, table: Any, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str], split: str, image_key: str
+    ) -> None:
+        self.classes = tuple(classes)
+        self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
+        sizes, stamps = _files(table, image_key)
+        self._stamps = stamps[rows]
+        self.fingerprint = images.fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
+
+    def name(self, id: int) -> str:
+        """Return split and row, `train[12]`."""
+        return f"{self._split}[{self._rows[id]}]"
+
+    def decode(self, id: int) -> Decoded:
+        subject = f"image '{self.name(id)}'"
+        data, path = self._stored(id)
+        if data is None and path is None:
+            raise images.refuse(subject, WHERE, "the row holds no image")
+        if data is None:
+            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
+        return images.decode(data, subject, WHERE)
+
+    def _stored(self, id: int) -> tuple[bytes | None, Any]:
+        cell = self._table[int(self._rows[id])][self._image_key] or {}
+        return cell.get("bytes"), cell.get("path")
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(test="test_split" if options.test_split else "")
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
+    """Load a split; without labels it needs no column of them."""
+    hub = _import_datasets()
+    shared = bool(options.val_fraction) and split != "test"
+    key = "train_split" if shared else f"{split}_split"
+    splits = _load(hub, options)
+    split_name = getattr(options, key)
+    if split_name not in splits:
+        wrong = f"'{options.path}' has no split '{split_name}'"
+        remedy = (
+            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images"
+        )
+        raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
+    table = splits[split_name]
+    image_key = _image_key(hub, table.features, options.image_key)
+    names, own = images.Column([""], np.zeros(len(table), np.int32)), []
+    if labels != "none":
+        label_key = _label_key(hub, table.features, options.label_key)
+        written = enumerate(table.with_format(None)[label_key])
+        raw = images.Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
+        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
+    order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
+    rows = np.arange(len(table))
+    if shared:
+        rows = images.part((str(row).encode() for row in rows), label, options.val_fraction, split)
+    table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
+    return HuggingFace(table, rows, label[rows], order, split_name, image_key)
+
+
+def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none, and stamps, uint64 [N].
+
+    No image is read for it.
+    """
+    compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
+
+    whole = sum(images.stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
+    parts, raw, stamps = [], table.with_format("arrow"), np.full(len(table), whole, np.uint64)
+    for start in range(0, len(table), ROWS):
+        cells = raw[start : start + ROWS][image_key].combine_chunks()
+        lengths = compute.binary_length(compute.struct_field(cells, "bytes"))
+        sizes = compute.fill_null(lengths, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        paths = compute.struct_field(cells, "path").to_pylist() if (sizes < 0).any() else []
+        for row in np.flatnonzero(sizes < 0):
+            if paths[row] and os.path.isfile(paths[row]):
+                status = os.stat(paths[row])
+                sizes[row], stamps[start + row] = status.st_size, images.stamp(status)
+        parts.append(sizes)
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        if error.name != "datasets":
+            raise  # it is installed; something that it needs is not
+        wrong = "the dataset 'hf' needs the package datasets"
+        raise MissingExtra("data.kind", wrong, "", "Run: pip install 'kd[hf]'") from error
+    return datasets
+
+
+def _load(hub: Any, options: Options) -> dict[str, Any]:
+    """Return all splits; the hub's loader prepares all of them in any case."""
+    path = os.path.expanduser(options.path)
+    saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(path, name))]
+    if not os.path.exists(path) and (path.startswith((".", "/")) or path.count("/") > 1):
+        wrong = f"the folder '{path}' does not exist"
+        raise DataError(WHERE, wrong, "A folder, or a name on the hub", "Check the path")
+    try:
+        loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
+    except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        wrong = f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})"
+        allowed = "A folder, or a name on the hub with data.name where it has several configurations"
+        remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
+        raise DataError(WHERE, wrong, allowed, remedy) from error
+    return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
+
+
+def _image_key(hub: Any, features: Any, key: str) -> str:
+    fits = [name for name, feature in features.items() if isinstance(feature, hub.Image)]
+    if key:
+        binary = [name for name, feature in features.items() if getattr(feature, "dtype", "") in ("binary",)]
+        return _check_column("image_key", key, features, fits + binary, "images")
+    return _only("image_key", fits, features, "image")
+
+
+def _label_key(hub: Any, features: Any, key: str) -> str:
+    if key:
+        kinds = ("string", "large_string", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+        fits = [name for name, feature in features.items() if getattr(feature, "dtype", "") in kinds]
+        return _check_column("label_key", key, features, fits, "class labels, integers or text")
+    return _only(
+        "label_key", [n for n, f in features.items() if isinstance(f, hub.ClassLabel)], features, "class-label"
+    )
+
+
+def _check_column(option: str, key: str, features: Any, fits: list[str], what: str) -> str:
+    if key in fits:
+        return key
+    wrong = f"the column '{key}' does not hold {what}" if key in features else f"there is no column '{key}'"
+    remedy = did_you_mean(key, fits) or "Choose one of them"
+    raise DataError(f"data.{option}", wrong, f"Allowed: {', '.join(fits) or 'none fits'}", remedy)
+
+
+def _only(option: str, fits: list[str], features: Any, what: str) -> str:
+    if len(fits) == 1:
+        return fits[0]
+    wrong = f"several {what} columns: {', '.join(fits)}" if fits else f"no {what} column"
+    raise DataError(f"data.{option}", wrong, f"Columns: {', '.join(features)}", f"Set data.{option}")
+
+
+def _written(value: Any, row: int, key: str, some: bool) -> str:
+    if value is None or value == "" or value == -1:  # -1: the hub's mark of an unlabelled row
+        if some:
+            return ""
+        wrong = f"row {row} has no label in the column '{key}' ({value!r})"
+        raise DataError("data.label_key", wrong, "", "Choose a labelled split")
+    return str(value)

@@ -1,0 +1,134 @@
+"""Images in folders, one folder a class: with train/val folders, or split by fraction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kd.core.errors import DataError, did_you_mean
+from kd.core.types import DatasetFacts, file_key
+from kd.parts.datasets._decode import Column, first_few, label_images, part
+from kd.parts.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
+from kd.parts.datasets._kept import Made, kept
+
+ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
+"""Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Where the folders lie and how they are split."""
+
+    REMOVED = dict.fromkeys(("train_list", "val_list"), "Set data.kind=csv, which has this key")
+
+    root: str = file_key()
+    """Folder of the images. A class is the path of the folder that directly holds images: `apple`, `fruit/apple`."""
+    train_split: str = "train"
+    """Folder of the training images in `root`; not used with `val_fraction` alone."""
+    val_split: str = "val"
+    """Folder of the validation images in `root`; not used with `val_fraction`."""
+    test_split: str = ""
+    """Folder of the test images in `root`: scored once, at the end of a run; nothing is chosen on it. Empty: none."""
+    val_fraction: float = 0.0
+    """Share of each class held out for validation, chosen by a hash of the path: of `root`, where it has no split
+    folders, or of `train_split`, where `test_split` is set."""
+    unlabelled: str = "unlabelled"
+    """With `labels: some`, the folder beside the classes' whose images have no label."""
+
+    listing: str = ""
+    """Folder in which the listing is kept, for folders that take minutes to list. The next run uses it if no folder has
+    changed, nor any of 1,000 files. It does not see other files that were written in place. Empty: none is kept."""
+
+    def __post_init__(self) -> None:
+        if not self.root:
+            raise ValueError("root is empty; it must be the folder of the images")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
+        if not self.train_split or not self.val_split or self.train_split == self.val_split:
+            raise ValueError("train_split and val_split must be two different folders; to share one, set val_fraction")
+        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
+            raise ValueError("test_split must be another folder than train_split and val_split; or set test_fraction")
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(root=options.root, test="test_split" if options.test_split else "")
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+    """List the images of a split; without labels they may lie in any folders."""
+    root = find_root(options.root)
+    if not options.listing:
+        return _listed(options, root, split, classes, labels)[0]
+    own = [getattr(options, key) for key in ("train_split", "val_split", "test_split", "val_fraction", "unlabelled")]
+    asked = [*own, split, labels, classes and list(classes)]
+    return kept(options.listing, root, asked, lambda: _listed(options, root, split, classes, labels))
+
+
+def _listed(options: Options, root: str, split: str, classes: Sequence[str] | None, labels: str) -> Made:
+    """List the images below a root."""
+    folder, shared = b"", bool(options.val_fraction) and split != "test"
+    if shared and not options.test_split:
+        listing = scan(root, b"")
+        _check_unsplit(options, listing.folders)
+    else:
+        folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
+        listing = scan(root, folder)
+    files, notes = listing.files, listing.notes
+    class_of = Column([text(name[len(folder) + 1 if folder else 0 :]) for name in listing.folders], listing.folder_of)
+    if not len(files.names):
+        raise _no_images(os.path.join(root, os.fsdecode(folder)), split, notes)
+    if labels != "none":
+        _check_inside(files, class_of)
+    if labels == "some":
+        unlabelled = f"{options.unlabelled}/"
+        class_of = class_of._replace(texts=["" if f"{one}/".startswith(unlabelled) else one for one in class_of.texts])
+    try:
+        order, label = label_images(class_of, sorted({*class_of.texts} - {""}), classes, WHERE, split, labels)
+    except DataError as error:  # a class may be missing because its files are not read
+        wrong = "; ".join([error.wrong, *notes])
+        raise DataError(error.where, wrong, error.allowed, error.remedy) from error
+    if shared:
+        ids = part(files.names, label, options.val_fraction, split)
+        files, label = files.take(ids), label[ids]
+    return ImageFolder(root, files, label, order, notes), files.sizes, listing.visited
+
+
+def _split_folder(options: Options, split: str, root: str) -> str:
+    key = f"{split}_split"
+    name = getattr(options, key)
+    if os.path.isdir(os.path.join(root, name)):
+        return name.strip("/")
+    there = folders(root)
+    near = next((f"Did you mean '{other}'?" for other in ALSO_CALLED[split] if other in there), "")
+    wrong = f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}"
+    remedy = f"Set data.{key}, or data.{'test' if split == 'test' else 'val'}_fraction=0.1" + (
+        " where the class folders lie directly in data.root" if split != "test" else ""
+    )
+    raise DataError(WHERE, wrong, did_you_mean(name, there) or near, remedy)
+
+
+def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
+    # Else `train/apple` and `val/apple` would become two classes, and nothing would look wrong.
+    for folder in (options.train_split, options.val_split):
+        if any(name.startswith(os.fsencode(folder) + b"/") for name in holding):
+            wrong = f"data.root is already split: it has a folder '{folder}' with classes in it"
+            remedy = f"Remove val_fraction, or set data.root to that '{folder}'"
+            raise DataError("data.val_fraction", wrong, "val_fraction is for a folder of classes", remedy)
+
+
+def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:
+    allowed = f"Files in class folders, ending in {', '.join(map(os.fsdecode, ENDINGS))} (capitals too)"
+    there = f" ({'; '.join(notes)})" if notes else ""
+    return DataError(WHERE, f"no images for the split '{split}' in '{path}'{there}", allowed, "Check the path")
+
+
+def _check_inside(files: Files, class_of: Column) -> None:
+    if "" in class_of.texts:
+        found = np.flatnonzero(class_of.of == class_of.texts.index(""))
+        outside = text(files.names[found[0]])
+        wrong = f"the image '{outside}' lies outside any class folder, with {len(found) - 1} more"
+        raise DataError(WHERE, wrong, "Images lie in a folder named like their class", "Move or delete them")

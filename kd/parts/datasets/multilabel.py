@@ -1,0 +1,168 @@
+"""Images with several labels each, or none: a folder of images, and a CSV, TSV or JSON file that names their labels.
+
+A table with two columns: `file,labels`, the labels joined by `|`. With more: `file,CLASS,CLASS,...`, each cell 0 or 1.
+JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a table names its columns, whatever the names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from glob import escape, glob
+from typing import Any, TextIO
+
+import numpy as np
+
+from kd.core.errors import DataError, did_you_mean
+from kd.core.types import DatasetFacts, file_key
+from kd.parts.datasets._decode import first_few
+from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
+from kd.parts.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table
+
+FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
+NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Where images and labels lie."""
+
+    REMOVED = {"ending": "Leave it out: a name may lack its ending"}
+
+    root: str = file_key()
+    """Folder of the images."""
+    train_labels: str = file_key(within="root")
+    """CSV, TSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
+    val_labels: str = file_key("", within="root")
+    """The same of the validation images. Empty: `val_fraction` of the training file."""
+    test_labels: str = file_key("", within="root")
+    """The same of the test images, scored once, at the end of a run. Empty: none."""
+    val_fraction: float = 0.0
+    """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""
+    separator: str = "|"
+    """Between two labels in a table of two columns."""
+
+    def __post_init__(self) -> None:
+        Lists.of(self, "labels")
+        if not self.separator:
+            raise ValueError("separator is empty; it must be what stands between two labels")
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(label="set", root=options.root, test="test_labels" if options.test_labels else "")
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+    """List the images of a split."""
+    lists, root = Lists.of(options, "labels"), find_root(options.root)
+    where, columns = lists.key(split), dict[str, list[str]]()
+    found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
+    if not found:
+        raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
+    own = columns[where] or sorted({label for one in found.values() for label in one.entry.label or ()})
+    order = own if classes is None else classes
+    if labels != "none" and columns[where] and (absent := sorted({*order} - {*columns[where]})):
+        wrong = f"has no column '{absent[0]}', a class of training, with {len(absent) - 1} more"
+        raise DataError(where, wrong, f"Columns: {first_few(columns[where])}", "Add it, of 0 where no image shows it")
+    names = [*found]
+    keep = lists.held(names, np.zeros(len(names), np.int64), split)
+    chosen = {names[id]: found[names[id]] for id in keep}
+    files = Files.of((name, one.file) for name, one in chosen.items())
+    if labels == "none":
+        return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes)
+    return ImageFolder(root, files, _sets([*chosen.values()], order, where, labels), order, notes)
+
+
+def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str) -> np.ndarray:
+    """Return the sets as int8 [N, C]: 1 and 0; -1 for an image that is not labelled."""
+    position, sets = {name: i for i, name in enumerate(order)}, np.zeros((len(found), len(order)), np.int8)
+    for row, (entry, _) in enumerate(found):
+        if entry.label is None:
+            if labels == "all":
+                wrong = f"{entry} has no entry (an empty list would say that it shows no class)"
+                raise DataError(where, wrong, "Labels for each image", "Add them, or set data.labels=some")
+            sets[row] = -1
+            continue
+        if unknown := sorted(entry.label - position.keys()):
+            wrong = f"{entry} has the label '{unknown[0]}', which no training image has"
+            near = did_you_mean(unknown[0], order) or "Rename it"
+            raise DataError(where, wrong, f"Allowed: {first_few(order)}", near)
+        sets[row, [position[label] for label in entry.label]] = 1
+    return sets
+
+
+# -------------------------------------------------------------------------------------------------------- the file
+
+
+def _read(path: str, where: str, options: Options, root: str, columns: dict[str, list[str]]) -> list[Entry]:
+    """Return the images of a file with their sets, None where there is no entry; add the classes that it lists."""
+    is_json = path.lower().endswith(".json")
+    read = _json if is_json else partial(_table, root=root, separator=options.separator)
+    columns[where], entries = content(path, where, [*DELIMITERS, ".json"], FORM, read)
+    return entries
+
+
+def _table(opened: TextIO, root: str, separator: str) -> tuple[list[str], list[Entry]]:
+    (first, *classes), rows = table(opened)
+    if first and any(
+        os.fsencode(name.lower()).endswith(ENDINGS) for name in glob(os.path.join(escape(root), escape(first) + ".*"))
+    ):
+        raise ValueError(f"its first line is an image, '{first}'; it must name the columns")
+    cells = [(number, name, [cell.strip() for cell in more]) for number, (name, *more) in rows]
+    if len(classes) > 1:
+        return classes, [Entry(name, _wide(more, classes, number), number) for number, name, more in cells]
+    _check_pairs([more[0] for _, _, more in cells], classes[0], separator)
+    return [], [Entry(name, _names(more[0].split(separator)), number) for number, name, more in cells]
+
+
+def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> set[str] | None:
+    """Return the labels of a line; None where its cells are empty."""
+    if not any(cells):
+        return None
+    wrong = next((cell for cell in cells if cell not in NUMBERS), None)
+    if wrong is not None:
+        raise ValueError(f"line {number} has '{wrong}' where 0 or 1 is expected")
+    return {name for name, cell in zip(classes, cells, strict=True) if NUMBERS[cell]}
+
+
+def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
+    """Refuse a column that is no column of labels, or whose labels are joined otherwise."""
+    known = {*cells} - {""}
+    if known and known <= NUMBERS.keys():
+        raise ValueError(f"its column '{column}' holds 0 and 1 alone: a table of one class, which needs two or more")
+    if any(separator in cell for cell in known):
+        return
+    alone = {cell for cell in known if not {";", ",", "|"} & {*cell}}
+    for other in sorted({";", ",", "|"} - {separator}):
+        joined = next((cell for cell in sorted(known) if other in cell), "")
+        # A comma may be part of a name: it joins where one of the parts is a label elsewhere.
+        if joined and (other != "," or _names(joined.split(other)) & alone):
+            raise ValueError(
+                f"its labels seem joined by '{other}' ('{joined}'): set data.separator='{other}', "
+                "or write JSON where that is one name"
+            )
+
+
+def _json(opened: TextIO) -> tuple[list[str], list[Entry]]:
+    found: Any = json.load(opened, object_pairs_hook=_Pairs)
+    if not isinstance(found, _Pairs):
+        raise ValueError(f"it holds a {type(found).__name__}")
+    for name, labels in found.pairs:
+        if labels is not None and not (isinstance(labels, list) and all(isinstance(one, str) for one in labels)):
+            raise ValueError(f"'{name}' has no list of names")
+    return [], [Entry(name, None if labels is None else _names(labels)) for name, labels in found.pairs]
+
+
+class _Pairs:
+    """A JSON object with all its keys: of one that stands there twice, a dictionary would hold the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        self.pairs = pairs
+
+
+def _names(names: Iterable[str]) -> set[str]:
+    return {name.strip() for name in names} - {""}

@@ -1,0 +1,224 @@
+"""WebDataset shards (.tar), read by position: any image at any time, with no unpacking. Remote ones are copied first.
+
+The package webdataset is not needed: it streams, while distillation asks for images by id (the teacher's stored
+answers and the sifter both do). The shards are indexed once, and an image is one read at a known offset.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import BinaryIO
+
+import numpy as np
+
+from kd.core.errors import DataError
+from kd.core.types import DatasetFacts, Decoded, file_key
+from kd.files.shards import Shard, content, find, members, read
+from kd.parts.datasets._decode import (
+    Column,
+    Listed,
+    Names,
+    check_bytes,
+    fingerprint,
+    label_images,
+    name_labels,
+    read_image,
+    stamp,
+)
+
+MAX_LABEL = 2**20  # bytes of a label member
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Where the shards lie and which members of a sample are the image and the label."""
+
+    train: str = file_key()
+    """Training shards: a path or URL (`s3://...`) with braces (`train-{000000..000009}.tar`) or wildcards
+    (`train-*.tar`)."""
+    val: str = file_key()
+    """Validation shards, like `train`."""
+    test: str = file_key("")
+    """Test shards, like `train`: scored once, at the end of a run, and nothing is chosen on them. Empty: none."""
+    image_keys: str = "jpg;jpeg;png;webp"
+    """Endings of the image members; the first of them that a sample has is taken."""
+    label_key: str = "cls"
+    """Ending of the label member: an integer or a class name as text, or JSON with `label_field`."""
+    label_field: str = ""
+    """The key of the label in the JSON member; empty for a text member."""
+    class_names: str = file_key("")
+    """File of the class names in order, one a line or a JSON list. Empty: integers are the names, or text is sorted."""
+    copies: str = "runs/shards"
+    """Folder for copies of remote shards. Each is copied once; remove the folder when no run needs it."""
+
+    def __post_init__(self) -> None:
+        for key in ("train", "val"):
+            if not getattr(self, key):
+                raise ValueError(f"{key} is empty; it must be the path of .tar shards")
+        if not _endings(self.image_keys) or not self.label_key:
+            raise ValueError("image_keys and label_key must name member endings, such as 'jpg;png' and 'cls'")
+        if self.label_key.lower() in _endings(self.image_keys):
+            raise ValueError(f"label_key '{self.label_key}' is one of image_keys; they must differ")
+        if self.label_key.lower().endswith("json") and not self.label_field:
+            raise ValueError(
+                f"label_key '{self.label_key}' is JSON and label_field is empty; set the label's key in it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """One line of the index; only while a shard is read."""
+
+    key: str
+    offset: int
+    size: int
+    label: str
+
+
+class _Index:
+    """The images of all shards, as columns."""
+
+    def __init__(self, shards: Sequence[Shard], read: Callable[[str], Sequence[_Image]]) -> None:
+        """Index shards; `read` returns the images of the one at a path."""
+        self.shards = tuple(shard.path for shard in shards)
+        self.of, self.offsets, self.sizes = array("i"), array("q"), array("q")
+        origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
+        common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
+        self._titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
+        self._position: dict[str, int] = {}
+        self._label_of = array("i")
+        self.names = Names(self._read(read))
+        self.labels = Column([*self._position], np.asarray(self._label_of))
+
+    def _read(self, read: Callable[[str], Sequence[_Image]]) -> Iterator[bytes]:
+        for number, (path, title) in enumerate(zip(self.shards, self._titles, strict=True)):
+            for image in read(path):
+                self.of.append(number)
+                self.offsets.append(image.offset)
+                self.sizes.append(image.size)
+                self._label_of.append(self._position.setdefault(image.label, len(self._position)))
+                yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
+
+
+class WebDataset(Listed):
+    """Images at known offsets in tar files."""
+
+    def __init__(self, index: _Index, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
+        self.classes = tuple(classes)
+        self._labels, self._where, self._shards = labels, where, index.shards
+        self._shard_of, self._offsets, self._sizes = (np.asarray(one) for one in (index.of, index.offsets, index.sizes))
+        self._stamps = np.array([stamp(os.stat(path)) for path in self._shards], np.uint64)[self._shard_of]
+        self._names = index.names
+        self.fingerprint = fingerprint(self.classes, self._names, labels, self._sizes)
+
+    def name(self, id: int) -> str:
+        """Return shard and key, `train-000000.tar/0001`."""
+        return self._names[id].decode("utf-8", "backslashreplace")
+
+    def decode(self, id: int) -> Decoded:
+        shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
+        subject = f"image '{self.name(id)}'"
+        check_bytes(size, subject, self._where)
+        return read_image(lambda: content(shard, offset, size), subject, self._where)
+
+
+def facts(options: Options) -> DatasetFacts:
+    """Return what others must know of it."""
+    return DatasetFacts(test="test" if options.test else "")
+
+
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
+    """Index the shards of a split.
+
+    Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
+    file beside the shards would save that and could be stale.
+    """
+    where = f"data.{split}"
+    shards = find(getattr(options, split), where, options.copies)
+    index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
+    if not len(index.names):
+        allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
+        raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
+    names = _class_names(options.class_names) if options.class_names else []
+    class_of, own = name_labels(index.labels, names)
+    order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
+    return WebDataset(index, label, order, where)
+
+
+def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
+    try:
+        with open(shard, "rb", buffering=0) as file:
+            samples = members(file, shard, where)
+            return _pair(file, samples, shard, options, where, labels)
+    except (OSError, tarfile.TarError) as error:
+        remedy = "Unpack it first" if shard.endswith(("gz", "bz2", "xz", "zst")) else "Copy or write it again"
+        wrong = f"the shard '{shard}' cannot be read ({error})"
+        raise DataError(where, wrong, "Whole, uncompressed .tar files", remedy) from error
+
+
+def _pair(
+    file: BinaryIO,
+    samples: dict[str, dict[str, tuple[int, int]]],
+    shard: str,
+    options: Options,
+    where: str,
+    labels: str,
+) -> list[_Image]:
+    endings, images = _endings(options.image_keys), []
+    for key, sample in samples.items():
+        image = next((sample[ending] for ending in endings if ending in sample), None)
+        label = sample.get(options.label_key.lower()) if labels != "none" else None
+        if image is None and label is None:
+            continue  # a readme or a manifest
+        if image is not None and label is None and labels != "all":
+            images.append(_Image(key, *image, ""))
+            continue
+        if image is None or label is None:
+            lacks, remedy = ("image", "image_keys") if image is None else ("label", "label_key")
+            wrong = f"the sample '{key}' of the shard '{shard}' has no {lacks}. It has: {', '.join(sorted(sample))}"
+            allowed = f"Image: {', '.join(endings)}. Label: {options.label_key}"
+            raise DataError(where, wrong, allowed, f"Set data.{remedy}")
+        if label[1] > MAX_LABEL:
+            wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
+            raise DataError(where, wrong, f"At most {MAX_LABEL}", "Repair the shard, or set data.label_key")
+        images.append(_Image(key, *image, _label(read(file, *label), f"{shard}/{key}", options, where)))
+    return images
+
+
+def _label(data: bytes, name: str, options: Options, where: str) -> str:
+    try:
+        value = json.loads(data)[options.label_field] if options.label_field else data.decode().strip()
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        wanted = f"JSON with the key '{options.label_field}'" if options.label_field else "text"
+        wrong = f"the label of '{name}' is {data[:60]!r}"
+        raise DataError(where, wrong, f"Allowed: {wanted}", "Set data.label_field") from error
+    if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
+        raise DataError(where, f"the label of '{name}' is {value!r}", "An integer or a class name", "Repair the shard")
+    return str(value)
+
+
+def _class_names(path: str) -> list[str]:
+    where = "data.class_names"
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
+            text = file.read()
+        names = json.loads(text) if text.lstrip().startswith(("[", "{")) else text.splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(where, f"'{path}' cannot be read ({error})", "Text or a JSON list", "Check the path") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(where, f"'{path}' is no list of names", "One name a line, or a JSON list of strings")
+    names = [name.strip() for name in names if name.strip()]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not names:
+        raise DataError(where, f"'{path}' has '{twice[0]}' twice" if twice else f"'{path}' is empty", "Each class once")
+    return names
+
+
+def _endings(keys: str) -> list[str]:
+    return [key.strip().lower().lstrip(".") for key in keys.split(";") if key.strip()]

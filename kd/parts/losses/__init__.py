@@ -1,0 +1,1 @@
+"""Loss terms: one file, one part. See `kd.core.contracts.Loss`."""

@@ -1,0 +1,55 @@
+"""Learn the set of ground-truth labels, smoothed and mixed, by one binary cross-entropy a class.
+
+For images of several labels or none. Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7, with the two
+outcomes of one class; mixup is Zhang et al. 2017 (arXiv:1710.09412):
+
+    target_c = lam * [c in labels] + (1 - lam) * [c in partner's labels]
+    t_c = (1 - s) * target_c + s / 2
+    L = - sum_c ( t_c * log sigmoid(student_c) + (1 - t_c) * log(1 - sigmoid(student_c)) )
+
+It is summed over classes: the negative log-likelihood of the set, as `ce` is that of the label.
+
+Not handled: class weights, and labels that are known for some classes of an image only.
+
+Shape legend: B images of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.types import Batch, Dims, Needs, Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: bce`."""
+
+    label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
+    """The share `s` of each class's target that is spread evenly over yes and no, 0 to 1."""
+
+
+class BCE(nn.Module):
+    """Compute the binary cross-entropy with the labels, or with those of both images where two are mixed."""
+
+    needs = Needs(labels=True, logits="sigmoid")
+
+    def __init__(self, label_smoothing: float) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the cross-entropy of each image [B], in nats; `teacher` is not read."""
+        lam_B1 = batch.lam[:, None]
+        target_BC = lam_B1 * batch.label + (1 - lam_B1) * batch.partner_label
+        target_BC = (1 - self.label_smoothing) * target_BC + self.label_smoothing / 2
+        return F.binary_cross_entropy_with_logits(student.logits.float(), target_BC, reduction="none").sum(dim=1)
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss; `dims` is not needed."""
+    return BCE(options.label_smoothing)

@@ -1,0 +1,56 @@
+"""Match the student's probability of each class to the teacher's: distillation for several labels an image.
+
+The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each class is a question of yes or no,
+and the KL divergences of these answers are summed. Temperature and T^2 are those of Hinton et al. 2015
+(arXiv:1503.02531), section 2:
+
+    p_c = sigmoid(teacher_c / T)    q_c = sigmoid(student_c / T)
+    L = T^2 * sum_c ( p_c * log(p_c / q_c) + (1 - p_c) * log((1 - p_c) / (1 - q_c)) )
+
+Not handled: errors of the teacher, which the student learns too.
+
+Shape legend: B images of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.types import Batch, Dims, Needs, Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: binary_kl`."""
+
+    temperature: float = field(default=1.0, metadata={"above": 0.0})
+    """Divides both models' logits, > 0."""
+
+
+class BinaryKL(nn.Module):
+    """Compute the KL divergences of the softened answers to each class, teacher to student, summed."""
+
+    needs = Needs(teacher=True, logits="sigmoid")
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the divergence of each image [B], in nats times T^2; `batch` is not read."""
+        student_BC = student.logits.float() / self.temperature
+        teacher_BC = teacher.logits.detach().float() / self.temperature
+        # p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with log sigmoid(-x) for log(1 - sigmoid(x))
+        yes_BC = F.logsigmoid(teacher_BC) - F.logsigmoid(student_BC)
+        no_BC = F.logsigmoid(-teacher_BC) - F.logsigmoid(-student_BC)
+        divergence_BC = teacher_BC.sigmoid() * yes_BC + (-teacher_BC).sigmoid() * no_BC
+        return divergence_BC.sum(dim=1) * self.temperature**2
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss; `dims` is not needed."""
+    return BinaryKL(options.temperature)

@@ -1,0 +1,115 @@
+"""Learn the ground-truth label, smoothed and mixed, by cross-entropy without a teacher.
+
+Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7; mixup is Zhang et al. 2017 (arXiv:1710.09412):
+
+    target = lam * onehot(label) + (1 - lam) * onehot(partner_label)
+    L = - sum_c w_c * ( (1 - s) * target_c + s / C ) * log softmax(student)_c
+
+w is 1 without class weights. torch's CrossEntropyLoss divides a batch by the weights of its labels. A term of kd is a
+number for each image, whatever stands beside it: weights are divided by their mean over the training images, so that
+the mean over all of these is torch's.
+
+Not handled: several labels an image; that is `bce`.
+
+Shape legend: B images of a batch, C classes, N training images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.errors import ConfigError, did_you_mean
+from kd.core.types import Batch, Dims, Needs, Outputs
+
+KEY = "losses[].class_weights"
+WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: ce`."""
+
+    label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
+    """The share `s` of the target that is spread evenly over all classes, 0 to 1. Beside a teacher, 0 is usual."""
+    class_weights: Any = None
+    """How much each class counts: a list in the order of the classes, or a section `class: weight` in which the others
+    have 1. Only ratios matter. `balanced`: all classes count alike, however many images they have. null: none."""
+
+    def __post_init__(self) -> None:
+        found = self.class_weights
+        if found is None or found == "balanced":
+            return
+        values = list(found.values()) if isinstance(found, Mapping) else found
+        if not isinstance(values, (list, tuple)) or not values or not all(map(_is_weight, values)):
+            raise ValueError(f"{WEIGHTS}, is {found!r}")
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+class CE(nn.Module):
+    """Compute the cross-entropy with the label, or with both labels of a mixed image."""
+
+    needs = Needs(labels=True, logits="softmax")
+    weight_C: Tensor | None
+
+    def __init__(self, label_smoothing: float, weight_C: Tensor | None = None) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.register_buffer("weight_C", weight_C, persistent=False)
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the cross-entropy of each image [B], in nats; `teacher` is not read."""
+        log_student_BC = F.log_softmax(student.logits.float(), dim=1)
+        if self.weight_C is not None:
+            log_student_BC = log_student_BC * self.weight_C
+        label_B = -log_student_BC.gather(1, batch.label[:, None]).squeeze(1)
+        partner_B = -log_student_BC.gather(1, batch.partner_label[:, None]).squeeze(1)
+        mixed_B = batch.lam * label_B + (1 - batch.lam) * partner_B
+        uniform_B = -log_student_BC.mean(dim=1)
+        return (1 - self.label_smoothing) * mixed_B + self.label_smoothing * uniform_B
+
+
+def class_weights(wanted: Any, dims: Dims) -> Tensor:
+    """Return the weight of each class, float32 [C]: their mean over the training images is 1.
+
+    Raises:
+        ConfigError: they are not weights of these classes, or no training image has one above 0.
+    """
+    assert dims.labels is not None
+    labels_N = dims.labels()
+    count_C = torch.bincount(labels_N[labels_N >= 0], minlength=dims.num_classes).double()
+    if wanted == "balanced":
+        raw_C = torch.where(count_C > 0, 1 / count_C.clamp_min(1), 0.0)
+    elif isinstance(wanted, Mapping):
+        names = list(dims.classes)
+        for name in (str(one) for one in wanted):
+            if name not in names:
+                remedy = did_you_mean(name, names) or "Correct it"
+                raise ConfigError(KEY, f"has '{name}', which is no class", "The classes of the data", remedy)
+        weight_of = {str(name): float(value) for name, value in wanted.items()}
+        raw_C = torch.tensor([weight_of.get(name, 1.0) for name in names], dtype=torch.float64)
+    else:
+        raw_C = torch.tensor(wanted, dtype=torch.float64)
+    if len(raw_C) != dims.num_classes:
+        wrong = f"has {len(raw_C)} numbers, but there are {dims.num_classes} classes"
+        raise ConfigError(KEY, wrong, "A number a class", "Correct the list, or name the classes")
+    total = (raw_C * count_C).sum()
+    if not total > 0:
+        raise ConfigError(KEY, "leaves no training image a weight", "One > 0", "Raise one")
+    return (raw_C * count_C.sum() / total).float()
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss; where nobody knows the labels (`dims.labels`) it has no class weights."""
+    weighted = options.class_weights is not None and dims.labels is not None
+    return CE(options.label_smoothing, class_weights(options.class_weights, dims) if weighted else None)

@@ -1,0 +1,63 @@
+"""Point the student's pooled features in the direction of the teacher's, through a learned projector.
+
+Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on the summary vector: the direction alone, because the
+lengths of different teachers' vectors are not comparable.
+
+    L = 1 - cos(W student + b, teacher)
+
+The projector is trained with the student. An export has it with `kd-export --index` alone. Its initial weights come
+from torch's global generator.
+
+Not handled: projectors of several layers.
+
+Shape legend: B images of a batch, D teacher features, E student features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.parts.losses._features import require_features
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options: the length of the features does not count, nor does a temperature."""
+
+
+class Cosine(nn.Module):
+    """Compute 1 - the cosine between the projected student features and the teacher's."""
+
+    needs = Needs(teacher=True, features=frozenset({"pooled"}))
+
+    def __init__(self, student_features: int, teacher_features: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(student_features, teacher_features)
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return 1 - the cosine of each image [B]; `batch` is not read."""
+        return 1 - self.agreement(student, teacher)
+
+    def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the cosine of each image [B]."""
+        return F.cosine_similarity(self.projected(student), teacher.features["pooled"].detach().float(), dim=1)
+
+    def projected(self, student: Outputs) -> Tensor:
+        """Return the student's features in the teacher's space [B, D]."""
+        # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
+        return self.project(student.features["pooled"].float()).float()
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss, with a projector from the student's width to the teacher's.
+
+    Raises:
+        ModelError: one of the models has no pooled features.
+    """
+    require_features("losses.cosine", dims.student_features, dims.teacher_features)
+    return Cosine(dims.student_features, dims.teacher_features)

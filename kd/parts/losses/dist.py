@@ -1,0 +1,75 @@
+"""Match correlations of the probabilities instead of their values, for a much stronger teacher: DIST.
+
+Huang et al. 2022, "Knowledge Distillation from A Stronger Teacher" (arXiv:2205.10536), the losses L_inter and L_intra.
+With Q the student's and P the teacher's probabilities [B, C] at temperature T, and rho Pearson's correlation:
+
+    L_inter = mean_i 1 - rho(Q_i:, P_i:)         per image, over the classes
+    L_intra = mean_c 1 - rho(Q_:c, P_:c)         per class, over the images of the batch
+    L = T^2 * (beta * L_inter + gamma * L_intra)
+
+L_inter has one value per image. L_intra is one number per batch and is added to each image, so that the mean over B
+is the paper's loss.
+
+Not handled: L_intra uses only this rank's micro-batch. One image gives it no gradient; a few give a noisy one. Images
+of weight 0 (padding) count in its statistics. With two classes, rho(Q_i:, P_i:) is 1 or -1 and has no gradient. Equal
+student probabilities (a classifier initialized to zero) have very large gradients, because of the 1e-8: clip them.
+
+Shape legend: B images of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.types import Batch, Dims, Needs, Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: dist`; the defaults are those of the authors' code."""
+
+    beta: float = field(default=1.0, metadata={"low": 0.0})
+    """Weight of L_inter, the correlation over classes, >= 0."""
+    gamma: float = field(default=1.0, metadata={"low": 0.0})
+    """Weight of L_intra, the correlation over images, >= 0."""
+    temperature: float = field(default=1.0, metadata={"above": 0.0})
+    """Divides both models' logits, > 0."""
+
+
+class DIST(nn.Module):
+    """Compute 1 - the correlation with the teacher's probabilities, over classes and over images."""
+
+    needs = Needs(teacher=True, logits="softmax")
+
+    def __init__(self, beta: float, gamma: float, temperature: float) -> None:
+        super().__init__()
+        self.beta = beta
+        self.gamma = gamma
+        self.temperature = temperature
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return each image's L_inter plus the batch's L_intra [B]; `batch` is not read."""
+        student_BC = F.softmax(student.logits.float() / self.temperature, dim=1)
+        teacher_BC = F.softmax(teacher.logits.detach().float() / self.temperature, dim=1)
+        inter_B = 1 - _correlate(student_BC, teacher_BC, dim=1)
+        intra = (1 - _correlate(student_BC, teacher_BC, dim=0)).mean()
+        return (self.beta * inter_B + self.gamma * intra) * self.temperature**2
+
+
+def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Return Pearson's correlation along `dim`; 0 where either side is constant."""
+    a = a - a.mean(dim=dim, keepdim=True)
+    b = b - b.mean(dim=dim, keepdim=True)
+    norms = torch.linalg.vector_norm(a, dim=dim) * torch.linalg.vector_norm(b, dim=dim)
+    # The authors' 1e-8 is part of the method: it suppresses classes that neither model predicts in this batch.
+    return (a * b).sum(dim=dim) / (norms + 1e-8)
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss; `dims` is not needed."""
+    return DIST(options.beta, options.gamma, options.temperature)

@@ -1,0 +1,55 @@
+"""Match the student's softened class probabilities to the teacher's: plain knowledge distillation.
+
+Hinton et al. 2015 (arXiv:1503.02531), section 2:
+
+    L = T^2 * KL( softmax(teacher / T) || softmax(student / T) )
+
+It is summed over classes; its mean over images is torch's `batchmean`. A mean over classes would make the weight of
+the loss depend on their number.
+
+Not handled: errors of the teacher, which the student learns too.
+
+Shape legend: B images of a batch, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.types import Batch, Dims, Needs, Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: kl`."""
+
+    temperature: float = field(default=1.0, metadata={"above": 0.0})
+    """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
+    soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
+
+
+class KL(nn.Module):
+    """Compute the KL divergence of the softened class probabilities, teacher to student."""
+
+    needs = Needs(teacher=True, logits="softmax")
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the divergence of each image [B], in nats times T^2; `batch` is not read."""
+        log_student_BC = F.log_softmax(student.logits.float() / self.temperature, dim=1)
+        log_teacher_BC = F.log_softmax(teacher.logits.detach().float() / self.temperature, dim=1)
+        divergence_BC = F.kl_div(log_student_BC, log_teacher_BC, reduction="none", log_target=True)
+        # The gradient scales with 1/T^2; T^2 keeps the weight of the loss independent of T.
+        return divergence_BC.sum(dim=1) * self.temperature**2
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss; `dims` is not needed."""
+    return KL(options.temperature)

@@ -1,0 +1,60 @@
+"""Let the images of a batch be as similar to each other for the student as they are for the teacher.
+
+Peng et al. 2019 (CCKD, arXiv:1904.01802), equation 4, with the bilinear kernel of vectors of length 1. There is no
+projector: similarities of one width compare with those of another. With x the pooled features of B images:
+
+    S_ij = cos(x_i, x_j)
+    L = 1 / B^2 * sum_ij (S^student_ij - S^teacher_ij)^2
+
+Image i has the mean over j, so that the mean over B is the paper's loss.
+
+Not handled: only the images of this rank's micro-batch are compared. One image alone has no gradient. Images of weight
+0 (padding) count among the others. It leaves the axes free, so beside it `agreement` is that of the similarities.
+
+Shape legend: B images of a batch, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Loss
+from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.parts.losses._features import require_features
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options."""
+
+
+class Relational(nn.Module):
+    """Compute how much the similarities of each image to the others differ from the teacher's."""
+
+    needs = Needs(teacher=True, features=frozenset({"pooled"}))
+
+    def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
+        """Return the mean squared difference of each image [B]; `batch` is not read."""
+        return (_similarities(student) - _similarities(teacher).detach()).square().mean(dim=1)
+
+    def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
+        """Return the cosine between each image's similarities in both models [B]."""
+        return F.cosine_similarity(_similarities(student), _similarities(teacher), dim=1)
+
+
+def _similarities(outputs: Outputs) -> Tensor:
+    unit_BD = F.normalize(outputs.features["pooled"].float(), dim=1)
+    return (unit_BD @ unit_BD.T).float()
+
+
+def build(options: Options, dims: Dims) -> Loss:
+    """Build the loss.
+
+    Raises:
+        ModelError: one of the models has no pooled features.
+    """
+    require_features("losses.relational", dims.student_features, dims.teacher_features)
+    return Relational()

@@ -1,0 +1,1 @@
+"""Teachers: where a frozen model comes from. See `kd.core.contracts.TeacherModel`."""

@@ -1,0 +1,167 @@
+"""What the teachers share: class names, pixels' normalization, where a function or a file is found, and a first answer.
+
+Not a part (the name begins with an underscore).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kd.core.errors import ModelError
+from kd.core.evaluation import Task
+from kd.models.classifier import Pick
+from kd.models.load import Spec, check_classes
+from kd.parts.registry import named_module
+
+
+def check_pixels(mean: Sequence[float], std: Sequence[float], input_size: int) -> None:
+    """Check the options of what a model takes."""
+    if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
+        raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
+    if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
+        wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
+        allowed = "each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
+        raise ValueError(f"{wrong}; {allowed}")
+    if input_size < 0:
+        raise ValueError(f"input_size is {input_size}; it must be 0 or a number of pixels")
+
+
+def require_normalization(where: str, mean: Sequence[float]) -> None:
+    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other answers."""
+    if not mean:
+        wrong = "is missing: the model takes float pixels, and nothing says how they are normalized"
+        remedy = "Set both; mean=[0, 0, 0] and std=[1, 1, 1] where the model normalizes by itself"
+        raise ModelError(f"{where}.mean", wrong, "mean and std, three numbers each, for pixels in 0..1", remedy)
+
+
+def read_names(path: str, where: str) -> list[str]:
+    """Return the lines of a text file: class names, in the order of the logits."""
+    try:
+        names = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(where, f"'{path}' cannot be read ({error})", "A text file, one class a line", "") from error
+    names = [name.strip() for name in names]
+    while names and not names[-1]:
+        names.pop()
+    twice = next((name for name, count in Counter(names).items() if not name or count > 1), None)
+    if twice is not None or not names:
+        wrong = f"'{path}' has no class" if not names else f"'{path}' has the class '{twice}' twice, or an empty line"
+        raise ModelError(where, wrong, "Each class once, one a line", "Correct the file")
+    return names
+
+
+def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[str, ...], nn.Module]:
+    """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all.
+
+    Args:
+        spec: with the data's classes; None: the data has no labels, and the teacher's names are taken.
+        count: of the logits.
+        own: names that came with the model; empty: none did.
+        file: the option `classes`: new names for all logits, or those of `own` that stand for the data's classes.
+    """
+    where = f"{spec.where}.classes" if file else f"{spec.where}.model"
+    if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
+        wrong = f"has {count} classes, the data has {len(spec.classes)}"
+        raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
+    names = read_names(file, where) if file else list(own)
+    if file and len(names) != count and set(names) <= set(own):
+        return _chosen(where, names, own, spec.classes)
+    if names and len(names) != count:
+        wrong = f"names {len(names)} classes, but the model answers with {count} numbers an image"
+        unknown = next((name for name in names if name not in own), "") if own else ""
+        wrong += f"; '{unknown}' is none of its own" if unknown else ""
+        raise ModelError(where, wrong, "One name for each number, or some of the model's own", "Correct the names")
+    if spec.classes is None:
+        return tuple(names) or tuple(f"class_{label}" for label in range(count)), nn.Identity()
+    if file and count > len(spec.classes) and set(spec.classes) <= set(names):
+        return _chosen(where, spec.classes, names, spec.classes)
+    if count != len(spec.classes):
+        wrong = f"has {count} classes, the data has {len(spec.classes)}"
+        remedy = "Name the data's classes in a file, one a line in the data's order, as the teacher's names of them: "
+        remedy += f"{spec.where}.classes=FILE (without names of its own, all {count}); or use one fitted on this data"
+        raise ModelError(where, wrong, "Both must be equal, or the teacher's must be more", remedy)
+    check_classes(where, names or spec.classes, spec.classes)
+    return tuple(spec.classes), nn.Identity()
+
+
+def _chosen(
+    where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None
+) -> tuple[tuple[str, ...], nn.Module]:
+    """Return the data's classes, and what picks the logits that `names` have among `own`."""
+    counts, position = Counter(own), {name: i for i, name in enumerate(own)}
+    twice = next((name for name in names if counts[name] > 1), "")
+    if twice:
+        raise ModelError(where, f"'{twice}' is the name of two of the model's classes", "A name that it has once", "")
+    if classes is not None:
+        believed = [name if name in classes else own for name, own in zip(names, classes, strict=False)]
+        check_classes(where, [*believed, *names[len(believed) :]], classes)
+    return tuple(names if classes is None else classes), Pick([position[name] for name in names])
+
+
+def columns(pick: nn.Module) -> dict[str, list[int]]:
+    """Return which logits are picked, for an identity; empty where all are taken."""
+    return {"columns": pick.columns.tolist()} if isinstance(pick, Pick) else {}  # type: ignore[operator]
+
+
+def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None:
+    """Refuse losses that need both logits and features: this teacher returns one of them."""
+    if (spec.logits and features) or set(features) - {"pooled"}:
+        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        wrong = f"is {kind}, which has one output, but the losses need {asked}"
+        raise ModelError(f"{spec.where}.kind", wrong, "Losses on logits, or losses on pooled features", "Take others")
+
+
+def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
+    """Require that a first answer means what the configuration says."""
+    where = f"{spec.where}.model"
+    if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
+        shape = "x".join(str(size) for size in answer_BC.shape)
+        raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
+    if answer_BC.is_meta:  # its shape alone is known
+        return
+    if not answer_BC.isfinite().all():
+        raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
+    assert spec.task is not None
+    if wrong := spec.task.refuse(answer_BC):
+        raise ModelError(where, wrong, "Answers of the task that the losses are for", "Take another teacher, or losses")
+    shares = spec.task.are_probabilities(answer_BC)
+    if shares != (meaning == "probabilities"):
+        found = "probabilities" if shares else "no probabilities"
+        other = "probabilities" if shares else "logits"
+        wrong = f"is {meaning}, but the answers are {found}"
+        raise ModelError(f"{spec.where}.outputs", wrong, "", f"Set it to {other}")
+
+
+def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
+    """Return what makes float32 logits of a model's answers, which are "logits" or "probabilities"."""
+    if meaning == "logits" or spec.task is None:
+        return torch.Tensor.float
+    return partial(_from_probabilities, spec.task)
+
+
+def _from_probabilities(task: Task, answer_BC: Tensor) -> Tensor:
+    return task.from_probabilities(answer_BC.float())
+
+
+def found_function(spec: Spec) -> Any:
+    """Return the function that `module:function` names."""
+    where, (module, colon, name) = f"{spec.where}.model", spec.model.partition(":")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
+        raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher", "Correct it")
+    try:
+        function = getattr(named_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and not (module == error.name or module.startswith(error.name + ".")):
+            raise
+        wrong = f"the module '{module}' cannot be imported"
+        raise ModelError(where, wrong, "An importable module", "Check the spelling and PYTHONPATH") from error
+    if not callable(function):
+        raise ModelError(where, f"the module '{module}' has no function '{name}'", "", "Check the spelling")
+    return function

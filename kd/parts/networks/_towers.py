@@ -1,0 +1,214 @@
+"""Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one answer.
+
+Not a part (the name begins with an underscore).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kd.core.errors import MissingExtra, ModelError
+from kd.core.types import Outputs
+from kd.models.classifier import Classifier
+from kd.models.load import Spec
+from kd.parts.networks._processor import Preparation, measure, read_processor
+
+CLASSIFIER = "ForImageClassification"  # in the name of a class with a classifier
+HEADS = ("classifier", "head", "fc")  # how the names of their last layers end
+
+
+def library(where: str) -> Any:
+    """Import transformers."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        wrong, remedy = "needs the package transformers, which is not installed", "pip install 'kd[transformers]'"
+        raise MissingExtra(f"{where}.kind", wrong, "", remedy) from error
+
+
+@contextmanager
+def quiet(hub: Any) -> Iterator[None]:
+    """Keep transformers' reports and progress bars off the screen: what is wrong is an error here."""
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, hub.utils.logging.is_progress_bar_enabled()
+    logger.setLevel(logging.CRITICAL)
+    hub.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            hub.utils.logging.enable_progress_bar()
+
+
+def refused(spec: Spec, error: Exception) -> ModelError:
+    """Return the error for a folder or an id that transformers cannot use."""
+    reason = " ".join(str(error).split())[:200]
+    wrong = f"'{spec.model}' cannot be loaded ({type(error).__name__}: {reason})"
+    allowed = "A folder that save_pretrained wrote, or an id on the hub; weights as safetensors"
+    return ModelError(f"{spec.where}.model", wrong, allowed, "Check the name; an id on the hub needs the network")
+
+
+def read_config(spec: Spec, hub: Any) -> Any:
+    """Return the configuration of a model, with `args` on top."""
+    if spec.checkpoint:
+        wrong, remedy = "is set, but the folder or the hub id brings its weights", "Leave checkpoint out"
+        raise ModelError(f"{spec.where}.checkpoint", wrong, "", remedy)
+    if "trust_remote_code" in spec.args:
+        wrong = "has trust_remote_code, which runs code of the model's folder"
+        remedy = "Leave it out; teacher.kind=torch runs a function of your own"
+        raise ModelError(f"{spec.where}.args", wrong, "A model that transformers knows", remedy)
+    try:
+        with quiet(hub):
+            return hub.AutoConfig.from_pretrained(spec.model, **spec.args)
+    except Exception as error:  # transformers raises many types, all caused by the folder
+        raise refused(spec, error) from error
+
+
+def vision_config(config: Any) -> Any:
+    """Return the configuration of the image tower; its projection is as wide as the whole model's."""
+    vision = getattr(config, "vision_config", config)
+    if hasattr(config, "projection_dim"):
+        vision.projection_dim = config.projection_dim
+    return vision
+
+
+def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[dict[str, Any], Preparation]:
+    """Return `input_size`, `mean` and `std` as a Classifier takes them, and what the model's own processor does."""
+    with quiet(hub):
+        found = measure(spec, read_processor(spec, hub))
+    own = getattr(vision_config(config), "image_size", None)
+    size = found.size or (own if isinstance(own, int) else image_size)
+    return {"input_size": size, "mean": found.mean, "std": found.std}, found
+
+
+def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
+    """Return a model with all of its weights, in eval mode; without weights on the meta device where none are asked.
+
+    `spec.pretrained` is False where another rank has the weights.
+    """
+    cls: Any = getattr(hub, auto)
+    try:
+        with quiet(hub):
+            if not spec.pretrained:
+                return (cls.from_config if hasattr(cls, "from_config") else cls)(config).eval()
+            model, report = cls.from_pretrained(
+                spec.model, config=config, use_safetensors=True, output_loading_info=True, dtype=torch.float32
+            )
+    except Exception as error:  # transformers raises many types, all caused by the folder
+        raise refused(spec, error) from error
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+    other = sorted(str(one[0] if isinstance(one, tuple) else one) for one in report["mismatched_keys"])
+    if missing or other:
+        names = ", ".join([*missing, *other][:3])
+        wrong = f"'{spec.model}' lacks {len(missing) + len(other)} weights of a {type(model).__name__} ({names})"
+        raise ModelError(f"{spec.where}.model", wrong, "They would be random", "Choose a model with these weights")
+    if any(name.startswith("pooler.") for name in report["missing_keys"]):
+        model.pooler = None  # it would be random
+    return model.eval()
+
+
+class Tower(nn.Module):
+    """A model of transformers as a network from normalized pixels [B, 3, S, S] to one tensor."""
+
+    def __init__(
+        self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
+    ) -> None:
+        """Wrap a model of transformers.
+
+        `order`: the channel of the image at each position of its input. `patch`: side of a patch, pixels; 0: it has
+        none.
+        """
+        super().__init__()
+        self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the logits [B, C], or the pooled features [B, D] of a model without classes."""
+        said = self._ask(self.model, pixels)
+        return self._logits(said) if CLASSIFIER in type(self.model).__name__ else self._pooled(said, pixels)
+
+    def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
+        """Return logits [B, C] (width 0 without classes) with the features that are named."""
+        if CLASSIFIER in type(self.model).__name__:
+            logits_BC, pooled_BD, last = self._classified(pixels)
+        else:
+            seen: list[Any] = []  # CLIP's projected vectors come without the tokens that they are made of
+            inner: Any = getattr(self.model, "vision_model", self.model)
+            hook = inner.register_forward_hook(lambda _, given, said: seen.append(said.last_hidden_state))
+            pooled_BD = self.forward(pixels)
+            hook.remove()
+            logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), seen[0]
+        features = {"pooled": pooled_BD} if "pooled" in names else {}
+        if "tokens" in names:
+            features["tokens"] = self._tokens(last, pixels)
+        return Outputs(logits_BC, features)
+
+    def _logits(self, said: Any) -> Tensor:
+        return self.pick(said.logits if hasattr(said, "logits") else said.last_hidden_state)  # PP-LCNet's name of them
+
+    def _ask(self, model: Any, pixels: Tensor) -> Any:
+        if self.order != [0, 1, 2]:
+            pixels = pixels[:, self.order]
+        if hasattr(model, "get_image_features"):
+            said = model.get_image_features(pixel_values=pixels)
+            return SimpleNamespace(pooler_output=said) if isinstance(said, Tensor) else said
+        return model(pixel_values=pixels)
+
+    def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return logits, what the classifier takes (the mean of two), and what the backbone returns."""
+        inner: Any = self.model
+        heads = [one for name, one in inner.named_children() if name.endswith(HEADS) and [*one.parameters()]]
+        taken: list[Tensor] = []
+        said: list[Any] = []
+        hooks = [head.register_forward_pre_hook(lambda _, given: taken.append(given[0])) for head in heads]
+        backbone = [one for one in inner.children() if one not in heads]
+        hooks += [one.register_forward_hook(lambda _, given, answer: said.append(answer)) for one in backbone]
+        logits_BC = self._logits(self._ask(inner, pixels))
+        for hook in hooks:
+            hook.remove()
+        last = [one.last_hidden_state for one in said if hasattr(one, "last_hidden_state")]
+        if not taken or not last:
+            wrong = f"'{type(inner).__name__}' has no vector of features before its classifier, which a loss needs"
+            raise ModelError("losses", wrong, "Losses on logits", "Take others, or another teacher")
+        vectors = [one.mean(1) if one.ndim == 3 else one.flatten(1) for one in taken]
+        return logits_BC, torch.stack(vectors).mean(0), last[-1]
+
+    def _pooled(self, said: Any, pixels: Tensor) -> Tensor:
+        for name in ("image_embeds", "pooler_output"):
+            value = getattr(said, name, None)
+            if value is not None:
+                return value.flatten(1)
+        last = said.last_hidden_state
+        if last.ndim == 3 and last.shape[1] > self._places(last, pixels):
+            return last[:, 0]
+        return last.mean(1) if last.ndim == 3 else last.mean((2, 3))
+
+    def _places(self, last: Tensor, pixels: Tensor) -> int:
+        """Return how many tokens [B, N, D] belong to places of the image; those of classes and registers come first."""
+        patches = (pixels.shape[-2] // self.patch) * (pixels.shape[-1] // self.patch) if self.patch else last.shape[1]
+        return min(patches, math.isqrt(last.shape[1]) ** 2)  # a square image has a square of places
+
+    def _tokens(self, last: Tensor, pixels: Tensor) -> Tensor:
+        """Return the tokens of the places [B, N, D]."""
+        return last.flatten(2).transpose(1, 2) if last.ndim == 4 else last[:, -self._places(last, pixels) :]
+
+
+class TowerTeacher(Classifier):
+    """A model of transformers with its normalization and input size. See `kd.core.contracts.TeacherModel`."""
+
+    network: Tower
+
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Answer for normalized images [B, 3, S, S]."""
+        return self.network.described(pixels, self.features) if self.features else super().outputs(pixels)

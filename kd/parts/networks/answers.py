@@ -1,0 +1,179 @@
+"""Answers that you bring: a table of logits or embeddings by file name, from an API, a team, or `kd-cache --export`.
+
+An answer belongs to the whole image, while the student sees crops of it: Beyer et al. 2021 (arXiv:2106.05237) call
+this a fixed teacher, and find it worse than one that sees the same crop. A table that `kd-cache --export` wrote has an
+answer for each view, and is taken only with the same views.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kd.core.contracts import Source
+from kd.core.errors import ModelError
+from kd.core.types import Outputs, file_key
+from kd.models.answers import Answers, below, read
+from kd.models.load import Images, Spec
+from kd.parts.networks._shared import columns, named, require_logits, to_logits
+
+CHECKED = 64  # answers that are checked at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a table does not say about itself."""
+
+    outputs: Literal["logits", "probabilities"] = "logits"
+    """What the column `logits` holds."""
+    classes: str = file_key("")
+    """Text file of its class names, one a line, where it names none or otherwise than the data."""
+
+
+class TableTeacher(nn.Module):
+    """Look answers up by an image's id. See `kd.core.contracts.TeacherModel`."""
+
+    runtime, reads_ids = "a table", True
+
+    def __init__(
+        self,
+        values: Tensor,
+        rows: Sequence[Tensor],
+        classes: Sequence[str] = (),
+        probabilities: bool = False,
+        to_logits: Callable[[Tensor], Tensor] = Tensor.float,
+        pick: nn.Module | None = None,
+    ) -> None:
+        """Take a table [V, N, C] and the row of each training, validation and test image."""
+        super().__init__()
+        self.network = nn.Module()
+        self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
+        self.classes, self.num_classes, self.pick = classes, len(classes), pick or nn.Identity()
+        self.features = () if classes else ("pooled",)
+        self.split = 0
+        self.notes: tuple[str, ...] = ()
+
+    def validation(self, test: bool = False) -> TableTeacher:
+        other = copy.copy(self)
+        other.split = 2 if test else 1
+        return other
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for tensor in (self.values, *self.rows[:2]):  # no weight depends on answers for test images
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        architecture = {"answers": self.probabilities, **columns(self.pick)}
+        return {"teacher": digest.hexdigest(), "architecture": architecture, "input": []}
+
+    def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
+        """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
+        rows_B = self.rows[self.split][ids.cpu()]
+        number = 0 if self.split else view % len(self.values)
+        found = self.values[number][rows_B].to(image.device, torch.float32)
+        if not self.num_classes:
+            return Outputs(found.new_zeros(len(found), 0), {"pooled": found})
+        return Outputs(self.pick(self.to_logits(found)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
+        return copy.copy(self)  # nothing here changes, and a table may be large
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
+    """Read the table and find the row of each image."""
+    where = f"{spec.where}.model"
+    for key in ("checkpoint", "args"):
+        if getattr(spec, key):
+            raise ModelError(f"{spec.where}.{key}", "is set, but a table has none", "", f"Leave {key} out")
+    if spec.images is None:
+        raise ModelError(f"{spec.where}.kind", "is answers, which needs images with names", "", "")
+    table = read(spec.model, where)
+    _check_views(spec.where, table, spec.images)
+    if spec.logits == (table.meaning == "embeddings") or set(features) - (set() if spec.logits else {"pooled"}):
+        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {asked}"
+        raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
+    images, values = spec.images, table.values
+    names = below([*table.names, *table.val_names], images.train.name(0))
+    if table.val_values is not None:
+        values = torch.cat([values, table.val_values[None].expand(len(values), -1, -1)], 1)
+    rows = {name: row for row, name in enumerate(names[: len(table.names)])}
+    val_rows = {**rows, **{name: row for row, name in enumerate(names) if row >= len(rows)}}
+    splits = {"training": images.train, "validation": images.val, "test": images.test}
+    shown = {name: source for name, source in splits.items() if source is not None}
+    found = [_rows(where, rows if name == "training" else val_rows, one, name) for name, one in shown.items()]
+    if spec.logits:
+        for rows_N, source in zip(found, shown.values(), strict=True):
+            _require_logits(spec, options.outputs, values[0], rows_N, source)
+        classes, pick = named(spec, values.shape[2], table.classes, options.classes)
+        spec.require_meaning(table.problem_type)
+        change = to_logits(spec, options.outputs)
+        model = TableTeacher(values, found, classes, options.outputs == "probabilities", change, pick)
+    else:
+        model = TableTeacher(values, found)
+    model.notes = _unseen(table, images)
+    return model
+
+
+def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, source: Source) -> None:
+    """Require all answers [N, C] to mean what the configuration says."""
+    for start in range(0, len(rows_N), CHECKED):
+        first = max(0, min(start, len(rows_N) - CHECKED))  # never few: a row of logits may look like probabilities
+        answer_BC = values[rows_N[first : first + CHECKED]].float()
+        try:
+            require_logits(spec, answer_BC, meaning)
+        except ModelError as error:
+            assert spec.task is not None
+            wanted = meaning == "probabilities"
+            other = [row for row, one in enumerate(answer_BC) if spec.task.are_probabilities(one[None]) != wanted]
+            id = first + next(iter(other), 0)
+            raise ModelError(error.where, f"{error.wrong}: '{source.name(id)}'", error.allowed, error.remedy) from error
+
+
+def _unseen(table: Answers, images: Images) -> tuple[str, ...]:
+    """Say which augmentation the student sees and the answers do not."""
+    shown = images.transform
+    plain = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "policy": ""}
+    changes = [f"{name} {shown[name]}" for name, value in plain.items() if shown[name] != value]
+    if table.made_for or not changes:
+        return ()
+    return (f"its answers are for whole images; the student sees data.augment ({', '.join(changes)}), they do not",)
+
+
+def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:
+    """Return the row of each image of a split, int64 [N]."""
+    found = [rows.get(source.name(id), -1) for id in range(len(source))]
+    missing = [id for id, row in enumerate(found) if row < 0]
+    if missing:
+        there = next(iter(rows), "nothing")
+        first = source.name(missing[0])
+        wrong = f"has no answer for {len(missing)} of {len(found)} {split} images, the first '{first}'"
+        allowed = f"Names as kd lists them; the table's first is '{there}'"
+        raise ModelError(where, wrong, allowed, "Name its rows so, or drop those images from the data")
+    return torch.tensor(found)
+
+
+def _check_views(where: str, table: Answers, images: Images) -> None:
+    """Require that answers for views belong to the views of this run."""
+    shown = json.loads(json.dumps(images.shown()))
+    if not table.made_for:
+        mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]
+        if mixes or len(table.values) > 1:
+            wrong = "mixes images, but the table has an answer for each image alone"
+            if not mixes:
+                wrong = f"is a table of {len(table.values)} views that does not say what they show"
+            key = "data.augment" if mixes else f"{where}.model"
+            remedy = "Set data.augment.mixup=0 data.augment.cutmix=0" if mixes else "Export it with kd-cache --export"
+            raise ModelError(key, wrong, "", remedy)
+        return
+    for name, value in shown.items():
+        if table.made_for.get(name) != value:
+            wrong = f"has answers for views of another {name} ({table.made_for.get(name)}); this run has {value}"
+            raise ModelError(f"{where}.model", wrong, "The views for which it was exported", "Set the same, or export")

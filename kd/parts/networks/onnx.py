@@ -1,0 +1,167 @@
+"""A graph: an ONNX file, run by onnxruntime on the CPU, with its normalization.
+
+The graph has one image input, float32, float16 or uint8, [B, 3, S, S] or [B, S, S, 3]. kd's own exports take uint8 and
+normalize inside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kd.core.errors import ModelError
+from kd.core.types import Outputs, file_key
+from kd.models.classifier import resized
+from kd.models.load import Spec
+from kd.models.runtimes import graph_files, open_session
+from kd.models.teacher import fails
+from kd.models.timm_folder import folder_config
+from kd.parts.networks import _shared as shared
+
+DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a graph does not say about itself."""
+
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, for pixels in 0..1. Not for a graph that takes uint8."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of each channel, likewise."""
+    input_size: int = 0
+    """Side of the image where the graph leaves it open, pixels. 0: `data.image_size`."""
+    output: str = ""
+    """Which output, where the graph has several. Empty: the only one, or the one named `logits`."""
+    outputs: Literal["logits", "probabilities"] = "logits"
+    """What it holds."""
+    classes: str = file_key("")
+    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
+
+    def __post_init__(self) -> None:
+        shared.check_pixels(self.mean, self.std, self.input_size)
+
+
+class GraphTeacher(nn.Module):
+    """Answer with a graph. See `kd.core.contracts.TeacherModel`."""
+
+    runtime, reads_ids = "onnxruntime", False
+    features: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
+        """Open the graph and check its input and outputs."""
+        super().__init__()
+        self.path, self.options, self.where = path, options, where
+        self.network = nn.Module()
+        self.classes: Sequence[str] = ()
+        self.num_classes = 0
+        self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
+        self.pick: nn.Module = nn.Identity()
+        self._sessions: dict[int, Any] = {}
+        self.files = graph_files(path, f"{where}.model")
+        session = self._session()
+        inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
+        if len(inputs) != 1 or inputs[0].type not in DTYPES or len(inputs[0].shape) != 4:
+            found = ", ".join(f"{one.name} {one.type} {one.shape}" for one in inputs)
+            allowed = "One image input of rank 4: uint8, float32 or float16"
+            raise ModelError(f"{where}.model", f"'{path}' takes {found}", allowed, "Export it anew")
+        self.input, self.shape, self.dtype = inputs[0].name, inputs[0].shape, DTYPES[inputs[0].type]
+        self.output = options.output or ("logits" if "logits" in outputs else outputs[0])
+        if self.output not in outputs or (not options.output and len(outputs) > 1 and self.output != "logits"):
+            wrong = f"'{path}' has the outputs {', '.join(outputs)}"
+            raise ModelError(f"{where}.output", wrong, "One of them", f"Set {where}.output")
+        self.last = self.shape[3] == 3 and self.shape[1] != 3
+        side = self.shape[2]
+        self.input_size = side if isinstance(side, int) and side > 0 else options.input_size or image_size
+        self.fixed = self.shape[0] if isinstance(self.shape[0], int) and self.shape[0] > 0 else 0
+        if self.dtype == np.uint8 and options.mean:
+            wrong = "is set, but the graph takes uint8 and normalizes by itself"
+            raise ModelError(f"{where}.mean", wrong, "", "Leave mean and std out")
+        if self.dtype != np.uint8:
+            shared.require_normalization(where, options.mean)
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for file in self.files:
+            with file.open("rb") as opened:
+                while block := opened.read(1 << 24):
+                    digest.update(block)
+        numbers = [self.input_size, *self.options.mean, *self.options.std]
+        architecture = {"onnx": self.output, "outputs": self.options.outputs, **shared.columns(self.pick)}
+        return {"teacher": digest.hexdigest(), "architecture": architecture, "input": numbers}
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Answer for uint8 images [B, 3, H, W] with logits [B, C], or with pooled features where it has no classes."""
+        answer = self.answer(image)
+        if not self.num_classes:
+            return Outputs(answer.new_zeros(len(answer), 0), {"pooled": answer.flatten(1)})
+        return Outputs(self.pick(self.to_logits(answer)))
+
+    def answer(self, image: Tensor) -> Tensor:
+        """Return the graph's output, float32, on the image's device."""
+        pixels = resized(image, self.input_size)
+        if self.dtype == np.uint8:
+            pixels = pixels.round().clamp(0, 255).to(torch.uint8)
+        else:
+            numbers = self.options.mean, self.options.std
+            mean, std = (torch.tensor(one, device=image.device).view(1, 3, 1, 1) for one in numbers)
+            pixels = (pixels / 255 - mean) / std
+        pixels = (pixels.permute(0, 2, 3, 1) if self.last else pixels).contiguous()
+        array = pixels.cpu().numpy().astype(self.dtype, copy=False)
+        size = self.fixed or len(array)
+        session = self._session()
+        answers = [self._run(session, array[start : start + size], size) for start in range(0, len(array), size)]
+        return torch.from_numpy(np.concatenate(answers)).float().to(image.device)
+
+    def _run(self, session: Any, array: np.ndarray, size: int) -> np.ndarray:
+        """Run a batch, filled up where the graph's batch is fixed."""
+        missing = size - len(array)
+        filled = np.concatenate([array, np.repeat(array[:1], missing, 0)]) if missing else array
+        return session.run([self.output], {self.input: filled})[0][: len(array)]
+
+    def _session(self) -> Any:
+        """Return the session of torch's number of threads, two at most: a run alternates to compare."""
+        threads = torch.get_num_threads()
+        if threads not in self._sessions:
+            latest = dict([*self._sessions.items()][-1:])
+            self._sessions = {**latest, threads: open_session(self.path, threads, f"{self.where}.model")}
+        return self._sessions[threads]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphTeacher:
+        return self  # a session cannot be copied, and nothing here changes
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
+    """Open the graph and ask it once."""
+    shared.require_one_output(spec, features, "onnx")
+    path = Path(spec.model).expanduser()
+    if not path.is_file():
+        raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
+    if spec.checkpoint or spec.args:
+        key = "checkpoint" if spec.checkpoint else "args"
+        raise ModelError(f"{spec.where}.{key}", "is set, but a graph holds its weights", "", f"Leave {key} out")
+    made = GraphTeacher(path, options, spec.where, image_size)
+    noise = torch.randint(256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0))
+    try:
+        first = made.answer(noise.to(torch.uint8))
+    except Exception as error:  # onnxruntime has its own, unrelated error types
+        raise fails(spec.where, str(path), made.input_size, error) from error
+    if len(first) != 2:
+        wrong = f"'{path}' answers two images with the shape {tuple(first.shape)}"
+        raise ModelError(f"{spec.where}.model", wrong, "One answer for each image", "Export it anew")
+    if not spec.logits:
+        made.features = tuple(features)
+        return made
+    shared.require_logits(spec, first, options.outputs)
+    spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
+    made.to_logits = shared.to_logits(spec, options.outputs)
+    made.classes, made.pick = shared.named(spec, first.shape[1], (), options.classes)
+    made.num_classes = len(made.classes)
+    return made

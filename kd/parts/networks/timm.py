@@ -1,0 +1,25 @@
+"""Any timm classifier: by name, from a folder that timm or `kd-export` wrote, or from the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kd.core.types import TeacherFacts
+from kd.models.classifier import Classifier
+from kd.models.load import Spec, load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options beside those of every teacher."""
+
+
+def facts(options: Options) -> TeacherFacts:
+    """Return what others must know of it."""
+    return TeacherFacts(trains=True)
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
+    """Load the classifier."""
+    return load(spec, image_size, features)

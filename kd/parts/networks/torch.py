@@ -1,0 +1,137 @@
+"""Your own module: `model: module:function` builds it, `checkpoint` holds its weights (.pth or .safetensors).
+
+The function gets `args` and returns an nn.Module that maps normalized images [B, 3, S, S] to logits [B, C]: a tensor,
+a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, where no logits are needed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kd.core.errors import ModelError
+from kd.core.types import Outputs, TeacherFacts, file_key
+from kd.models.classifier import Classifier, Network, main_output
+from kd.models.load import Spec, read_tensors
+from kd.models.teacher import FAILURES, fails
+from kd.models.timm_folder import require_same_tensors, unwrapped
+from kd.parts.networks import _shared as shared
+
+WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
+"""Keys under which training scripts save the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What cannot be read off a module."""
+
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, for pixels in 0..1; [0, 0, 0] where the module normalizes by itself."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of each channel, likewise; [1, 1, 1]."""
+    input_size: int = 0
+    """Side of the image that the module takes, pixels. 0: `data.image_size`."""
+    outputs: Literal["logits", "probabilities"] = "logits"
+    """What the module returns."""
+    classes: str = file_key("")
+    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
+
+    def __post_init__(self) -> None:
+        shared.check_pixels(self.mean, self.std, self.input_size)
+
+
+def facts(options: Options) -> TeacherFacts:
+    """Return what others must know of it."""
+    return TeacherFacts(runs_code=True, trains=True)
+
+
+class Embedder(Classifier):
+    """A module without classes: what it returns are its pooled features."""
+
+    def outputs(self, pixels: Tensor) -> Outputs:
+        """Return pooled features [B, D] for normalized images [B, 3, S, S]."""
+        pooled_BD = self.network(pixels).flatten(1)
+        return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
+    """Build the module, load its weights, and ask it once."""
+    shared.require_one_output(spec, features, "torch")
+    function = shared.found_function(spec)
+    shared.require_normalization(spec.where, options.mean)
+    try:
+        inner = function(**spec.args)
+    except TypeError as error:
+        raise ModelError(f"{spec.where}.args", f"'{spec.model}' refuses them ({error})", "", "Correct them") from error
+    if not isinstance(inner, nn.Module):
+        wrong = f"'{spec.model}' returns {type(inner).__name__}"
+        raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
+    if spec.checkpoint:
+        load_weights(spec, inner)
+    size, wrap = options.input_size or image_size, Classifier if spec.logits else Embedder
+    architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
+    described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
+    described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
+    network = Network(inner.eval(), shared.to_logits(spec, options.outputs))
+    if not spec.logits:
+        return wrap(network, num_classes=0, **described)
+    first = _first(spec, inner, size)
+    shared.require_logits(spec, first, options.outputs)
+    names, network.pick = shared.named(spec, first.shape[1], (), options.classes)
+    return wrap(network, num_classes=len(names), classes=names, **described)
+
+
+@torch.no_grad()
+def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
+    noise = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    weight = next(inner.parameters(), noise)
+    try:
+        return main_output(inner(noise.to(weight.dtype)), f"{spec.where}.model").float()
+    except FAILURES as error:
+        raise fails(spec.where, spec.model, size, error) from error
+
+
+def load_weights(spec: Spec, inner: nn.Module) -> None:
+    """Load a checkpoint, all of it; a .pth is read without running code."""
+    where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
+    safe = path.is_dir() or path.suffix == ".safetensors"
+    own = inner.state_dict()
+    tensors = unwrapped(read_tensors(spec)[0] if safe else _unpickled(path, where), own)
+    require_same_tensors(where, spec.model, own, tensors)
+    inner.load_state_dict(tensors)
+
+
+def _unpickled(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        torch.serialization.add_safe_globals([argparse.Namespace])  # lies beside many weights; it only holds values
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error
+    except Exception as error:  # the unpickler raises many types, all caused by the file
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        allowed = "Tensors by name: torch.save(model.state_dict(), path); other pickles may run code and are refused"
+        raise ModelError(where, f"'{path}' cannot be read as weights ({reason})", allowed, "Save it anew") from error
+    while isinstance(content, dict) and (inside := next((k for k in WRAPPERS if isinstance(content.get(k), dict)), "")):
+        content = content[inside]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(where, f"'{path}' holds no tensors by name", "A state_dict", "Save model.state_dict()")
+    return content
+
+
+def _source(function: Any) -> str:
+    """Return a hash of the module's source: the same weights answer otherwise in another forward."""
+    try:
+        text = inspect.getsource(sys.modules[function.__module__])
+    except (OSError, TypeError):
+        text = ""
+    return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]

@@ -1,0 +1,177 @@
+"""Named classes without a label: the image tower of CLIP or SigLIP, and one vector a class.
+
+Radford et al. 2021 (arXiv:2103.00020), section 3.1.4: the vector of a class is the mean of the texts' unit vectors,
+made a unit vector again. The logits are the cosine of image and class, times the scale that the model learned.
+SigLIP's bias (arXiv:2303.15343) is left out: it is the same for all classes, and a softmax does not see it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.errors import ModelError
+from kd.core.types import file_key
+from kd.models.answers import read_vectors
+from kd.models.classifier import Classifier
+from kd.models.load import Spec
+from kd.parts.networks._shared import named, read_names
+from kd.parts.networks._towers import Tower, library, loaded, preprocessing, quiet, read_config, vision_config
+
+TOWERS = {
+    "clip": ("CLIPModel", "CLIPVisionModelWithProjection"),
+    "siglip": ("SiglipModel", "SiglipVisionModel"),
+    "clip_vision_model": ("", "CLIPVisionModelWithProjection"),
+    "siglip_vision_model": ("", "SiglipVisionModel"),
+}
+"""By the model's type: the class with both towers, and the one with the image tower alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The classes, as texts or as vectors."""
+
+    classes: str = file_key("")
+    """Text file of the class names, one a line. Empty: the data's, or those of `vectors`."""
+    prompts: tuple[str, ...] = ("a photo of a {}.",)
+    """Texts about a class, `{}` its name; their vectors are averaged."""
+    vectors: str = file_key("")
+    """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
+    scale: float = 0.0
+    """Factor of the cosine. 0: what the model has learned; needed with `vectors` where the folder has one tower."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts or not all(prompt.count("{}") == 1 for prompt in self.prompts):
+            raise ValueError(f"prompts are {list(self.prompts)}; each has one {{}} for the name of the class")
+        if not self.scale >= 0:
+            raise ValueError(f"scale is {self.scale:g}; it must be above 0, or 0 for the model's own")
+
+
+class Nearest(nn.Module):
+    """The scaled cosine between an image and each class."""
+
+    def __init__(self, tower: Tower, vectors_CD: Tensor, scale: float) -> None:
+        super().__init__()
+        self.tower, self.scale = tower, scale
+        self.register_buffer("vectors", vectors_CD.float())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits [B, C] for normalized images [B, 3, S, S]."""
+        image_BD = F.normalize(self.tower(pixels), dim=1)
+        return self.scale * image_BD @ self.vectors.T.to(image_BD.dtype)  # type: ignore[operator]
+
+
+def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
+    """Load the image tower, and make or read the classes' vectors."""
+    hub = library(spec.where)
+    config = read_config(spec, hub)
+    if config.model_type not in TOWERS:
+        wrong = f"'{spec.model}' is a {config.model_type}"
+        raise ModelError(f"{spec.where}.model", wrong, f"One of: {', '.join(TOWERS)}", "Choose a model with texts")
+    if features or not spec.logits:
+        remedy = "Set teacher.kind=transformers for its features"
+        raise ModelError(f"{spec.where}.kind", "is zero_shot, which answers with logits", "Losses on logits", remedy)
+    spec.require_meaning("single_label_classification")  # a class's score means something beside the others' alone
+    shown, own = preprocessing(spec, hub, config, image_size)
+    both, alone = TOWERS[config.model_type]
+    file = read_names(options.classes, f"{spec.where}.classes") if options.classes else None
+    if options.vectors:
+        names, vectors_CD = chosen_vectors(spec, options.vectors, file or list(spec.classes or []))
+        whole = bool(both) and not options.scale  # the learned scale lies beside the towers
+        part = (both, config) if whole else (alone, vision_config(config))
+        model = loaded(spec, hub, *part)
+    else:
+        if not both:
+            wrong = f"'{spec.model}' has no text tower"
+            raise ModelError(f"{spec.where}.model", wrong, "A model with both towers, or vectors", "Set vectors")
+        names = file or list(spec.classes or [])
+        if not names:
+            wrong = "is missing: neither the data nor the model names classes"
+            raise ModelError(f"{spec.where}.classes", wrong, "A text file, one class a line", "Add it")
+        model = loaded(spec, hub, both, config)
+        vectors_CD = text_vectors(spec, hub, model, names, options.prompts)
+    scale = options.scale or _learned(spec, model)
+    if hasattr(model, "text_model"):
+        model.text_model = None  # type: ignore[assignment]  # it has no more to say
+    with torch.no_grad():
+        width = Tower(model)(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
+    if vectors_CD.shape[1] != width:
+        wrong = f"holds vectors of {vectors_CD.shape[1]} numbers, but the image tower's have {width}"
+        raise ModelError(f"{spec.where}.vectors", wrong, "Vectors from the text tower of the same model", "")
+    classes, _ = named(spec, len(vectors_CD), names, "")
+    architecture = {"zero_shot": type(config).__name__, "scale": scale}
+    network = Nearest(Tower(model, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
+    teacher = Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)
+    teacher.home = own.home
+    return teacher
+
+
+def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str], Tensor]:
+    """Return class names and the vectors of these classes [C, D]: by name, where the file names them."""
+    where = f"{spec.where}.vectors"
+    names, vectors_CD = read_vectors(path, where)
+    position = {name: i for i, name in enumerate(names)}
+    missing = [name for name in wanted if name not in position] if names else []
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if missing or twice:
+        wrong = f"'{path}' has {'no vector' if missing else 'two vectors'} of the class '{[*missing, *twice][0]}'"
+        raise ModelError(where, wrong, f"It names {', '.join(names[:5])}", "One vector for each class")
+    if names and wanted:
+        names, vectors_CD = wanted, vectors_CD[[position[name] for name in wanted]]
+    if zeros := (vectors_CD == 0).all(1).nonzero()[:, 0].tolist():
+        wrong = f"'{path}' has zeros as the vector of class {zeros[0]}"
+        raise ModelError(where, wrong, "A direction for each class", "Write it anew")
+    return names or wanted, vectors_CD
+
+
+@torch.no_grad()
+def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts: Sequence[str]) -> Tensor:
+    """Return a unit vector for each class [C, D]: the mean over the prompts."""
+    try:
+        with quiet(hub):
+            tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
+    except Exception as error:  # transformers raises many types, all caused by the folder
+        wrong = f"'{spec.model}' has no tokenizer that can be loaded ({' '.join(str(error).split())[:150]})"
+        allowed = "Its tokenizer beside the model, or a file of vectors"
+        remedy = f"Add it to the folder, or set {spec.where}.vectors"
+        raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from error
+    _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
+    siglip = "siglip" in model.config.model_type  # trained on texts that are filled up to their full length
+    most = model.config.text_config.max_position_embeddings
+    found = []
+    for name in names:
+        texts = [prompt.replace("{}", name) for prompt in prompts]
+        padding = {"padding": "max_length", "max_length": most} if siglip else {"padding": True, "max_length": most}
+        tokens = tokenizer(texts, return_tensors="pt", truncation=True, **padding)
+        given = {key: tokens[key] for key in ("input_ids", "attention_mask") if key in tokens}
+        said = model.get_text_features(**given if not siglip else {"input_ids": given["input_ids"]})
+        vectors_PD = said if isinstance(said, Tensor) else said.pooler_output
+        found.append(F.normalize(F.normalize(vectors_PD, dim=1).mean(0), dim=0))
+    return torch.stack(found)
+
+
+def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) -> None:
+    """Require that the tokenizer tells the classes apart: where its files are missing, an empty one may be made."""
+    seen: dict[tuple[int, ...], str] = {}
+    for name in names:
+        ids = tuple(tokenizer(name, add_special_tokens=False)["input_ids"])
+        known = [id for id in ids if id != tokenizer.unk_token_id]
+        other = seen.setdefault(ids, name)
+        if not known or max(ids) >= size or other != name:
+            wrong = f"the tokenizer of '{spec.model}' does not know the class '{name}'"
+            wrong += f" from '{other}'" if other != name else ""
+            remedy = f"Add its tokenizer to the folder, or set {spec.where}.vectors"
+            raise ModelError(f"{spec.where}.model", wrong, "The tokenizer that the model was trained with", remedy)
+
+
+def _learned(spec: Spec, model: Any) -> float:
+    if not hasattr(model, "logit_scale"):
+        wrong = f"is missing: '{spec.model}' has an image tower alone, which has learned none"
+        raise ModelError(f"{spec.where}.scale", wrong, "A number above 0; CLIP's is 100", "Set it")
+    return float(model.logit_scale.detach().exp())

@@ -1,0 +1,128 @@
+"""Find and build parts by their file names. The folder is the registry.
+
+`kind: kl` in the section `losses` is `kd/parts/losses/kl.py`; `kind: mylab.losses.foo` is a module from outside.
+A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`. A class variable
+`Options.REMOVED` says of keys that it once had what to do instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import sys
+from types import ModuleType
+from typing import Any
+
+from kd.core.errors import FOREIGN, PartNotFound, did_you_mean, raised
+from kd.core.types import BackendFacts, DatasetFacts, SifterFacts, TeacherFacts
+
+FOLDERS = ("tasks", "losses", "sifters", "datasets", "networks", "backends")
+FACTS = {"datasets": DatasetFacts, "sifters": SifterFacts, "networks": TeacherFacts, "backends": BackendFacts}
+"""What a part without a function `facts` is taken for."""
+
+
+def names(folder: str) -> list[str]:
+    """List the parts of a folder: its public modules."""
+    package = importlib.import_module(f"kd.parts.{folder}")
+    return sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.name.startswith("_"))
+
+
+def find(folder: str, kind: str, where: str) -> ModuleType:
+    """Import the module of a part.
+
+    Args:
+        folder: one of `FOLDERS`.
+        kind: a file name without its suffix, or a dotted module path outside the repository.
+        where: config path for error messages.
+
+    Raises:
+        PartNotFound: no such file, or the module lacks `Options` or `build`.
+    """
+    path = kind if "." in kind else f"kd.parts.{folder}.{kind}"
+    known = names(folder)
+    if "." not in kind and kind not in known:
+        remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
+        raise PartNotFound(where, f"no part named '{kind}' in {folder}", f"Allowed: {', '.join(known)}", remedy)
+    module = _imported(path, where, known) if path not in sys.modules else sys.modules[path]
+    options = getattr(module, "Options", None)
+    if not (dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))):
+        raise PartNotFound(
+            where,
+            f"the module '{path}' is not a part",
+            "A part has a frozen dataclass `Options` and a function `build`",
+            f"Add them, or choose one of: {', '.join(known)}",
+        )
+    return module
+
+
+def named_module(path: str) -> ModuleType:
+    """Import a module that a configuration names; one in the working folder is found last, as with `python -m kd`.
+
+    Only while it is imported: a folder there that is called like a package that is not installed must not stand for it.
+    """
+    here = [""] if "" not in sys.path else []
+    sys.path += here
+    try:
+        return importlib.import_module(path)
+    finally:
+        for folder in here:
+            sys.path.remove(folder)
+
+
+def _imported(path: str, where: str, known: list[str]) -> ModuleType:
+    try:
+        if not all(piece.isidentifier() for piece in path.split(".")):
+            raise ModuleNotFoundError(name=path)
+        module = named_module(path)
+    except Exception as error:  # what somebody else's module raises
+        absent = isinstance(error, ModuleNotFoundError) and error.name
+        if absent and (path == absent or path.startswith(absent + ".")):
+            allowed = f"Allowed: {', '.join(known)}, or the dotted path of an importable module"
+            wrong = f"the module '{path}' cannot be imported"
+            raise PartNotFound(where, wrong, allowed, "Check the spelling and PYTHONPATH") from error
+        if path.startswith("kd."):
+            raise  # the part exists, but a package that it imports does not
+        wrong = f"importing '{path}' raises {raised(error)}"
+        raise PartNotFound(where, wrong, "", "Correct the module") from error
+    if not path.startswith("kd."):
+        FOREIGN.add(str(module.__file__))
+    return module
+
+
+def options_type(folder: str, kind: str, where: str) -> type[Any]:
+    """Return the Options dataclass of a part."""
+    return find(folder, kind, where).Options
+
+
+def default_options(folder: str, kind: str, **changes: Any) -> Any:
+    """Return default Options of a part of kd, with `changes`, for runs that are derived from another."""
+    return options_type(folder, kind, folder)(**changes)
+
+
+def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:
+    """Build a part from checked options and the arguments of its contract."""
+    made = find(folder, kind, where).build
+    try:
+        inspect.signature(made).bind(options, **context)
+    except TypeError as error:
+        wrong = f"the function build of '{kind}' cannot be called ({error})"
+        raise PartNotFound(where, wrong, f"build(options, {', '.join(context)})", "Correct its arguments") from error
+    return made(options, **context)
+
+
+def facts(folder: str, kind: str, options: Any, where: str) -> Any:
+    """Return what others must know of a part's options: what its function `facts(options)` says, or the defaults."""
+    stated = getattr(find(folder, kind, where), "facts", None)
+    return stated(options) if stated is not None else FACTS[folder]()
+
+
+def describe(folder: str) -> list[tuple[str, str]]:
+    """Return (name, first docstring line) of every part of a folder."""
+    return [(name, summary(importlib.import_module(f"kd.parts.{folder}.{name}"))) for name in names(folder)]
+
+
+def summary(module: ModuleType) -> str:
+    """Return the first docstring line of a part."""
+    return ((module.__doc__ or "").strip().splitlines() or [""])[0]

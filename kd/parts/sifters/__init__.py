@@ -1,0 +1,1 @@
+"""Sifters: which images an epoch visits. See `kd.core.contracts.Sifter`."""

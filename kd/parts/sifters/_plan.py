@@ -1,0 +1,106 @@
+"""Shared by the sifters that decide before images are loaded: full epochs, exact counts, random orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from kd.core.contracts import Score
+from kd.core.seeds import seed_from
+from kd.core.types import Batch, Costs, Plan, SiftContext
+
+
+class Planned:
+    """Decide in the plan; every loaded image is trained on, none is scored. See `kd.core.contracts.Sifter`."""
+
+    keep = 1.0
+    """Share of the images that a sifted epoch visits."""
+
+    def __init__(self, context: SiftContext) -> None:
+        self.context = context
+
+    def cost(self, costs: Costs) -> float:
+        """Return `keep` times the whole cost: an image that is left out costs neither loading nor a forward pass."""
+        return self.keep * costs.per_image()
+
+    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+        yield from batches
+
+    def first(self, start: int) -> int:
+        return start
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Nothing to remember."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return an empty dict: the plans are functions of (seed, epoch)."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Nothing to load."""
+
+
+def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator:
+    """Return a generator whose state is a function of (seed, purpose, epoch)."""
+    return torch.Generator().manual_seed(seed_from(context.seed, purpose, epoch))
+
+
+def full_plan(context: SiftContext, epoch: int) -> Plan:
+    """Plan a random permutation of all images, cut to a multiple of the global batch size, or a balanced share of them.
+
+    Each epoch drops other images, so none is left out for good. Where an image has several views, each view drops a
+    fixed set: after one epoch of a view, the teacher's cache has all logits of that view.
+    """
+    if context.balance:
+        return balanced_plan(context, epoch)
+    count, views = context.num_images, context.views
+    remainder = count % context.batch_size
+    ids = torch.randperm(count, generator=generator(context, "order", epoch))
+    if views > 1 and remainder:
+        order = torch.randperm(count, generator=generator(context, "cut", 0))
+        dropped = torch.arange(remainder) + epoch % views * remainder
+        stays = torch.ones(count, dtype=torch.bool)
+        stays[order[dropped % count]] = False
+        ids = ids[stays[ids]]
+    return Plan(ids=ids[: count - remainder], weights=torch.ones(count - remainder))
+
+
+def balanced_plan(context: SiftContext, epoch: int) -> Plan:
+    """Plan the share `context.balance` of the images, as many of each class as far as a class has so many.
+
+    No image is drawn twice: within an epoch both would have the same pixels.
+    """
+    count = num_selected(context, context.balance)
+    ids = torch.randperm(context.num_images, generator=generator(context, "subset", epoch))
+    ids = ids[torch.argsort(_rank_in_class(context.labels()[ids]), stable=True)]
+    return shuffled(context, epoch, ids[:count], torch.ones(count))
+
+
+def _rank_in_class(label_K: Tensor) -> Tensor:
+    """Return for each image how many images before it have its label, int64 [K]."""
+    by_class = torch.argsort(label_K, stable=True)
+    sizes = torch.bincount(label_K)
+    starts = sizes.cumsum(0) - sizes
+    rank_K = torch.empty_like(by_class)
+    rank_K[by_class] = torch.arange(len(label_K)) - starts[label_K[by_class]]
+    return rank_K
+
+
+def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
+    """Return a plan of these images, in a random order that is a function of (seed, epoch)."""
+    order = torch.randperm(len(ids), generator=generator(context, "order", epoch))
+    return Plan(ids=ids[order], weights=weights[order])
+
+
+def num_selected(context: SiftContext, keep: float) -> int:
+    """Return the multiple of the global batch size nearest to the share `keep` of all images; at least one batch."""
+    batches = context.num_images // context.batch_size
+    target = round(keep * context.num_images / context.batch_size)
+    return min(max(1, target), batches) * context.batch_size
+
+
+def is_full_epoch(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
+    """Return whether an epoch is not sifted: the first `warmup`, and those that begin in the last share `anneal`."""
+    return epoch < warmup or progress >= 1 - anneal

@@ -1,0 +1,51 @@
+"""Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from kd.core.types import Plan, SiftContext
+from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How much of an epoch is kept."""
+
+    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
+    """Share of the images that a sifted epoch visits."""
+    warmup: int = field(default=1, metadata={"low": 0})
+    """Number of first epochs that visit all images."""
+    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
+    """Last share of the run, in which epochs visit all images."""
+
+    REMOVED: ClassVar[dict[str, str]] = {
+        "balance": "Set data.balance to the share of the images that an epoch draws, without a sifter"
+    }
+
+
+class Random(Planned):
+    """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement within an epoch, weight 1.
+
+    A strong baseline for distillation: arXiv:2403.07854 finds it no worse than other pruning methods.
+    """
+
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        super().__init__(context)
+        self.options, self.keep = options, options.keep
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        """Return the share `keep` of all images, or all of them in the first and last epochs."""
+        if is_full_epoch(epoch, progress, self.options.warmup, self.options.anneal):
+            return full_plan(self.context, epoch)
+        count = num_selected(self.context, self.options.keep)
+        ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))
+        return shuffled(self.context, epoch, ids[:count], torch.ones(count))
+
+
+def build(options: Options, context: SiftContext) -> Random:
+    """Build the random baseline."""
+    return Random(options, context)

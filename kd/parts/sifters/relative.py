@@ -1,0 +1,175 @@
+"""Score candidates with the current model; keep those whose loss ranks high among recent ones (SageMaker's rule).
+
+Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks of a step (accumulate x ranks).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kd.core.contracts import Score
+from kd.core.types import Batch, Costs, Plan, SiftContext, SifterFacts
+from kd.parts.sifters._plan import full_plan
+from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
+
+NO_EPOCH = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """SageMaker's parameters, under its names."""
+
+    beta_value: float = field(default=1.0, metadata={"above": 0.0})
+    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept."""
+    loss_history_length: int = field(default=500, metadata={"low": 1})
+    """Number of previous losses that a new one is compared with."""
+    sift_delay: int = field(default=1000, metadata={"low": 0})
+    """Number of first optimizer steps that use all images, without scoring."""
+    repeat_delay_per_epoch: bool = False
+    """Apply the delay at the start of each epoch instead of once."""
+
+
+class Relative:
+    """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.core.contracts.Sifter`.
+
+    The number kept of each chunk is fixed: 1 / (1 + beta) of all candidates so far, drawn in proportion to their
+    probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known before
+    it begins. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses of all
+    ranks. Images that fill no micro-batch at the end of an epoch are dropped. Kept images weigh 1: like SageMaker's
+    rule, this is biased towards hard images.
+
+    A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
+    """
+
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        self.options, self.context = options, context
+        self.window = LossWindow(options.loss_history_length)
+        self.epoch = NO_EPOCH
+        self.counts: list[int] = []
+        """Number of images kept of each chunk, by candidate step of this epoch."""
+        self.decided: dict[int, Tensor] = {}
+        """Kept positions, int64 [G, K], by candidate step of this epoch; only steps with images still pending."""
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        """Return all images as candidates, and the exact number of optimizer steps."""
+        if epoch != self.epoch:
+            self.epoch, self.decided = epoch, {}
+            self.counts = self._counts(epoch)
+        plan = full_plan(self.context, epoch)
+        return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
+
+    def _counts(self, epoch: int) -> list[int]:
+        """Return how many images of each chunk are kept, by candidate step of an epoch."""
+        candidates = self.context.num_images // self.context.batch_size
+        micro, beta = self.context.micro_batch, self.options.beta_value
+        delay, counts = self.options.sift_delay, []
+        for _ in range(epoch + 1):
+            unsifted = min(delay, candidates)
+            held = beta if unsifted else min(beta, candidates - 1)  # an epoch has one step at least
+            counts = [micro] * unsifted + [quota(n * micro, micro, held) for n in range(candidates - unsifted)]
+            if not self.options.repeat_delay_per_epoch:
+                delay = max(0, delay - sum(counts) // micro)
+        return counts
+
+    def first(self, start: int) -> int:
+        """Return the candidate step that holds the first image of optimizer step `start`."""
+        return self._locate(start)[0]
+
+    def _locate(self, start: int) -> tuple[int, int]:
+        """Return that candidate step, and how many images of each of its chunks earlier steps have used."""
+        used = start * self.context.micro_batch
+        for number, count in enumerate(self.counts):
+            if used < count:
+                return number, used
+            used -= count
+        return len(self.counts), 0
+
+    def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
+        """Yield full micro-batches of kept images, those of a whole step together."""
+        micro = self.context.micro_batch
+        local = self.context.batch_size // (micro * self.context.world_size)
+        incoming = iter(batches)
+        number, used = self._locate(start)
+        pools: list[list[Batch]] = [[] for _ in range(local)]
+        steps = sum(self.counts) // micro
+        while start < steps and (group := list(itertools.islice(incoming, local))):
+            for i, part in enumerate(self._select(number, group, score)):
+                if used:  # trained on before the checkpoint
+                    part = part.take(torch.arange(used, len(part.ids)))
+                if len(part.ids):
+                    pools[i].append(part)
+            number, used = number + 1, 0
+            while sum(len(part.ids) for part in pools[0]) >= micro:
+                joined = [Batch.cat(pool) for pool in pools]
+                rows = torch.arange(len(joined[0].ids))
+                pools = [[batch.take(rows[micro:])] if len(rows) > micro else [] for batch in joined]
+                full = [batch.take(rows[:micro]) for batch in joined]
+                score.cut()  # otherwise XLA would compile a graph for each way to assemble a batch
+                yield from full
+                self._drop_draws(number, sum(len(part.ids) for part in pools[0]))
+                start += 1
+
+    def _select(self, number: int, group: list[Batch], score: Score) -> list[Batch]:
+        """Return the kept images of this rank's chunks of a candidate step."""
+        count = self.counts[number]
+        if count == self.context.micro_batch:
+            return group
+        losses_B, scored = score(group)
+        if number not in self.decided:
+            self.decided[number] = self._decide(number, count, losses_B)
+        rows_of_chunk = self.decided[number].view(len(group), self.context.world_size, count)[:, self.context.rank]
+        return [batch.take(rows) for batch, rows in zip(scored, rows_of_chunk, strict=True)]
+
+    def _decide(self, number: int, count: int, losses_B: Tensor) -> Tensor:
+        """Draw the kept positions, int64 [G, count]; equal on all ranks."""
+        candidates = self.context.num_images // self.context.batch_size
+        position = self.epoch * candidates + number
+        draws = generator_at(self.context.seed, 0, position)
+        probability_B = self.window.probability(losses_B, self.options.beta_value, draws)
+        chunks = probability_B.view(-1, self.context.micro_batch)
+        return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
+
+    def _drop_draws(self, number: int, pending: int) -> None:
+        """Drop the draws of candidate steps without pending images."""
+        oldest = number
+        while pending > 0:
+            oldest -= 1
+            pending -= self.counts[oldest]
+        self.decided = {step: rows for step, rows in self.decided.items() if step >= oldest}
+
+    def cost(self, costs: Costs) -> float:
+        """Return the cost of scoring every candidate and training on the kept ones."""
+        share = 1 / (1 + self.options.beta_value)
+        return costs.per_image(forward=1.0, step=share)
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Do nothing: this sifter compares scores, not training losses."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the window and the draws with pending images; equal on all ranks."""
+        draws = {f"draw.{number}": rows for number, rows in self.decided.items()}
+        window = {f"window.{name}": value for name, value in self.window.state_dict().items()}
+        return {"epoch": torch.tensor(self.epoch), **window, **draws}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned; the micro-batch size must be the same, the number of ranks may differ."""
+        self.epoch = int(state["epoch"])
+        self.counts = self._counts(self.epoch) if self.epoch >= 0 else []
+        parts = {name.partition(".")[2]: value for name, value in state.items() if name.startswith("window.")}
+        self.window.load_state_dict(parts)
+        self.decided = {int(n.partition(".")[2]): rows for n, rows in state.items() if n.startswith("draw.")}
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(delay=options.sift_delay)
+
+
+def build(options: Options, context: SiftContext) -> Relative:
+    """Build the relative sifter."""
+    return Relative(options, context)

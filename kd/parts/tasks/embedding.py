@@ -1,0 +1,311 @@
+"""Vectors without classes: compared with the teacher's, and scored by nearest neighbours and a linear probe.
+
+Shape legend: N images that are searched, M images that ask, B images of a batch, C classes, D features.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kd.core.contracts import Backend, Teacher
+from kd.core.errors import DataError
+from kd.core.evaluation import Evaluation, Split
+from kd.core.intervals import Samples
+from kd.core.scores import Column, GraphScores, Scores
+from kd.core.types import Batch, Outputs
+from kd.parts.tasks._logits import require_images
+
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the search, as in DINO (arXiv:2104.14294)
+RECALLED = 10  # images that a search in the teacher's index returns
+PROJECTED, TEACHER = "projected", "teacher"
+"""Names of vectors: the student's in the first teacher's space, and that teacher's own."""
+STRENGTHS = tuple(10.0**power for power in range(-5, 3))
+"""Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
+MOST_BYTES = 1 << 30  # of the teacher's outputs for validation images that are kept for the next evaluations
+LABELS = "labels"
+SCORES = Scores(
+    own=(
+        Column("knn", "nearest neighbours"),
+        Column("probe", "linear probe"),
+        Column("recall", "recall@10 in the teacher's index"),
+    ),
+    pair=(
+        Column("agreement", "agreement", "", "mean cosine of the projected student with its teacher"),
+        Column("found", "found", meaning="of the ten training images that the teacher's vector finds"),
+    ),
+    note="Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
+    "and a ridge classifier. Recall@10: one of the ten training images that are nearest in the teacher's vectors shows "
+    "the same class; the student asks with its projected vector. The labels were not used in training.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options."""
+
+
+class Embedding:
+    """See `kd.core.evaluation.Task`."""
+
+    name, logits, label, problem_type = "embedding", "", "class", ""
+    label_loss, scores, keeps_topk = "ce", SCORES, True
+
+    def evaluator(self, setting: Evaluation) -> Evaluator:
+        return Evaluator(setting, self.scores)
+
+    def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
+        """Return logits of width 0: features are not averaged."""
+        return logits_KBC[0]
+
+    def no_labels(self, images: int, num_classes: int) -> Tensor:
+        return torch.zeros(images, dtype=torch.int64)
+
+    def refuse(self, answer_BC: Tensor) -> str:
+        return ""
+
+    def are_probabilities(self, answer_BC: Tensor) -> bool:
+        return False
+
+    def from_probabilities(self, answer_BC: Tensor) -> Tensor:
+        return answer_BC
+
+    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
+        """Return the mean cosine of vectors of length 1."""
+        cosine = (outputs * reference).sum().item() / max(1, len(outputs))
+        summary = f"mean cosine {cosine:.6f} on {len(outputs)} validation images"
+        return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
+
+    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return {}
+
+
+def build(options: Options) -> Embedding:
+    """Build the task."""
+    return Embedding()
+
+
+class Vectors:
+    """The vectors of a split, by image: each rank adds those of its own, and gets those of all."""
+
+    def __init__(self, split: Split, backend: Backend) -> None:
+        self.backend = backend
+        self._ids_N = split.plan.ids[split.plan.weights > 0].to(backend.device)
+        self._rows: dict[str, Tensor] = {}
+
+    def add(self, batch: Batch, vectors: Mapping[str, Tensor]) -> None:
+        """Add the vectors [B, D] of a batch, by model; they get the length 1. Images of weight 0 are left out."""
+        index_B = torch.searchsorted(self._ids_N, batch.ids)
+        known = torch.stack([torch.ones_like(batch.weight), batch.label.float()], dim=1)
+        unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
+        for name, value_BD in {**unit, LABELS: known}.items():
+            if name not in self._rows:
+                self._rows[name] = torch.zeros(len(self._ids_N), value_BD.shape[1], device=self.backend.device)
+            self._rows[name].index_add_(0, index_B, batch.weight[:, None] * value_BD)
+
+    def gather(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
+        vectors = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
+        seen_N, label_N = vectors.pop(LABELS).unbind(1)
+        return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
+
+
+class Evaluator:
+    """Score an embedding student. See `kd.core.evaluation.Evaluator`.
+
+    Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
+    They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.
+
+    A row has `agreement`, with labels also `knn` and `probe`, and the same of each teacher: `teacher_knn`,
+    `teacher_knn_2`, ... Where a loss maps the student into the teacher's space, also `recall`, `teacher_recall` and
+    `found`: see `recalled`. docs/teachers.md says what they are.
+    """
+
+    chance = 0.0
+
+    def __init__(self, setting: Evaluation, scores: Scores) -> None:
+        """Prepare; nothing is computed yet."""
+        assert setting.teacher is not None
+        assert setting.agreement is not None
+        self.projected = setting.projected or (lambda outputs: None)
+        self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
+        self.teacher, self.agreement = setting.teacher, setting.agreement
+        self.bank_teacher = setting.bank_teacher or setting.teacher
+        self.num_classes, self.members = setting.num_classes, setting.members
+        known = setting.labelled and setting.num_classes > 1
+        self.bank = setting.bank() if known and setting.bank is not None else None
+        self.labelled = self.bank is not None
+        """Whether neighbours and the probe are scored."""
+        self.decides = scores.decides(self.labelled).key
+        self._outputs: list[Outputs] = []
+        self._bytes = 0
+        self._searched: dict[str, Tensor] = {}
+        """The teachers' vectors of the bank."""
+        self._right: dict[str, Tensor] = {}
+        """Of the last evaluation: which images are right, bool [M] by key."""
+
+    @torch.no_grad()
+    def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Evaluate over all ranks; empty if the evaluation was given up."""
+        training = student.training
+        student.eval()
+        try:
+            values = self._agree(student, stop)
+        finally:
+            student.train(training)
+        if not values:
+            return {}
+        shared = torch.tensor(list(values.values()), device=self.backend.device)
+        self.backend.broadcast_([shared])  # another processor may round otherwise
+        return dict(zip(values, shared.tolist(), strict=True))
+
+    def of(self, teacher: Teacher) -> Evaluator:
+        other = copy.copy(self)
+        other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
+        other._right = {}
+        return other
+
+    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+    def samples(self) -> dict[str, Samples]:
+        """Return which images are right, of each accuracy."""
+        return {key: Samples(one.double().mean().item(), right=one.cpu().numpy()) for key, one in self._right.items()}
+
+    def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
+        """Return all values, or none where `stop` said so."""
+        backend, queries = self.backend, Vectors(self.val, self.backend)
+        sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
+        for number, batch in enumerate(backend.put(self.val.loader.epoch(self.val.plan, view=0))):
+            if stop():
+                return {}
+            with backend.autocast():
+                outputs = student(batch.image)
+            teacher = self._ask(number, batch)
+            agreement_B = self.agreement(outputs, teacher).double()
+            sums += torch.stack([(batch.weight * agreement_B).sum(), batch.weight.double().sum()])
+            moved = self.projected(outputs)
+            moved = {} if moved is None or self.bank is None else {PROJECTED: moved}
+            queries.add(batch, {"": outputs.features["pooled"], **moved, **self._pooled(teacher)})
+            backend.end_step()
+        total, images = backend.reduce_sum(sums).tolist()
+        require_images(int(images))
+        scores = {} if self.bank is None else self._search(student, self.bank, queries, stop)
+        return {"agreement": total / images, **scores} if self.bank is None or scores else {}
+
+    def _search(self, student: nn.Module, split: Split, queries: Vectors, stop: Callable[[], bool]) -> dict[str, float]:
+        """Return the accuracies of what training images tell about validation images; none where `stop` said so."""
+        backend, searched = self.backend, Vectors(split, self.backend)
+        for batch in backend.put(split.loader.epoch(split.plan, view=0)):
+            if stop():
+                return {}
+            with backend.autocast():
+                vectors = {"": student(batch.image).features["pooled"]}
+            searched.add(batch, vectors if self._searched else {**vectors, **self._pooled(self.bank_teacher(batch))})
+            backend.end_step()
+        (bank, label_N), (asking_MD, wanted_M) = searched.gather(), queries.gather()
+        student_ND = bank.pop("")
+        self._searched = self._searched or bank
+        use_N, use_M, scores = label_N >= 0, wanted_M >= 0, {}
+        require_images(len(use_M), int(use_M.sum()))
+        if not use_N.any():
+            wrong = f"none of the {len(use_N)} training images that an evaluation searches has a label"
+            raise DataError("data.labels", wrong, "At least one", "Label more, or set data.labels=none")
+        for name, bank_ND in {"": student_ND, **self._searched}.items():
+            for kind, classify in (("knn", nearest), ("probe", ridge)):
+                votes_MC = classify(bank_ND[use_N], label_N[use_N], asking_MD[name][use_M], self.num_classes)
+                self._right[_key(name, kind)] = right_M = votes_MC.argmax(-1) == wanted_M[use_M]
+                scores[_key(name, kind)] = right_M.double().mean().item()
+        if PROJECTED in asking_MD:
+            student_MD, teacher_MD = (asking_MD[name][use_M] for name in (PROJECTED, TEACHER))
+            index_ND = self._searched[TEACHER][use_N]
+            right, scores["found"] = recalled(index_ND, label_N[use_N], student_MD, teacher_MD, wanted_M[use_M])
+            self._right |= right
+            scores |= {key: right_M.double().mean().item() for key, right_M in right.items()}
+        return scores
+
+    def _ask(self, number: int, batch: Batch) -> Outputs:
+        """Return the teacher's outputs for a batch of the validation split, from memory as far as that goes."""
+        if number < len(self._outputs):
+            return self._outputs[number]
+        outputs = self.teacher(batch)
+        size = sum(tensor.nbytes for tensor in outputs.features.values())
+        if number == len(self._outputs) and self._bytes + size <= MOST_BYTES:
+            self._outputs.append(outputs)
+            self._bytes += size
+        self.backend.end_step()
+        return outputs
+
+    def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
+        """Return the pooled features of each teacher, by "teacher", "teacher_2", ..."""
+        names = [TEACHER, *(f"teacher_{number}" for number in range(2, self.members + 1))]
+        return {name: teacher.of(member).features["pooled"] for member, name in enumerate(names)}
+
+
+def _key(model: str, score: str) -> str:
+    """Return the key of a score of a model: "knn", "teacher_knn", "teacher_knn_2"."""
+    who, _, number = model.partition("_")
+    return "_".join(filter(None, (who, score, number)))
+
+
+def recalled(
+    bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, teacher_MD: Tensor, wanted_M: Tensor
+) -> tuple[dict[str, Tensor], float]:
+    """Search in a teacher's index with a student's vectors, all of length 1.
+
+    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool
+    [M], of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
+    student finds too.
+    """
+    count, right, found = min(RECALLED, len(bank_ND)), [], []
+    for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):
+        near_2BK = torch.stack([(one_BD @ bank_ND.T).topk(count).indices for one_BD in (own_BD, other_BD)])
+        right.append((label_N[near_2BK] == wanted_B[:, None]).any(-1))
+        found.append((near_2BK[0, :, :, None] == near_2BK[1, :, None, :]).any(2).double().mean(1))
+    student_M, teacher_M = torch.cat(right, dim=1)
+    return {"recall": student_M, "teacher_recall": teacher_M}, torch.cat(found).mean().item()
+
+
+def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:
+    """Return the votes [M, C] of the nearest neighbours of unit vectors.
+
+    DINO (arXiv:2104.14294) after arXiv:1805.01978: the `NEIGHBOURS` nearest by cosine vote for their class, each with
+    exp(cosine / `TEMPERATURE`).
+    """
+    votes = []
+    for part_BD in asking_MD.split(1024):
+        cosine_BK, near_BK = (part_BD @ bank_ND.T).topk(min(NEIGHBOURS, len(bank_ND)))
+        counts_BC = torch.zeros(len(part_BD), num_classes)
+        votes.append(counts_BC.scatter_add_(1, label_N[near_BK], (cosine_BK / TEMPERATURE).exp()))
+    return torch.cat(votes) if votes else torch.zeros(0, num_classes)
+
+
+def ridge(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:
+    """Return the scores [M, C] of a linear probe: ridge regression of the classes' indicators, in float64.
+
+    The penalty is the one of `STRENGTHS` with the least squared error where each image is predicted from all others,
+    which a closed form gives: the residual divided by 1 - its leverage.
+    """
+    mean_D = bank_ND.double().mean(0)
+    target_NC = F.one_hot(label_N, num_classes).double()
+    shares_C = target_NC.mean(0)
+    x_ND, y_NC = bank_ND.double() - mean_D, target_NC - shares_C
+    values_D, basis_DD = torch.linalg.eigh(x_ND.T @ x_ND)
+    values_D = values_D.clamp_min(0)
+    turned_ND = x_ND @ basis_DD
+    projected_DC = turned_ND.T @ y_NC
+    best, weights_DC = float("inf"), torch.zeros_like(projected_DC)
+    for strength in STRENGTHS:
+        inverse_D = 1 / (values_D + strength * values_D.mean().clamp_min(1e-12))
+        candidate_DC = inverse_D[:, None] * projected_DC
+        leverage_N = (turned_ND.square() * inverse_D).sum(1) + 1 / len(x_ND)
+        error = ((y_NC - turned_ND @ candidate_DC) / (1 - leverage_N).clamp_min(1e-9)[:, None]).square().mean().item()
+        if error < best:
+            best, weights_DC = error, candidate_DC
+    return (asking_MD.double() - mean_D) @ basis_DD @ weights_DC + shares_C

@@ -1,0 +1,257 @@
+"""Several labels an image, or none: each class is answered alone, by a sigmoid.
+
+Shape legend: B images of a batch, N images of the split, C classes, K teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kd.core.evaluation import Evaluation
+from kd.core.intervals import Samples, resampled
+from kd.core.scores import Column, GraphScores, Scores
+from kd.core.types import Batch
+from kd.parts.tasks._logits import LogitsEvaluator, require_images
+
+FEWEST = 10  # images of a class from which its own threshold is chosen; with fewer it would fit chance
+SCORES = Scores(
+    own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
+    pair=(
+        Column("agreement", "agreement", meaning="labels in common, of those that one of the two gives"),
+        Column(
+            "kl",
+            "KL",
+            "nats",
+            "divergence of the student's probabilities from the teacher's, summed over classes",
+            smaller=True,
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """No options."""
+
+
+class LabelSets:
+    """See `kd.core.evaluation.Task`."""
+
+    name, logits, label, problem_type = "label_sets", "sigmoid", "set", "multi_label_classification"
+    label_loss, scores, keeps_topk = "bce", SCORES, False
+
+    def evaluator(self, setting: Evaluation) -> Evaluator:
+        return Evaluator(setting, self.scores)
+
+    def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
+        """Return log(p / (1 - p)) of the averaged p of K teachers."""
+        shares_K11 = shares_K.log()[:, None, None]
+        yes_BC, no_BC = ((F.logsigmoid(sign * logits_KBC) + shares_K11).logsumexp(0) for sign in (1, -1))
+        return yes_BC - no_BC
+
+    def no_labels(self, images: int, num_classes: int) -> Tensor:
+        return torch.zeros(images, num_classes, dtype=torch.int8)
+
+    def refuse(self, answer_BC: Tensor) -> str:
+        one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
+        if not (one and self.are_probabilities(answer_BC)):
+            return ""
+        return "answers with probabilities whose sum is 1: those of one label an image, but the losses are for several"
+
+    def are_probabilities(self, answer_BC: Tensor) -> bool:
+        return bool((answer_BC >= 0).all() and (answer_BC <= 1).all())
+
+    def from_probabilities(self, answer_BC: Tensor) -> Tensor:
+        return answer_BC.logit(1e-6)
+
+    def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
+        """Count equal largest logits; the mean average precision is over the images with labels.
+
+        Where none has labels, PyTorch is right.
+        """
+        images, same = len(outputs), int((outputs.argmax(1) == reference.argmax(1)).sum())
+        known = are_known(label)
+        answers, truth = (outputs[known], label[known]) if known.any() else (outputs, reference)
+        precision = score(answers, truth > 0)["map"]
+        summary = f"same top-1 on {same} of {images} validation images"
+        return GraphScores({"same_top1": same, "mAP": precision}, "mAP", "mAP", summary, images - same)
+
+    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        known = are_known(label)
+        if not known.any():
+            return {name: {"threshold": 0.5, "chosen": False, "images": 0} for name in classes}
+        truth = label[known] > 0
+        values_C, enough_C = thresholds(logits_NC[known], truth)
+        columns = zip(classes, values_C.tolist(), enough_C.tolist(), truth.sum(0).tolist(), strict=True)
+        found: dict[str, dict[str, Any]] = {
+            name: {"threshold": round(value, 6), "chosen": enough, "images": images}
+            for name, value, enough, images in columns
+        }
+        if len(truth) >= 2 * FEWEST:
+            for name, value in zip(classes, exchanged_f1(logits_NC[known], truth).tolist(), strict=True):
+                found[name]["f1"] = round(value, 6)
+        return found
+
+
+def build(options: Options) -> LabelSets:
+    """Build the task."""
+    return LabelSets()
+
+
+class Evaluator(LogitsEvaluator):
+    """Score models that answer for each class alone.
+
+    A row has for the student `map` (the mean over classes of the average precision), `f1_macro` and `f1_micro` at the
+    threshold 0.5, and `nll` (nats an image, summed over classes), over the images with labels; with a teacher also the
+    same with `teacher_` before, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`).
+    Precision needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
+    """
+
+    _known: tuple[Tensor, ...] = ()
+    """Of the last evaluation: truth [N, C], and the logits of student and teacher, of the images with labels."""
+
+    def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
+        """Return the answers of a batch, with the images that they are for."""
+        row = {"ids": batch.ids, "seen": batch.weight > 0, "student": student_BC}
+        row |= {"label": batch.label} if self.labelled else {}
+        return row | ({"teacher": teacher_BC} if teacher_BC is not None else {})
+
+    def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
+        gathered = self._gather(rows)
+        seen = gathered["seen"][:, 0] > 0
+        label = gathered["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
+        known = (label >= 0).all(1)
+        require_images(len(label), int(known.sum()) if self.labelled else None)
+        student, values = gathered["student"][seen].double(), {}
+        self._known = (label[known] > 0, student[known]) if self.labelled else ()
+        if self.labelled:
+            values = score(student[known], label[known] > 0)
+            self.chance = (label[known] > 0).double().mean().item()
+        if self.teacher is not None:
+            teacher = gathered["teacher"][seen].double()
+            of_teacher = score(teacher[known], label[known] > 0) if self.labelled else {}
+            self._known = (*self._known, teacher[known]) if self.labelled else ()
+            values |= {f"teacher_{name}": value for name, value in of_teacher.items()}
+            values |= {"kl": divergence(teacher, student), "agreement": jaccard(teacher > 0, student > 0)}
+        shared = torch.tensor(list(values.values()), device=self.backend.device)
+        self.backend.broadcast_([shared])  # another processor may round otherwise
+        return dict(zip(values, shared.tolist(), strict=True))
+
+    def samples(self) -> dict[str, Samples]:
+        """Return the bootstrap values of the own scores; the same resamples for student and teacher."""
+        if not self._known:
+            return {}
+        found, (truth, *logits) = {}, self._known
+        for prefix, one in zip(("", "teacher_"), logits, strict=False):
+            keys, values = [column.key for column in SCORES.own], score(one, truth)
+            drawn = resampled(lambda ids, one=one: [*score(one[ids], truth[ids]).values()], len(truth))
+            drawn = dict(zip(values, drawn.T, strict=True))
+            found |= {prefix + key: Samples(values[key], replicates=drawn[key]) for key in keys}
+        return found
+
+
+def are_known(label: Tensor) -> Tensor:
+    """Return which images have labels, bool [N], of label sets [N, C], or of -1 [N] where there are none."""
+    return label >= 0 if label.ndim == 1 else (label >= 0).all(1)
+
+
+def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
+    """Return the scores of logits, where truth says which classes an image shows."""
+    right = truth_NC.any(0)  # a class that no image shows has no precision
+    per_class = average_precision(logits_NC, truth_NC)[right]
+    answer_NC = logits_NC > 0
+    f1_C = f1(*counts(answer_NC, truth_NC))[right]
+    micro = f1(*(count_C.sum() for count_C in counts(answer_NC, truth_NC)))
+    nll_NC = F.binary_cross_entropy_with_logits(logits_NC, truth_NC.to(logits_NC.dtype), reduction="none")
+    return {
+        "map": per_class.mean().item() if len(per_class) else 0.0,
+        "f1_macro": f1_C.mean().item() if len(f1_C) else 0.0,
+        "f1_micro": micro.item(),
+        "nll": nll_NC.sum(1).mean().item(),
+    }
+
+
+def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
+    """Return the average precision of each class, float64 [C]; 0 of a class that no image shows.
+
+    The sum over thresholds of precision times the gain in recall, without interpolation. Images with the same score
+    pass a threshold together.
+    """
+    sorted_NC, order_NC = score_NC.sort(0, descending=True)
+    hits_NC = truth_NC.gather(0, order_NC).double().cumsum(0)
+    rank_N1 = torch.arange(1, len(score_NC) + 1, dtype=torch.float64)[:, None]
+    last_NC = torch.ones_like(truth_NC, dtype=torch.bool)
+    last_NC[:-1] = sorted_NC[:-1] != sorted_NC[1:]
+    found = []
+    for hits_N, last_N in zip(hits_NC.T, last_NC.T, strict=True):
+        reached = hits_N[last_N]
+        gain = torch.diff(reached, prepend=reached.new_zeros(1)) / hits_N[-1].clamp_min(1)
+        found.append((gain * reached / rank_N1[last_N, 0]).sum())
+    return torch.stack(found)
+
+
+def counts(answer_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each class how many answers are right, too many, and missing, float64 [C]."""
+    right = (answer_NC & truth_NC).double().sum(0)
+    return right, answer_NC.double().sum(0) - right, truth_NC.double().sum(0) - right
+
+
+def f1(right: Tensor, extra: Tensor, missing: Tensor) -> Tensor:
+    """Return the harmonic mean of precision and recall; 0 where there is nothing to find."""
+    return 2 * right / (2 * right + extra + missing).clamp_min(1)
+
+
+def divergence(teacher_NC: Tensor, student_NC: Tensor) -> float:
+    """Return the mean KL divergence (teacher || student) of the answers yes and no, nats, summed over classes."""
+    yes = teacher_NC.sigmoid() * (F.logsigmoid(teacher_NC) - F.logsigmoid(student_NC))
+    no = (-teacher_NC).sigmoid() * (F.logsigmoid(-teacher_NC) - F.logsigmoid(-student_NC))
+    return (yes + no).sum(1).mean().item()
+
+
+def jaccard(one_NC: Tensor, other_NC: Tensor) -> float:
+    """Return the mean share of labels that two sets have in common; 1 where both are empty.
+
+    Single decisions would hardly differ: most classes are absent from most images.
+    """
+    both, either = (one_NC & other_NC).double().sum(1), (one_NC | other_NC).double().sum(1)
+    return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean().item()
+
+
+def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
+    """Return the F1 of each class [C] with thresholds that were chosen on the half in which an image is not.
+
+    So it holds for images that chose nothing. The halves are every second image.
+    """
+    first_N = torch.arange(len(truth_NC)) % 2 == 0
+    answer_NC = torch.zeros_like(truth_NC)
+    for half_N in (first_N, ~first_N):
+        threshold_C, _ = thresholds(logits_NC[half_N], truth_NC[half_N])
+        answer_NC[~half_N] = logits_NC[~half_N].double().sigmoid() > threshold_C
+    return f1(*counts(answer_NC, truth_NC))
+
+
+def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each class the probability from which it is answered, and whether it was chosen, [C] and bool [C].
+
+    The threshold with the largest F1 on these images (arXiv:1402.1892), halfway between two scores; 0.5 for a class
+    that fewer than `FEWEST` images show, or that all but so few do.
+    """
+    chosen = []
+    for logits_N, truth_N in zip(logits_NC.double().T, truth_NC.T, strict=True):
+        few = min(int(truth_N.sum()), int((~truth_N).sum())) < FEWEST
+        sorted_N, order_N = logits_N.sigmoid().sort(descending=True)
+        hits_N = truth_N[order_N].double().cumsum(0)
+        value_N = 2 * hits_N / (torch.arange(1, len(hits_N) + 1) + hits_N[-1])
+        below_N = torch.cat([sorted_N[1:], sorted_N.new_zeros(1)])
+        value_N[sorted_N == below_N] = -1  # a threshold cannot part images with the same score
+        best = int(value_N.argmax())
+        chosen.append(0.5 if few else float((sorted_N[best] + below_N[best]) / 2))
+    shown_C = truth_NC.sum(0)
+    enough_C = torch.minimum(shown_C, len(truth_NC) - shown_C) >= FEWEST
+    return torch.tensor(chosen, dtype=torch.float64), enough_C

@@ -1,1 +1,0 @@
-"""SageMaker: requests, jobs of several hosts, archives of an export, the handler of its PyTorch container."""

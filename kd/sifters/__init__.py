@@ -1,1 +1,0 @@
-"""Sifters: which images an epoch visits. See `kd.contracts.Sifter`."""

@@ -1,0 +1,1 @@
+"""Looks at data and at finished runs: reports, sweeps, audits."""

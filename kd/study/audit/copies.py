@@ -1,0 +1,173 @@
+"""Pairs of images that show the same photograph: copies, encoded again, cropped, mirrored.
+
+Three sieves, each for what the one before lets through: the same bits of a hash in one of 16 tables (the time grows as
+N log N), few other bits and alike low frequencies, and the correlation of the pictures laid over each other.
+
+Legend: N images, V variants, P pairs, S = 24 pixels, G = 12 cells.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kd.study.audit.album import BASES, BITS, CROPS, MIRRORED, SIDE, SPANS, Album, hashes
+
+TABLES, WINDOW, MOST_BITS = 16, 16, 14
+"""Tables of hashes; entries of a table that an image is compared with; of 63 bits that may differ."""
+ROUGHLY, LEAST = 0.8, 0.88
+"""Correlation of the low frequencies from which on a pair is looked at; score from which on it is one."""
+CELLS = 12  # a side of what is compared
+FLAT, FLAT_DETAIL = 16.0, 2.0
+"""Variances in which there is no picture, of a picture and of its detail; grey levels squared."""
+WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
+"""Parts of a side that are tried where nothing says which."""
+_STABLE = np.array([BITS * v + u for v in range(BITS) for u in range(BITS) if 0 < u + v < BITS])
+_CHUNK = 2048
+
+
+class Pairs(NamedTuple):
+    """Pairs of images of an album, by their rows in it. The second may show a part of the first."""
+
+    first: np.ndarray
+    second: np.ndarray
+    variant: np.ndarray  # of the first, that is like the second; -1: nobody knows
+    score: np.ndarray  # mean of the correlations of the pictures and of their detail, at most 1
+
+    def take(self, rows: np.ndarray) -> Pairs:
+        return Pairs(*(part[rows] for part in self))
+
+
+def copies(album: Album) -> Pairs:
+    """Return the pairs of images of an album that show the same photograph, each once, the most alike first."""
+    return closely(album, candidates(hashes(album.luma)))
+
+
+def candidates(hashes_NV: np.ndarray) -> Pairs:
+    """Return pairs whose hashes differ in few bits, with a score of 0.
+
+    A table has the images in the order of some bits of their hashes: the more images, the more bits, so that few have
+    all of them in common. Of many that have, `WINDOW` are looked at, others in each table.
+    """
+    count, rng = len(hashes_NV), np.random.default_rng(0)
+    bits = int(np.clip(np.ceil(np.log2(max(2, count))), 8, 24))
+    plain, seen = np.ascontiguousarray(hashes_NV[:, 0]), np.zeros(0, np.uint64)
+    for _ in range(TABLES):
+        chosen = np.isin(np.arange(BITS * BITS), rng.choice(_STABLE, bits, replace=False))
+        mask = np.packbits(chosen).view(np.uint64)[0]
+        order = np.argsort(plain & mask, kind="stable")
+        table, found = (plain & mask)[order], [seen]
+        for variant in range(hashes_NV.shape[1]):
+            own = hashes_NV[:, variant]
+            start, end = (np.searchsorted(table, own & mask, side) for side in ("left", "right"))
+            start += rng.integers(0, 1 << 30, count) % np.maximum(1, end - start - WINDOW + 1)
+            for step in range(WINDOW):
+                rows = np.flatnonzero(start + step < end)
+                others = order[start[rows] + step]
+                alike = (_ones(own[rows] ^ plain[others]) <= MOST_BITS) & (rows != others)
+                found.append(_packed(rows[alike], others[alike], variant))
+        seen = np.unique(np.concatenate(found))
+    first, second, variant = seen >> np.uint64(36), seen >> np.uint64(8) & np.uint64(2**28 - 1), seen & np.uint64(255)
+    return Pairs(first.astype(np.int64), second.astype(np.int64), variant.astype(np.int64), np.zeros(len(seen)))
+
+
+def _packed(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
+    """Return each pair as a number; where the first is not cut, (a, b) and (b, a) are one."""
+    if variant in (0, MIRRORED):
+        first, second = np.minimum(first, second), np.maximum(first, second)
+    return first.astype(np.uint64) << np.uint64(36) | second.astype(np.uint64) << np.uint64(8) | np.uint64(variant)
+
+
+def _ones(bits: np.ndarray) -> np.ndarray:
+    """Count the ones of each 64 bits (NumPy has a function for it since 2.0)."""
+    bits = bits - (bits >> np.uint64(1) & np.uint64(0x5555555555555555))
+    bits = (bits & np.uint64(0x3333333333333333)) + (bits >> np.uint64(2) & np.uint64(0x3333333333333333))
+    bits = bits + (bits >> np.uint64(4)) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return bits * np.uint64(0x0101010101010101) >> np.uint64(56)
+
+
+def closely(album: Album, pairs: Pairs) -> Pairs:
+    """Return those of some pairs that show the same photograph, each once, the most alike first."""
+    found = [pairs.take(np.zeros(0, np.int64))]
+    for variant in np.unique(pairs.variant):
+        rows = np.flatnonzero(pairs.variant == variant)
+        for start in range(0, len(rows), _CHUNK):
+            part = pairs.take(rows[start : start + _CHUNK])
+            same = (album.luma[part.first] == album.luma[part.second]).all((1, 2))  # also where there is no picture
+            if variant >= 0:
+                near = np.flatnonzero(same | (_roughly(album, part) >= ROUGHLY))
+                part, same = part.take(near), same[near]
+            part = part._replace(score=np.where(same, 1.0, _overlaid(album, part)))
+            found.append(part.take(np.flatnonzero(part.score >= LEAST)))
+    every = Pairs(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+    every = every.take(np.lexsort((every.variant, -every.score)))
+    both = np.stack([np.minimum(every.first, every.second), np.maximum(every.first, every.second)])
+    return every.take(np.sort(np.unique(both, axis=1, return_index=True)[1]))
+
+
+def _pictures(album: Album, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pictures of pairs of one variant, float32 [P, S, S] twice."""
+    first, second = (album.luma[rows].astype(np.float32) for rows in (pairs.first, pairs.second))
+    return first[:, :, ::-1] if (pairs.variant == MIRRORED).any() else first, second
+
+
+def _roughly(album: Album, pairs: Pairs) -> np.ndarray:
+    """Return the correlation of the low frequencies of pairs of one variant [P]."""
+    y, x = CROPS[pairs.variant[0] % MIRRORED]
+    first, second = _pictures(album, pairs)
+    one, other = BASES[y] @ first @ BASES[x].T, BASES[0] @ second @ BASES[0].T
+    one[:, 0, 0] = other[:, 0, 0] = 0  # the mean brightness
+    return (one * other).sum((1, 2)) / np.sqrt((one * one).sum((1, 2)) * (other * other).sum((1, 2)) + 1e-6)
+
+
+def _overlaid(album: Album, pairs: Pairs) -> np.ndarray:
+    """Return the best score [P] of pairs of one variant, the second laid over parts of the first."""
+    first, second = _pictures(album, pairs)
+    best = np.full(len(first), -1.0)
+    if not len(first):
+        return best
+    full = cells(0.0, 1.0)
+    other, other_detail = _standard(full @ second @ full.T)
+    y, x = CROPS[pairs.variant[0] % MIRRORED] if pairs.variant[0] >= 0 else (-1, -1)
+    for row in _near(y):
+        rows = cells(*row) @ first
+        for column in _near(x):
+            if abs((row[1] - row[0]) - (column[1] - column[0])) < 1e-6:
+                one, detail = _standard(rows @ cells(*column).T)
+                score = ((one * other).sum((1, 2)) + (detail * other_detail).sum((1, 2))) / 2
+                best = np.maximum(best, score)
+    return best
+
+
+def _standard(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures [P, G, G] and their detail, what a blur takes away, each without mean and of length 1 at most."""
+    found = []
+    for part, flat in ((pictures, FLAT), (pictures - _BLUR @ pictures @ _BLUR.T, FLAT_DETAIL)):
+        part = part - part.mean((1, 2), keepdims=True)
+        found.append(part / np.sqrt((part * part).sum((1, 2), keepdims=True) + flat * CELLS * CELLS))
+    return found[0], found[1]
+
+
+def cells(low: float, high: float) -> np.ndarray:
+    """Return what takes the means of the cells of a part of a side, float32 [G, S]."""
+    edges, pixels = low + (high - low) * np.arange(CELLS + 1) / CELLS, np.arange(SIDE + 1) / SIDE
+    shared = np.minimum(edges[1:, None], pixels[1:]) - np.maximum(edges[:-1, None], pixels[:-1])
+    areas = np.clip(shared, 0, None)
+    return (areas / areas.sum(1, keepdims=True)).astype(np.float32)
+
+
+def _near(span: int) -> list[tuple[float, float]]:
+    """Return parts of a side near one of `SPANS`; -1: anywhere."""
+    if span < 0:
+        return list(WIDE)
+    low, high = SPANS[span]
+    found, middle = [], low / (1 - high + low) if span else 0.5
+    for size in (0.9, 0.85) if span else (1.0, 0.95):
+        starts = {float(np.clip(middle * (1 - size) + shift, 0, 1 - size)) for shift in (-0.025, 0.0, 0.025)}
+        found += [(start, start + size) for start in sorted(starts)]
+    return found
+
+
+_BAND = (np.abs(np.subtract.outer(np.arange(CELLS), np.arange(CELLS))) <= 1).astype(np.float32)
+_BLUR = _BAND / _BAND.sum(1, keepdims=True)

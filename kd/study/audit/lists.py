@@ -1,0 +1,166 @@
+"""What an audit writes: a CSV, a list for `data.exclude`, and a page with the images."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kd.core.contracts import Source
+from kd.core.errors import DataError
+from kd.core.types import Label
+from kd.files.storage import write_text
+from kd.study.audit.album import MIRRORED, Album
+from kd.study.audit.copies import Pairs
+
+FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # in a run folder; in that folder
+SHOWN, SIDE = 200, 160  # findings on a page; the longer side of an image, pixels
+COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
+
+
+class Seen(NamedTuple):
+    """One image of a finding."""
+
+    split: str
+    name: str
+    label: str
+    id: int = -1  # -1: read from a list
+
+
+class Repeat(NamedTuple):
+    """Two images of one photograph."""
+
+    kind: str
+    score: float
+    one: Seen
+    other: Seen
+
+    @property
+    def leaks(self) -> bool:
+        return self.one.split != self.other.split
+
+    @property
+    def contradicts(self) -> bool:
+        return self.one.label != self.other.label
+
+
+def label_text(label: Label, classes: Sequence[str]) -> str:
+    """Return the name of a class, of several joined by "+", or "" without a label."""
+    if isinstance(label, np.ndarray):
+        return "+".join(name for name, has in zip(classes, label, strict=True) if has > 0)
+    return classes[label] if label >= 0 else ""
+
+
+def repeats(album: Album, pairs: Pairs, splits: Mapping[str, Source]) -> list[Repeat]:
+    """Return the pairs that matter, the worst first: in two splits, or in one with two labels."""
+    names, sources = [*splits], [*splits.values()]
+
+    def seen(row: int) -> Seen:
+        split, id = int(album.split[row]), int(album.id[row])
+        source = sources[split]
+        return Seen(names[split], source.name(id), label_text(source.label(id), source.classes), id)
+
+    found = []
+    for first, second, variant, score in zip(*pairs, strict=True):
+        one, other = sorted((int(first), int(second)), key=lambda row: (album.split[row], album.id[row]))
+        kind = MIRROR if variant == MIRRORED else PART if variant else PICTURE
+        if album.crc[one] and album.crc[one] == album.crc[other] and (album.luma[one] == album.luma[other]).all():
+            kind = COPY
+        pair = Repeat(kind, round(float(score), 3), seen(one), seen(other))
+        if pair.leaks or pair.contradicts:
+            found.append(pair)
+    return worst_first(found)
+
+
+def worst_first(found: Iterable[Repeat]) -> list[Repeat]:
+    """Return each pair once: between splits before within one, and the most alike first."""
+    once = {(pair.one[:2], pair.other[:2]): pair for pair in found}
+    return sorted(once.values(), key=lambda p: (not p.leaks, p.kind != COPY, -p.score, p.one[:2], p.other[:2]))
+
+
+def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
+    """Write duplicates.csv, duplicates.html and exclude.txt into a folder.
+
+    Names that exclude.txt has already stay in it: a run may leave their images out, so that nobody finds them again.
+    """
+    rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in found]
+    head = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
+    write_table(folder / DUPLICATES, [head, *rows])
+    lines = ["# Lines for data.exclude. Of a photograph in two splits, the copy that is trained on."]
+    names = {f"{one.one.split}:{one.one.name}" for one in found if one.leaks} | _excluded(folder / EXCLUDE)
+    lines += sorted(names)
+    unsure = {f"{seen.split}:{seen.name}" for one in found if not one.leaks for seen in one[2:]}
+    doubtful = [f"# {name}" for name in sorted(unsure - names)]
+    lines += ["# One photograph with two labels. Remove the # of a line to leave that image out:"] * bool(doubtful)
+    write_text(folder / EXCLUDE, "\n".join([*lines, *doubtful, ""]))
+    figures = [(f"{one.kind}, {one.score:.2f}", [one.one, one.other]) for one in found]
+    write_text(folder / "duplicates.html", page("Images that repeat, the worst first", figures, splits))
+
+
+def _excluded(file: Path) -> set[str]:
+    lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if file.is_file() else []
+    return {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
+
+
+def read_repeats(folder: Path) -> list[Repeat]:
+    """Return what duplicates.csv of a folder says; none without it."""
+    file = folder / DUPLICATES
+    if not file.is_file():
+        return []
+    try:
+        with file.open(newline="", encoding="utf-8", errors="surrogateescape") as opened:
+            rows = list(csv.reader(opened))[1:]
+        return [Repeat(kind, float(score), Seen(a, b, c), Seen(d, e, f)) for kind, score, a, b, c, d, e, f in rows]
+    except (ValueError, TypeError, IndexError, csv.Error) as error:
+        raise DataError("audit", f"'{file}' is damaged ({error})", "", "Remove it") from error
+
+
+def present(found: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
+    """Return pairs that were read from a list with the ids of their images; without those that are no more."""
+    if not found:
+        return []
+    ids = {(split, one.name(id)): id for split, one in splits.items() for id in range(len(one))}
+    return [
+        pair._replace(one=pair.one._replace(id=ids[pair.one[:2]]), other=pair.other._replace(id=ids[pair.other[:2]]))
+        for pair in found
+        if pair.one[:2] in ids and pair.other[:2] in ids
+    ]
+
+
+def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:
+    """Write rows as CSV; the first has the names of the columns."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, text.getvalue())
+
+
+def page(title: str, figures: Sequence[tuple[str, Sequence[Seen]]], splits: Mapping[str, Source]) -> str:
+    """Return an HTML page with the images of the first findings; it needs nothing from elsewhere."""
+    parts = [
+        '<!doctype html><meta charset="utf-8"><style>body{font:14px sans-serif;margin:24px}figure{display:inline-block;'
+        "margin:8px;vertical-align:top}figcaption{max-width:340px;overflow-wrap:anywhere}</style>",
+        f"<title>{escape(title)}</title><h1>{escape(title)}</h1><p>{min(SHOWN, len(figures))} of {len(figures)}</p>",
+    ]
+    for caption, images in figures[:SHOWN]:
+        drawn = "".join(f'<img src="{_thumbnail(splits[one.split].decode, one.id)}" alt="">' for one in images)
+        names = "<br>".join(escape(f"{one.split}: {one.name} ({one.label})") for one in images)
+        parts.append(f"<figure>{drawn}<figcaption><b>{escape(caption)}</b><br>{names}</figcaption></figure>")
+    return "\n".join(parts) + "\n"
+
+
+def _thumbnail(decode: Callable, id: int) -> str:
+    try:
+        small = decode(id).image
+    except DataError:  # it could be read a moment ago
+        return ""
+    small.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=82)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,189 @@
+"""A finished or interrupted run, read: its configuration, its best student, and whether its folder can be trusted.
+
+Somebody else may have written a run folder. Reading one runs no code that it names and shows no other images than its
+own, unless a person vouches for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from kd import config
+from kd.config import Config
+from kd.config.interpolate import resolve as interpolated
+from kd.config.load import read_yaml
+from kd.config.schema import DataSection, LossSection
+from kd.core.errors import KdError, RunError
+from kd.core.host import environment
+from kd.core.types import Dims
+from kd.files.run_dir import RunDir
+from kd.models.classifier import Classifier, digest
+from kd.parts import registry
+from kd.setup.data import Data, DataPlan
+from kd.setup.recipe import StudentPlan, TeacherPlan
+from kd.setup.student import build_student, load_student
+
+REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
+
+MAP_DATASET = "kd.data.map_dataset"  # `data.kind` of a run of `kd.distill`
+
+
+def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
+    """Open a finished or interrupted run folder for reading."""
+    folder = RunDir(path)
+    stored = folder.stored_config()
+    if stored is None:
+        remedy = "Point at runs/NAME, the folder that `kd-train` wrote"
+        raise RunError("run", f"'{path}' is not a run folder: it has no config.yaml", "", remedy)
+    return folder, parse(folder.config_file, stored, trust)
+
+
+def require_files(path: Path, data: DataSection) -> None:
+    """Refuse a run of `kd.distill` where its models and images must be built again from files."""
+    if data.kind == MAP_DATASET:
+        raise RunError(
+            "run",
+            f"'{path}' was written by kd.distill: its models and images are Python objects",
+            "kd-report reads it; the other commands read what kd-train wrote, with your network as student.kind=torch",
+            "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export",
+        )
+
+
+def parse(file: Path | str, text: str, trust: bool) -> Config:
+    """Load a stored configuration."""
+    key = module = ""
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.create(text))
+        content = content if isinstance(content, dict) else {}
+        if not trust:
+            key, module = named_module(interpolated(read_yaml(content), [], here=False))
+        if not module:
+            return config.load(content, here=False)
+    except (YAMLError, OmegaConfBaseException, KdError, RecursionError, ValueError) as error:
+        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        remedy = "Restore it, or choose another run.name"
+        raise RunError("run.name", f"'{file}' is not the config of a run: {reason}", "", remedy) from error
+    raise untrusted(key, f"names the module '{module}', which '{file}' would import")
+
+
+def best_student(
+    folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
+) -> tuple[Classifier, dict[str, Any]]:
+    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
+    state, tensors, _ = folder.best()
+    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
+    load_student(student, tensors)
+    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
+    provenance = {
+        "kd": environment()["packages"]["kd"],
+        "step": state.step,
+        "metrics": rows[-1] if rows else {},
+        "run": folder.path.name,
+        "digest": digest(student.network),
+        "eval_crop": data.eval_crop,
+    }
+    return student, provenance
+
+
+def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
+    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
+    _, tensors, _ = folder.best()
+    number = 0
+    for i, section in enumerate(losses):
+        prefix = f"model.criterion.terms.{number}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        teacher, student = own["project.weight"].shape if "project.weight" in own else (1, 1)
+        dims = Dims(2, student, teacher, (1, student), (1, teacher))
+        term: Any = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
+        if section.weight and hasattr(term, "projected"):
+            term.load_state_dict(own)
+            return term.project
+        number += teachers if term.needs.features else 1
+    wrong = "no loss of this run maps the student's vectors into the teacher's space"
+    raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a person vouches for who reads a run folder."""
+
+    code: bool  # `--trust`: what its configuration names may run
+    images: bool  # `--trust`, or the command line says where the images lie: they may be others than those of the run
+
+    @classmethod
+    def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
+        """Return what `--trust` and the overrides `key=value` of a command say."""
+        keys = ("data", "data.kind", "data.labels", "data.exclude")
+        where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
+        return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
+
+    def check_teacher(self, plan: TeacherPlan) -> None:
+        """Refuse to build a teacher that is code."""
+        for where, one in plan.members.items():
+            facts = registry.facts("networks", one.kind, one.options, f"{where}.kind")
+            if facts.runs_code and not self.code:
+                raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
+
+    def check_student(self, plan: StudentPlan) -> None:
+        """Refuse to build a student that is code."""
+        section = plan.section
+        facts = registry.facts("networks", section.kind, section.options, "student.kind")
+        if facts.runs_code and not self.code:
+            raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
+
+    def check_folder(self, plan: DataPlan) -> None:
+        """Refuse a folder of images with links out of it."""
+        section = plan.section
+        root = registry.facts("datasets", section.kind, section.options, "data.kind").root
+        if root and not self.code and (link := _link_out(os.path.expanduser(root))):
+            raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
+
+    def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
+        """Refuse other images than those that the run recorded; a test split may be missing."""
+        known = manifest.get("data"), manifest.get("test", "")
+        test = data.test.fingerprint if data.test is not None else known[1]
+        if not self.images and (data.fingerprint, test) != known:
+            wrong = "the images are not those that the run recorded (their content hash differs)"
+            raise RunError("data", wrong, "", f"Name them on the command line (data.root=FOLDER). {REMEDY}")
+
+
+def untrusted(where: str, wrong: str) -> RunError:
+    """Return the error for what takes `--trust`."""
+    return RunError(where, wrong, "Without --trust: kd's own parts, and the images in the run's own folder", REMEDY)
+
+
+def named_module(values: Any, where: str = "") -> tuple[str, str]:
+    """Return the first key of a configuration, interpolated, whose part is no part of kd, and that module; or ""s."""
+    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and _is_foreign(kind):
+        return f"{where}.kind", kind
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    found = (named_module(value, f"{where}.{key}" if where else str(key)) for key, value in pairs)
+    return next((one for one in found if one[1]), ("", ""))
+
+
+def _is_foreign(kind: str) -> bool:
+    return "." in kind and not kind.startswith("kd.")
+
+
+def _link_out(root: str) -> str:
+    home = os.path.realpath(root)
+    todo = [home]
+    while todo:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:  # who lists the images says what is wrong
+            for entry in entries:
+                if entry.is_symlink():
+                    if os.path.commonpath([home, os.path.realpath(entry.path)]) != home:
+                        return entry.path
+                elif entry.is_dir():
+                    todo.append(entry.path)
+    return ""

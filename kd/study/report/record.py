@@ -1,0 +1,317 @@
+"""What a run folder holds, as values that a report can show; nothing here is computed on a device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kd.config import instances
+from kd.core.intervals import Samples, wilson
+from kd.core.scores import Column, Scored, Scores
+from kd.core.text import clock, money, percent
+
+APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
+SPANS = ("data", "teacher", "forward", "backward", "communication", "optimizer", "sifting", "wait", *APART, "other")
+"""The parts of a step's time, in the order in which they are drawn."""
+T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A validation image on which teacher and student differ."""
+
+    name: str
+    truth: str
+    teacher: str
+    teacher_share: float  # the teacher's probability for its answer
+    student: str
+    student_share: float
+    data: str  # a small JPEG as data URI
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What student and teacher answered on validation images."""
+
+    classes: Sequence[str]
+    label: Sequence[int]
+    student: Sequence[int]
+    teacher: Sequence[int]  # empty without a teacher
+    of: int  # images of the validation split; more than answered where only a part was asked for
+    pictures: Sequence[Picture] = ()
+    student_sure: Sequence[float] = ()  # the student's probability for its answer, calibrated on every second image
+    cpu_ms: Mapping[str, float] = field(default_factory=dict)
+    """CPU milliseconds of an image by model; empty: they ran on a GPU."""
+    leaked: Sequence[int] = ()
+    """Positions in `label` of images that are also in another split, where the run folder has a list of such."""
+
+    def without_leaks(self) -> str:
+        """Say the accuracy with and without images that are in another split too; "" where no list names any."""
+        if not self.leaked:
+            return ""
+        clean = sorted({*range(len(self.label))} - {*self.leaked})
+        shares = []
+        for rows in (range(len(self.label)), clean):
+            right = sum(self.student[i] == self.label[i] for i in rows)
+            ends = " to ".join(percent(end) for end in wilson(right / max(1, len(rows)), len(rows)))
+            shares.append(f"{percent(right / max(1, len(rows)))} ({ends})")
+        count = f"{len(self.leaked)} of {len(self.label)} validation images are also in another split"
+        return f"{count} (audit/duplicates.csv): the student's accuracy is {shares[0]} with them, {shares[1]} without."
+
+    def images(self) -> list[int]:
+        counts = Counter(self.label)
+        return [counts[label] for label in range(len(self.classes))]
+
+    def accuracy(self, answers: Sequence[int]) -> list[float]:
+        """Return the accuracy on each class; NaN for one without images."""
+        right, count = [0] * len(self.classes), [0] * len(self.classes)
+        for label, answer in zip(self.label, answers, strict=True):
+            count[label] += 1
+            right[label] += label == answer
+        return [r / c if c else float("nan") for r, c in zip(right, count, strict=True)]
+
+    def confusion(self) -> list[list[int]]:
+        """Return how often the student answered each class (column) for each label (row)."""
+        table = [[0] * len(self.classes) for _ in self.classes]
+        for label, answer in zip(self.label, self.student, strict=True):
+            table[label][answer] += 1
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run folder."""
+
+    name: str
+    keys: Mapping[str, Any]  # the configuration as {"section.key": value}; texts from the environment are references
+    manifest: Mapping[str, Any]
+    train: Sequence[Mapping[str, Any]]
+    val: Sequence[Mapping[str, Any]]
+    epochs: Sequence[Mapping[str, Any]]
+    scores: Scores  # the columns of `val`
+    timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # log windows by rank
+    monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
+    findings: Sequence[Mapping[str, Any]] = ()
+    answers: Answers | None = None
+    scored: Scored | None = None
+    """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""
+    exported: Mapping[str, Any] = field(default_factory=dict)
+    """manifest.json of `export/`, where `kd-export` wrote it there."""
+    sheet: bytes = b""  # the contact sheet of a sifted run, JPEG
+    baseline: RunRecord | None = None  # the same student trained on labels alone
+    notes: Sequence[str] = ()  # why something is missing
+
+    @property
+    def decides(self) -> Column:
+        """The score that says which checkpoint is the best."""
+        return self.scores.deciding(self.val[0] if self.val else {})
+
+    @property
+    def best(self) -> Mapping[str, Any]:
+        """The validation row with the highest score, the first of several; empty before an evaluation."""
+        key = self.decides.key
+        return max(self.val, key=lambda row: row.get(key, -math.inf), default={})
+
+    @property
+    def counted(self) -> Mapping[str, Any]:
+        """The row that counts: the last score, else the best validation row."""
+        return self.best if self.scored is None else self.scored.row
+
+    @property
+    def samples(self) -> Mapping[str, Samples]:
+        """What scores of `counted` were computed from, by key."""
+        return {} if self.scored is None else self.scored.samples
+
+    @property
+    def split(self) -> str:
+        return "validation" if self.scored is None else self.scored.title
+
+    @property
+    def steps(self) -> int:
+        return int(self.train[-1]["step"]) if self.train else 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether so many evaluations in a row were no better (`run.patience`) that it ended early."""
+        patience, decides = int(self.keys.get("run.patience", 0) or 0), str(self.manifest.get("decides"))
+        scores = [float(row[decides]) for row in self.val if decides in row]
+        return 0 < patience < len(scores) - scores.index(max(scores)) if scores else False
+
+    @property
+    def unfinished(self) -> str:
+        """Where a run stands that has not come to its end and its last evaluation; "": it has."""
+        steps, epochs = (int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs"))
+        epoch = int(self.train[-1]["epoch"]) if self.train else 0
+        ended = self.gave_up or (self.steps >= steps if steps else epoch >= epochs)
+        if ended and (not self.steps or (self.val and self.val[-1]["step"] >= self.steps)):
+            return ""
+        return f"step {self.steps:,} of {steps:,}" if steps else f"step {self.steps:,}, epoch {epoch} of {epochs}"
+
+    @property
+    def skipped(self) -> int:
+        """Of `steps`, those that were skipped because their gradient was not finite."""
+        return int(sum(row.get("skipped", 0) for row in self.train))
+
+    @property
+    def images(self) -> int:
+        return int(self.train[-1]["images"]) if self.train else 0
+
+    @property
+    def seconds(self) -> float:
+        """Training time without evaluations and checkpoints, seconds."""
+        return float(self.train[-1]["seconds"]) if self.train else 0.0
+
+    @property
+    def billable(self) -> float:
+        """Seconds from start to end of all starts of the run, as a rented machine is paid; training time if unknown."""
+        return float(self.manifest.get("billable_seconds", self.seconds))
+
+    @property
+    def images_per_second(self) -> float:
+        """Over all of the training."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+    @property
+    def machines(self) -> int:
+        return int(self.manifest.get("machines", 1))
+
+    @property
+    def per_hour(self) -> float:
+        """US dollars an hour for all machines; 0: no price is known."""
+        own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
+        listed = instances.find(str(self.keys.get("price.instance", "")))
+        return self.machines * (own or (listed.per_hour if listed else 0.0))
+
+    @property
+    def cost(self) -> float:
+        """US dollars for the billable time."""
+        return self.per_hour * self.billable / 3600
+
+    @property
+    def epochs_done(self) -> float:
+        """Passes over the data: completed ones where they are counted."""
+        return float(len(self.epochs)) or float(self.train[-1]["epoch"] if self.train else 0)
+
+
+def points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Return the steps of rows and their values of a key, without rows that lack it, and without NaN and infinity."""
+    finite = [(float(row["step"]), float(row[key])) for row in rows if key in row and math.isfinite(row[key])]
+    return [step for step, _ in finite], [value for _, value in finite]
+
+
+def label_of(run: RunRecord) -> str:
+    """Return the title `STUDENT, distilled from TEACHER`."""
+    student = short_model(str(run.keys.get("student.model", "")))
+    teacher = short_model(str(run.keys.get("teacher.model", "") or ""))
+    return f"{student}, distilled from {teacher}" if teacher else f"{student}, trained on labels"
+
+
+def short_model(name: str) -> str:
+    """Return a model's name without folders; of an export that of the run or teacher that it is of."""
+    return name.rstrip("/").removesuffix("/export").rpartition("/")[2] or name
+
+
+def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Return the keys whose values are not the same in all runs, with the values; the name is left out."""
+    keys = sorted({key for run in runs for key in run.keys} - {"run.name", "run.folder"})
+    rows = [(key, [run.keys.get(key, "-") for run in runs]) for key in keys]
+    return [(key, values) for key, values in rows if any(str(value) != str(values[0]) for value in values)]
+
+
+def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+    """Return groups of two runs or more that differ in the seed alone and are scored on the same split."""
+    groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
+    for run in runs:
+        keys = run.keys.keys() - {"run.name", "run.folder", "run.seed"}
+        groups.setdefault((("", run.split), *((key, str(run.keys[key])) for key in sorted(keys))), []).append(run)
+    return [group for group in groups.values() if len({run.keys.get("run.seed") for run in group}) > 1]
+
+
+def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Return the mean of each score of several runs with the 95 % interval of that mean (Student's t), by title."""
+    cells, quantile = {}, T_975[min(len(runs), len(T_975)) - 1]
+    for column in runs[0].scores.columns:
+        values = [float(run.counted[column.key]) for run in runs if column.key in run.counted]
+        if len(values) == len(runs):
+            half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+            mean = column.text(statistics.mean(values)).removesuffix(f" {column.unit}")
+            cells[column.title] = f"{mean} ± {column.text(half)}"
+    return cells
+
+
+def teachers_of(runs: Sequence[RunRecord]) -> dict[str, Mapping[str, float]]:
+    """Return the scores of each teacher of runs once, by name; one that several runs share has those of the first."""
+    found: dict[str, tuple[str, Mapping[str, float]]] = {}
+    for run in runs:
+        for name, values in run.scores.of_teachers(run.counted).items():
+            found.setdefault(f"{run.manifest.get('teacher') or run.name} {name}", (f"{name} of {run.name}", values))
+    names = [name.rpartition(" of ")[0] for name, _ in found.values()]
+    return {
+        short if names.count(short) == 1 else name: values
+        for short, (name, values) in zip(names, found.values(), strict=True)
+    }
+
+
+def verdicts(runs: Sequence[RunRecord]) -> list[str]:
+    """Say of models which is better: each student against its teachers and labels only, each run against the first.
+
+    By the score that decides, with the 95 % interval of the difference; of models scored on the same images alone.
+    """
+    pairs: list[tuple[str, RunRecord, str, RunRecord | None]] = []
+    for run in runs:
+        pairs += [(run.name, run, name, None) for name in run.scores.of_teachers(run.counted)]
+        pairs += [(run.name, run, "labels only", run.baseline)] if run.baseline is not None else []
+    pairs += [(run.name, run, runs[0].name, runs[0]) for run in runs[1:]]
+    lines = []
+    for name, run, against, other in pairs:
+        if run.scored is None:
+            continue
+        samples = run.scored.of(against)
+        if other is not None:
+            same = other.scored is not None and run.scored.same_images(other.scored)
+            samples = other.samples if same else {}
+        if text := run.scored.against(samples, run.decides):
+            lines.append(f"{name} against {against}: {run.decides.title} {text}")
+    return lines
+
+
+def time_parts(run: RunRecord) -> dict[str, float]:
+    """Return the milliseconds of each part, summed over all windows of rank 0; empty without a timeline."""
+    rows = run.timeline.get(0, ())
+    recorded = {name for row in rows for name in row["ms"]}
+    names = [*(name for name in SPANS if name in recorded), *sorted(recorded - set(SPANS))]
+    return {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
+
+
+def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """Return a table of runs: throughput, billable time, cost, saving against the first with a price.
+
+    The arithmetic is that of SageMaker's comparisons: cost = price an hour x billable seconds / 3600, and
+    saving = 1 - cost / cost of the first run.
+    """
+    first = next((run for run in runs if run.cost), None)
+    rows = []
+    for run in runs:
+        saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
+        score, epochs = run.decides, run.epochs_done
+        value = float(run.counted.get(score.key, 0.0))
+        gained = 100 * value if score.unit == "%" else 0.0
+        rows.append(
+            {
+                "run": run.name,
+                "images/s": f"{run.images_per_second:.0f}",
+                "billable": clock(run.billable),
+                "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
+                "USD": money(run.cost) if run.cost else "-",
+                "USD an epoch": money(run.cost / epochs) if run.cost and epochs else "-",
+                "USD a point": money(run.cost / gained) if run.cost and gained else "-",
+                "score": score.with_title(value, run.samples.get(score.key)) if run.best else "-",
+                "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
+            }
+        )
+    return rows

@@ -1,0 +1,120 @@
+"""Run folders -> one HTML page, and a summary for terminals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kd import config
+from kd.core.errors import RunError
+from kd.core.references import redact
+from kd.core.scores import Scores
+from kd.files.storage import read_rows, write_text
+from kd.setup.recipe import BASELINE, resolve
+from kd.study.finished import Trust, opened_run
+from kd.study.report import text
+from kd.study.report.page import render
+from kd.study.report.predictions import answers
+from kd.study.report.record import RunRecord, price_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written, and what to show."""
+
+    file: Path
+    size: int  # bytes of the page
+    summary: str  # Markdown
+
+
+def report(
+    paths: Sequence[Path],
+    target: Path | None = None,
+    images: int = 2000,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
+) -> Report:
+    """Write the page of one or several runs.
+
+    It is `target`, or report.html in the first folder. The models answer so many validation images, 0: all. `overrides`
+    of the runs' configurations say where the data lies now, or what the machine costs; `trust` runs code named there.
+    """
+    file = target or paths[0] / "report.html"
+    with _damage_as_one_line(paths):
+        runs = distinct([read(path, images, overrides, trust) for path in paths])
+        page, summary = redact(render(runs)), redact(text.summary(runs))
+    write_text(file, page, "--to")
+    return Report(file, len(page.encode()), summary)
+
+
+def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
+    """Return the table that compares the costs of runs."""
+    with _damage_as_one_line(paths):
+        runs = distinct([read(path, -1, overrides, trust) for path in paths])
+        if not any(run.cost for run in runs):
+            remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
+            raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
+        return price_rows(runs)
+
+
+@contextmanager
+def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
+    """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({reason})"
+        remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
+        raise RunError("run", wrong, "", remedy) from error
+
+
+def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Number names that several runs have."""
+    names = [run.name for run in runs]
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [replace(run, name=f"{run.name} ({n})") if n > 1 else run for run, n in zip(runs, counts, strict=True)]
+
+
+def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
+    """Read a run folder; a negative number of images leaves out the models' answers."""
+    folder, stored = opened_run(path, trust)
+    recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
+    manifest, val = folder.manifest(), folder.metrics("val")
+    counted, note = None, ""
+    if images >= 0 and folder.best_row():
+        vouched = Trust.of(trust, overrides, recipe.data.section)
+        counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images, vouched)
+    sheet = path / "sifting.jpg"
+    return RunRecord(
+        name=recipe.record.name,
+        keys=recipe.record.shown,
+        manifest=manifest,
+        train=folder.metrics("train"),
+        val=val,
+        epochs=folder.metrics("epoch"),
+        scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
+        timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
+        monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
+        findings=content(path / "findings.json", []),
+        answers=counted,
+        scored=folder.scored(),
+        exported=content(path / "export" / "manifest.json", {}),
+        sheet=sheet.read_bytes() if sheet.is_file() else b"",
+        baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
+        notes=(note,) if note else (),
+    )
+
+
+def content(file: Path, otherwise: Any) -> Any:
+    """Return what a JSON file holds."""
+    if not file.is_file():
+        return otherwise
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RunError("run", f"'{file}' is not readable as JSON: {error}", "", "Remove the file") from error

@@ -1,0 +1,253 @@
+"""The sections of a report, each a function from runs to HTML; empty text where the runs hold nothing for it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kd.core.scores import Column
+from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
+from kd.study.report.record import APART, SPANS, RunRecord, points, teachers_of, time_parts
+from kd.study.report.sifting import saving_text
+from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
+
+COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
+SAMPLES, WINDOWS = 240, 80  # samples of a machine that are drawn at most; bars of the chart of log windows
+
+
+def color(number: int) -> str:
+    """Return the colour of a run."""
+    return COLORS[number % len(COLORS)]
+
+
+def span_color(name: str) -> str:
+    """Return the colour of a part of the time."""
+    return f"--{name}" if name in SPANS else "--other"
+
+
+def section(title: str, hint: str, *content: str) -> str:
+    """Return a titled section; empty where there is no content."""
+    body = "".join(content)
+    anchor = title.lower().replace(" ", "-")
+    text = f'<p class="hint">{esc(hint)}</p>' if hint else ""
+    return f'<section id="{anchor}"><h2>{esc(title)}</h2>{text}{body}</section>' if body else ""
+
+
+def card(title: str, *content: str) -> str:
+    """Return a card, with a title or without; empty where there is no content."""
+    body, head = "".join(content), f"<h3>{esc(title)}</h3>" if title else ""
+    return f'<div class="card">{head}{body}</div>' if body else ""
+
+
+def table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
+    """Return rows as a table; the columns in `text` are aligned to the left."""
+    if not rows:
+        return ""
+    heads = "".join(f"<th{_left(name, text)}>{esc(name)}</th>" for name in rows[0])
+    lines = "".join(
+        "<tr>" + "".join(f"<td{_left(name, text)}>{esc(value)}</td>" for name, value in row.items()) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _left(name: str, text: Sequence[str]) -> str:
+    return ' class="text"' if name in text else ""
+
+
+def findings(runs: Sequence[RunRecord]) -> str:
+    """Show the findings of the rules."""
+    if not any("findings" in run.manifest or run.findings or run.timeline for run in runs):
+        return ""
+    entries = []
+    for run in runs:
+        who = f"{run.name}: " if len(runs) > 1 else ""
+        for one in run.findings:
+            evidence, change = esc(one["evidence"]), esc(f"{one['key']}={one['value']}")
+            entries.append(
+                f'<div class="finding {esc(one["severity"])}"><b>{esc(who + one["rule"])}</b> · {evidence}. '
+                f'<span class="lead">(threshold: {esc(one["threshold"])})</span>'
+                f"<p>{esc(one['advice']).replace(change, f'<code>{change}</code>')}</p></div>"
+            )
+    nothing = "<b>Nothing found.</b> No rule saw a bottleneck in the recorded windows."
+    if any(run.unfinished and not run.findings for run in runs):
+        nothing = "<b>Not judged.</b> The rules look at a run when it ends."
+    return section("Findings", "", *(entries or [f'<div class="finding none">{nothing}</div>']))
+
+
+def curves(runs: Sequence[RunRecord]) -> str:
+    """Draw the loss, the scores and the learning rate over the steps."""
+    loss, rate = ([_line(run.name, color(i), run.train, key) for i, run in enumerate(runs)] for key in ("loss", "lr"))
+    columns = dict.fromkeys(column for run in runs for column in run.scores.columns)
+    cards = [_chart("Training loss", loss, ""), *(_score_chart(column, runs) for column in columns)]
+    cards.append(_chart("Learning rate", rate, ""))
+    return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
+
+
+def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
+    """Draw a score of all runs that have it, of their baselines, and of two teachers at most."""
+    series, runs_with_it = [], [run for run in runs if column in run.scores.columns]
+    for i, run in enumerate(runs):
+        if run not in runs_with_it:
+            continue
+        series.append(_line(run.name, color(i), run.val, column.key))
+        if run.baseline is not None:
+            series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
+    last = max((x for one in series for x in one.x), default=0.0)
+    teachers = [
+        (name, values[column.key]) for name, values in teachers_of(runs_with_it).items() if column.key in values
+    ]
+    for name, value in teachers[:2] if last else ():
+        series.append(Series(name, "--c4", [0, last], [value, value], dashed=True))
+    return _chart(f"Validation {column.title}", series, column.unit)
+
+
+def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
+    return Series(name, color, *points(rows, key))
+
+
+def _chart(title: str, series: Sequence[Series], unit: str) -> str:
+    series = [one for one in series if one.x]
+    if not series:
+        return ""
+    if all(len(one.x) == 1 or one.dashed for one in series):  # evaluated once: there is no curve
+        return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in series], unit))
+    names = legend([(one.name, one.color) for one in series]) if len(series) > 1 else ""
+    return card(title, lines(series, 350, 220, "step", unit), names)
+
+
+def time(runs: Sequence[RunRecord]) -> str:
+    """Show where the time of a step went: in all, and window by window."""
+    cards = []
+    for run in runs:
+        parts = time_parts(run)
+        if parts:
+            cards.append(card(run.name if len(runs) > 1 else "The whole run", _total(run, parts), _windows(run, parts)))
+    hint = "Wall-clock time of rank 0, by what it was spent on. In the chart, each bar is one log window."
+    return section("Where the time went", hint, *cards)
+
+
+def _total(run: RunRecord, parts: Mapping[str, float]) -> str:
+    total = sum(parts.values()) or 1.0
+    bar, entries = "", []
+    for name, ms in parts.items():
+        share = 100 * ms / total
+        if share < 0.05:
+            continue
+        style = f"width:{share:.2f}%;background:var({span_color(name)})"
+        bar += f'<i style="{style}" title="{esc(name)} {share:.1f} %"></i>'
+        entries.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
+    hint = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
+    return f'{hint}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(entries)}'
+
+
+def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
+    before = [row for row in run.timeline[0] if row["steps"] and row["kind"] != "steady"]
+    rows = [row for row in run.timeline[0] if row["kind"] == "steady"]
+    if not rows:
+        return ""
+    rows = [rows[i] for i in evenly(len(rows), WINDOWS)]
+    inside = [name for name, ms in parts.items() if ms and name not in APART]
+    steps = [float(row["step"]) for row in rows]
+    layers = [
+        Series(name, span_color(name), steps, [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows])
+        for name in inside
+    ]
+    slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
+    names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
+    hints = [f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}." for row in before]
+    hints += [f"The slowest step after it was {slow[0]:.0f}, with {number(slow[1], 'ms')}."] if slow else []
+    chart = stack(layers, 1060, 240, "last step of the window", "ms")
+    return f'<h3 style="margin-top:22px">Milliseconds a step</h3>{chart}<p class="hint">{esc(" ".join(hints))}</p>'
+
+
+def machine(runs: Sequence[RunRecord]) -> str:
+    """Show what the cores, the memory and the GPUs did."""
+    cards = []
+    for run in runs:
+        for name, rows in run.monitor.items():
+            if len(rows) > 1:
+                host = name.rpartition("_")[0]
+                title = f"{run.name}, {host}" if len(runs) > 1 else host
+                cards.append(_host(title, [rows[i] for i in evenly(len(rows), SAMPLES)]))
+    return section("The machine", "Samples of the machine, one a second.", *cards)
+
+
+def _host(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    times = [float(row["time"]) - float(rows[0]["time"]) for row in rows]
+    cores = [[value / 100 for value in row["cpu"] or [0.0]] for row in rows]
+    mean = [sum(loads) / len(loads) for loads in cores]
+    load = {"busiest": [*map(max, cores)], "mean": mean, "idlest": [*map(min, cores)]}
+    text = f"{title}: load of {len(cores[0])} cores, {percent(sum(mean) / len(mean))} in the mean"
+    small = [
+        _samples(text, times, load, "%"),
+        _samples("Memory, MiB", times, _columns(rows, {"machine": "memory_mib", "this run": "process_mib"}), "MiB"),
+        _samples("Disk and network, MiB/s", times, _columns(rows, MOVED), "MiB/s"),
+        _samples("GPU load", times, _of_gpus(rows, "utilization", 100), "%"),
+        _samples("GPU power, W", times, _of_gpus(rows, "power_w", 1), "W"),
+    ]
+    return f'<div class="grid two" style="margin:14px 0">{"".join(small)}</div>'
+
+
+CLOCK = "seconds since the first sample"
+MOVED = {"read": "disk_read_mib_s", "written": "disk_write_mib_s", "network": "network_mib_s"}
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict[str, list[float]]:
+    sampled = {name: key for name, key in keys.items() if any(key in row for row in rows)}
+    return {name: [float(row.get(key) or 0.0) for row in rows] for name, key in sampled.items()}
+
+
+def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
+    count = min(len(row.get("gpu") or ()) for row in rows)  # a resumed run may have others
+    return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
+
+
+def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Draw sampled values over the time; empty where there are none."""
+    series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
+    if not series:
+        return ""
+    return card(
+        title, lines(series, 515, 200, CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
+    )
+
+
+def variants(runs: Sequence[RunRecord]) -> str:
+    """Show what `kd-export --compare` measured: a table, and the score of each graph against its time on one thread."""
+    cards = []
+    for run in runs:
+        rows, found = variant_rows(run.exported), run.exported.get("variants", {})
+        if not rows:
+            continue
+        series = []
+        for i, (name, one) in enumerate(found.items()):
+            time, ends = float(one["speed"]["1"]["p50_ms"]), [float(end) for end in one["interval"]]
+            series.append(Series(name, color(i), [time], [float(one["score"])]))
+            series.append(Series(f"{name}, 95 %", color(i), [time, time], ends, dashed=True))
+        first = next(iter(found.values()))
+        plot = lines(series, 515, 240, "p50 on one thread, ms", first["unit"])
+        names = legend([(name, color(i)) for i, name in enumerate(found)])
+        cards.append(card(run.name if len(runs) > 1 else "", table(rows, ["file"])))
+        cards.append(card(f"{first['title'].capitalize()} against time", plot, names))
+    return section("Which file to ship", VARIANTS_NOTE, *cards)
+
+
+def sifting(runs: Sequence[RunRecord]) -> str:
+    """Show the share of images that a sifter trained in each epoch, and its contact sheet."""
+    cards = []
+    for i, run in enumerate(runs):
+        saving = saving_text(run.epochs, run.manifest)
+        if not saving:
+            continue
+        shares = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
+        series = Series("trained", color(i), [float(epoch) for epoch in range(len(shares))], shares)
+        title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
+        cards.append(card(title, lines([series], 1060, 180, "epoch", "%", True), f'<p class="hint">{esc(saving)}</p>'))
+        if run.sheet:
+            data = base64.b64encode(run.sheet).decode()
+            image = f'<img class="sheet" alt="contact sheet of {esc(run.name)}" src="data:image/jpeg;base64,{data}">'
+            hint = "Above: never left out, highest loss (often label errors). Below: left out most."
+            cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{hint}</p>'))
+    return section("Sifting", "", *cards)

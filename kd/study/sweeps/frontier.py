@@ -1,0 +1,189 @@
+"""How small may a student be? Score against milliseconds of the students of a sweep, as columns and as a picture.
+
+Each student that came to its end becomes a graph of onnxruntime as `kd-export` writes it. The exporter's clock times
+all of them in turns, with the teacher of the sweep, once nothing trains any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kd.config.load import parse_value
+from kd.core.errors import KdError, ModelError
+from kd.core.host import processor
+from kd.core.scores import Column
+from kd.files.run_dir import RunDir
+from kd.files.storage import write_json, write_text
+from kd.models import runtimes
+from kd.models.classifier import Classifier
+from kd.models.speed import cpu_ms
+from kd.models.teacher import count_parameters
+from kd.setup.data import open_sources
+from kd.setup.recipe import BASELINE, resolve
+from kd.setup.teacher import load_fitted
+from kd.study.finished import best_student
+from kd.study.report.svg import Series, esc, lines
+from kd.study.sweeps.space import Trial, student_alike
+from kd.study.sweeps.trials import Trials
+
+TEACHER = "teacher"
+SECONDS = 2.0
+"""For which the clock runs at most, times the number of models."""
+WIDTH, HEIGHT, LINE = 720, 360, 18
+"""Of the picture, and the height of a line below it, pixels."""
+STYLE = (
+    "<style>svg{--c1:#2f6fde;--rest:#98a2b3;--c2:#d9822b;--teacher:#8e5bd0;background:#fff}.grid{stroke:#e4e7ec}"
+    "text{fill:#475467;font:13px sans-serif}.line{fill:none;stroke-width:2}.dashed{stroke-dasharray:2 5}</style>"
+)
+NOTE = (
+    "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
+    "weights included. frontier: no other student is as accurate and faster, or as fast and more accurate."
+)
+Row = dict[str, Any]
+log = logging.getLogger("kd")
+
+
+def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
+    """Return the rows of trials, the best first, with what their students cost, and the row of the teacher or {}.
+
+    A student that came to its end has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number`
+    (by `ms`), and `labels_only` where it was trained so too; one that is no graph has `untimed`: why. What the clock
+    shows is kept in frontier.json, until other trials end or another machine asks.
+    """
+    trials = {trial.name: trial for trial in tried.trials}
+    ended = {row["trial"]: trials[row["trial"]] for row in rows if not row["why"]}
+    file, of = tried.folder / "frontier.json", {"trials": sorted(ended), "processor": processor()}
+    try:
+        known = dict(json.loads(file.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # damaged is as good as not there: the clock runs again
+        known = {}
+    if known.get("of") != of:
+        known = {"of": of, "costs": _costs(tried, ended)}
+        write_json(file, known)
+    costs, key, found = known["costs"], tried.column().key, []
+    for row in rows:
+        alone = {} if row["why"] else tried.last_row(f"{row['trial']}/{BASELINE}")
+        found.append({**row, **costs.get(row["trial"], {}), **({"labels_only": alone[key]} if key in alone else {})})
+    order = sorted((row for row in found if "ms" in row), key=lambda row: row["ms"])
+    holds = members([(row["ms"], row["score"]) for row in order], tried.column().smaller)
+    for i, row in enumerate(order):
+        row |= {"number": i + 1, "frontier": holds[i]}
+    score = tried.scores.of_teachers(tried.last_row(rows[0]["trial"])).get(TEACHER, {}).get(key)
+    return found, {} if TEACHER not in costs or score is None else {"score": score, **costs[TEACHER]}
+
+
+def members(points: Sequence[tuple[float, float]], smaller: bool = False) -> list[bool]:
+    """Return whether each (ms, score) is on the frontier: none is as good in both, and better in one."""
+    signed = [(ms, score if smaller else -score) for ms, score in points]
+    return [not any(a <= ms and b <= score and (a, b) != (ms, score) for a, b in signed) for ms, score in signed]
+
+
+def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
+    """Return the cells of `measured` rows in the table of the sweep; none where nothing was measured."""
+    if not any("ms" in row or "untimed" in row for row in rows):
+        return [{} for _ in rows]
+    shown = {"number": ("point", str), "ms": ("ms", "{:.3g}".format), "mb": ("MB", "{:.2f}".format)}
+    shown |= {"parameters": ("parameters", "{:,}".format)}
+    shown |= {"labels_only": ("labels only", column.text)} if any("labels_only" in row for row in rows) else {}
+    return [{title: form(row[key]) if key in row else "-" for key, (title, form) in shown.items()} for row in rows]
+
+
+def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> str:
+    """Write the picture of `measured` rows, frontier.svg, and return what stands below their table."""
+    if not any("ms" in row for row in rows):
+        return "No student could be timed."
+    write_text(folder / "frontier.svg", picture(rows, teacher, column))
+    return f"{NOTE.format(processor())} `{folder / 'frontier.svg'}` shows the points."
+
+
+def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
+    """Return score against milliseconds as an SVG file; one row at least was timed."""
+    order, series = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"]), []
+    front = [(row["ms"], row["score"]) for row in order if row["frontier"]]
+    stairs = [front[0], *(corner for last, now in pairwise(front) for corner in ((now[0], last[1]), now))]
+    ends = [teacher.get("ms", order[0]["ms"]), *(row["ms"] for row in order)]
+    for row in order:
+        at, color = row["ms"], "--c1" if row["frontier"] else "--rest"
+        series.append(Series("", color, [at], [row["score"]], label=str(row["number"])))
+        series += [Series("", color, [at, at], row["interval"])] if "interval" in row else []
+        series += [Series("", "--c2", [at], [row["labels_only"]])] if "labels_only" in row else []
+    series += [Series("", "--c1", [x for x, _ in stairs], [y for _, y in stairs])] if len(stairs) > 1 else []
+    if teacher:
+        series.append(Series("", "--teacher", [min(ends), max(ends)], [teacher["score"]] * 2, dashed=True))
+        series += [Series("", "--teacher", ends[:1], [teacher["score"]], label=TEACHER)] if "ms" in teacher else []
+    what = [", ".join(named(row["values"]).values()) for row in order]
+    both = zip(order, what, strict=True)
+    names = [f"{row['number']}  {one}: {row['ms']:.3g} ms, {column.text(row['score'])}" for row, one in both]
+    names.append("blue: the frontier; grey: the others; orange: labels only; dashed: the teacher; 95 % intervals")
+    texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
+    made = lines(series, WIDTH, HEIGHT, "ms of CPU time an image", column.unit, log=True)
+    made = made.replace(f' {HEIGHT}"', f' {HEIGHT + LINE * (len(names) + 1)}"', 1)  # of the viewBox
+    made = made.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(">", f">{STYLE}", 1)
+    return made.replace("</svg>", "".join(texts) + "</svg>")
+
+
+def named(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a trial for a person: of a student that is a mapping its model, arguments and weights."""
+    shown = dict(values)
+    if "student" in shown:
+        one = parse_value(f"student={shown['student']}")
+        own = {**one.get("args", {}), **{key: one[key] for key in ("init", "checkpoint") if key in one}}
+        shown["student"] = " ".join([str(one.get("model", "")), *(f"{key}={value}" for key, value in own.items())])
+    return shown
+
+
+def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:
+    """Return `ms`, `mb` and `parameters` of each trial and of the teacher that all share, or `untimed`: why not."""
+    alike: dict[str, list[str]] = {}
+    for name, trial in ended.items():
+        alike.setdefault(student_alike(trial), []).append(name)
+    first = {names[0]: ended[names[0]] for names in alike.values()}
+    loads = {name: partial(_student, tried, trial) for name, trial in first.items()}
+    sides = {name: trial.config.data.image_size for name, trial in first.items()}
+    one = next(iter(ended.values()))
+    if one.config.teacher.model and len({repr(trial.config.teacher) for trial in ended.values()}) == 1:
+        loads[TEACHER], sides[TEACHER] = partial(_teacher, one), one.config.data.image_size
+    log.info("sweep: %d models are timed in turns", len(loads))
+    costs = timed(loads, sides)
+    return {**costs, **{name: costs[names[0]] for names in alike.values() for name in names}}
+
+
+def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]) -> dict[str, Row]:
+    """Return what models cost that functions load; `sides`: of their images, pixels."""
+    costs, calls, draw = dict[str, Row](), {}, np.random.default_rng(0)
+    for name, load in loads.items():
+        try:
+            model = load().eval()
+            graph = runtimes.exported(runtimes.reparameterized(model), sides[name])
+        except KdError as error:
+            costs[name] = {"untimed": str(error)}
+            continue
+        costs[name] = {"mb": len(graph) / 1e6, "parameters": count_parameters(model)}
+        image = draw.integers(0, 256, (1, 3, sides[name], sides[name]), np.uint8)
+        calls[name] = partial(runtimes.onnx_runner(graph), image)
+    for name, took in cpu_ms(calls, SECONDS * len(calls)).items():
+        costs[name]["ms"] = took
+    return costs
+
+
+def _student(tried: Trials, trial: Trial) -> Classifier:
+    folder, recipe = RunDir(tried.folder / trial.name), resolve(trial.config)
+    return best_student(folder, recipe.student, recipe.data.section, folder.manifest()["classes"])[0]
+
+
+def _teacher(trial: Trial) -> Classifier:
+    recipe = resolve(trial.config)
+    section = recipe.teacher.section
+    spread = section.shard or section.pipeline  # it may not fit into the memory of one process
+    model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
+    if not isinstance(model, Classifier):
+        raise ModelError("teacher", "is no one network of torch in one process, so that it has no graph")
+    return model

@@ -1,0 +1,188 @@
+"""`kd.sweep`: train a configuration with many settings, and find the best."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kd import config
+from kd.config import Config
+from kd.core.errors import ConfigError, FolderInUse, RunError
+from kd.core.host import cores
+from kd.core.scores import Column
+from kd.core.text import table
+from kd.files.storage import disk_error, lock, write_json, write_text
+from kd.study.sweeps import frontier
+from kd.study.sweeps.processes import failure
+from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
+from kd.study.sweeps.trials import Trials
+
+FRESH = 2
+"""Other seeds with which the best trial is trained again."""
+log = logging.getLogger("kd")
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep leaves."""
+
+    folder: Path
+    """`run.folder`/NAME_sweep: a run folder for each trial, journal.jsonl, sweep.md, best.yaml; frontier.svg."""
+    best: Path
+    """The best configuration, which `kd-train` takes."""
+    rows: list[dict[str, Any]]
+    """Of each trial, the best first: `trial`, `values`, `score` (of validation images), `why` it ended early, `curve`
+    (step, share of the run, score), and `interval` of the score where it is known. Where the students differ also what
+    they cost, see `kd.study.sweeps.frontier.measured`."""
+    fresh: list[dict[str, Any]]
+    """The same of the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
+    text: str
+    """The table, and by how much the best of so many flatters."""
+
+
+def sweep(
+    settings: str | Path | Config | dict[str, Any], *overrides: str, by: str = "", trials: int = 0, jobs: int = 1
+) -> Sweep:
+    """Train a configuration with many settings, as `kd-sweep` does. The same call goes on after a kill.
+
+    Args:
+        settings: a YAML file, its contents, or a loaded Config.
+        overrides: `key=value`; a list `key=a,b,c` or a range `key=LOW..HIGH` is what varies.
+        by: key of the score that decides; "": the task's first.
+        trials: so many draws; 0: all combinations.
+        jobs: trials at a time; each gets its share of the cores.
+
+    Raises:
+        ConfigError: a key or value is wrong, nothing varies, or no such score.
+        RunError: no trial came to its end, or another sweep writes the folder.
+    """
+    for key, value, least in (("trials", trials, 0), ("jobs", jobs, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(key, f"is {value!r}", f"A whole number >= {least}", "Change the value")
+    space = Space.read(config.to_dict(settings) if isinstance(settings, Config) else settings, overrides)
+    combinations = space.combinations(trials)
+    first = space.load(combinations[0])
+    name = f"{first.run.name}_sweep"
+    folder = Path(first.run.folder) / name
+
+    def made(values: Mapping[str, str], threads: int, baseline: bool = False) -> Trial:
+        return space.trial(values, name, sharing(space.load(values), threads), baseline)
+
+    sized = len({student_alike(made(values, 1)) for values in combinations}) > 1
+    every = {one.name: one for one in (made(values, 1, sized) for values in combinations)}  # before anything is written
+    require_different(every.values())
+    Trials(folder, list(every.values()), by)
+    with _held(folder):
+        threads = _threads(folder, max(1, cores() // jobs))
+        tried = Trials(folder, [made(one.values, threads, sized) for one in every.values()], by)
+        log.info("sweep: %d trials in '%s', %d of them done", len(every), folder, len(every.keys() & tried.rows.keys()))
+        tried.train(jobs)
+        winner, column = _best(tried), tried.column()
+        best = _write_best(space, winner, first.run.name, folder)
+        newest = max(one.config.run.seed for one in tried.trials)
+        seeds = [{"run.seed": str(newest + 1 + i)} for i in range(FRESH)]
+        again = Trials(folder, [made({**winner.values, **seed}, threads) for seed in seeds], by)
+        again.train(jobs, final=True)
+        if again.failed:
+            raise failure(next(iter(again.failed.values())))
+        rows, fresh = _ranked(tried), [again.rows[trial.name] for trial in again.trials]
+        hints = f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."
+        rows, reference = frontier.measured(tried, rows) if sized else (rows, {})
+        notes = [frontier.write(rows, reference, column, folder)] if sized else []
+        shown = _table(rows, tried, column, reference)
+        text = "\n\n".join([shown, *notes, flattery(rows, fresh, column), hints])
+        write_text(folder / "sweep.md", text + "\n")
+    return Sweep(folder, best, rows, fresh, text)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep against others."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = lock(folder / ".lock", "run.name")
+    except OSError as error:
+        raise disk_error(error, folder, "run.folder") from error
+    if held is None:
+        raise FolderInUse("run.name", f"another sweep is writing '{folder}'", "", "Wait for it, or choose another name")
+    with held:
+        yield
+
+
+def _threads(folder: Path, threads: int) -> int:
+    """Return the threads of a trial: those with which the sweep began, so that its bits do not change."""
+    file = folder / "sweep.json"
+    if not file.is_file():
+        write_json(file, {"threads": threads})
+    try:
+        return int(json.loads(file.read_text())["threads"])
+    except (ValueError, TypeError, KeyError) as error:
+        wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
+        raise RunError("run.folder", wrong, "", "Remove the file") from error
+
+
+def _ranked(tried: Trials) -> list[dict[str, Any]]:
+    """Return the rows of trials, the best first, those that ended early behind the others."""
+    sign = 1 if tried.column().smaller else -1
+    rows = [tried.rows[one.name] for one in tried.trials if one.name in tried.rows]
+    return sorted(rows, key=lambda row: (bool(row["why"]), sign * row["score"]))
+
+
+def _best(tried: Trials) -> Trial:
+    if all(row["why"] for row in tried.rows.values()):
+        raise failure(next(iter(tried.failed.values())))
+    rows = [row for row in _ranked(tried) if not row["why"]]
+    if len({row.get("data") for row in rows}) > 1:
+        wrong = "the trials were not all scored on the same validation images"
+        remedy = f"Sweep no key that changes them; where the images have changed, remove '{tried.folder}'"
+        raise RunError("data", wrong, "One validation split", remedy)
+    return next(trial for trial in tried.trials if trial.name == rows[0]["trial"])
+
+
+def _write_best(space: Space, winner: Trial, name: str, folder: Path) -> Path:
+    """Write the winner's configuration as a run of its own, with the user's choice of a baseline."""
+    baseline = space.load(winner.values).run.baseline
+    run = replace(winner.config.run, name=f"{name}_best", baseline=baseline)
+    write_text(folder / "best.yaml", config.dump(replace(winner.config, run=run)))
+    return folder / "best.yaml"
+
+
+def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, reference: dict[str, Any]) -> str:
+    """Return the table of trials; `reference`: the row of their teacher, where the students differ."""
+    title, found = f"{column.title} (95 %)", []
+    more = frontier.cells([*rows, reference] if reference else rows, column)
+    for row, own in zip(rows, more, strict=False):
+        marks = [row["why"], "best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
+        shown = {**frontier.named(row["values"]), title: _shown(row, column), **own}
+        found.append({**shown, "": ", ".join(filter(None, marks))})
+    blank = dict.fromkeys(found[0], "-")
+    if reference:
+        found.append({**blank, title: column.text(reference["score"]), **more[-1], "": "the teacher"})
+    for one in tried.trials:
+        if one.name in tried.failed:
+            found.append({**blank, **frontier.named(one.values), "": f"failed: {tried.failed[one.name]}"})
+    return table(found)
+
+
+def _shown(found: dict[str, Any], column: Column) -> str:
+    """Return a score with the interval that is known."""
+    ends = " to ".join(column.text(end).removesuffix(" %") for end in found.get("interval", ()))
+    return column.text(found["score"]) + (f" ({ends})" if ends else "")
+
+
+def flattery(rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], column: Column) -> str:
+    """Say what the best trial reaches with other seeds, and by how much the best of so many flatters."""
+    best, count, again = rows[0]["score"], len(rows), [row["score"] for row in fresh]
+    difference = (best - statistics.mean(again)) * (-1 if column.smaller else 1)
+    points = f"{100 * difference:+.1f} points" if column.unit == "%" else f"{difference:+.4f} {column.unit}".rstrip()
+    text = f"The best of {count} trials has {column.with_title(best)} on validation images. Trained again with "
+    text += f"{len(fresh)} other seeds it has {' and '.join(column.text(score) for score in again)}: "
+    text += f"the best of {count} flatters by {points}."
+    tested = [_shown(row["test"], column) for row in fresh if "test" in row]
+    return text + (f" On test images, scored for these alone: {' and '.join(tested)}." if tested else "")

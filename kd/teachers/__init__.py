@@ -1,1 +1,0 @@
-"""Teachers: where a frozen model comes from. See `kd.contracts.TeacherModel`."""
