@@ -12,7 +12,8 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kd.files import manifest, pixels, sure
+from kd.core import sure
+from kd.files import manifest, pixels
 from kd.files.storage import atomic_folder, refuse_unlisted
 
 TIMM_FILES = ("config.json", "model.safetensors", "manifest.json", "README.md")

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kd import errors
+from kd.core import errors
 from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, did_you_mean
 
 TREE = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, KdError)]
