@@ -163,7 +163,7 @@ def value(folder: Path, what: str) -> float:
 
 
 def keep(folder: Path, case: Case, target: Path) -> None:
-    """Write what the rules saw, thinned, for `tests/unit/monitor/test_recorded.py`."""
+    """Write what the rules saw, thinned, for `tests/unit/engine/monitor/test_recorded.py`."""
     config = kd.load_config(str(folder / "config.yaml"))
     facts = {
         "cores": cores(),

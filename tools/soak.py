@@ -35,17 +35,17 @@ class Group(NamedTuple):
 
 
 GROUPS = {
-    "fuzz": Group(("tests/unit/test_fuzz.py",), {FUZZ: "300"}),
-    "scale": Group(("tests/unit/test_scale.py",), {"KD_SOAK": "1"}),
-    "disk": Group(("tests/unit/artifacts", "tests/unit/test_storage.py")),
+    "fuzz": Group(("tests/soak/test_fuzz.py",), {FUZZ: "300"}),
+    "scale": Group(("tests/soak/test_scale.py",), {"KD_SOAK": "1"}),
+    "disk": Group(("tests/unit/files",)),
     "data": Group(
-        ("tests/unit/datasets/test_away.py", "tests/unit/data/test_workers.py", "tests/unit/data/test_store.py")
+        ("tests/unit/parts/datasets/test_away.py", "tests/unit/data/test_workers.py", "tests/unit/data/test_store.py")
     ),
     "cache": Group(("tests/unit/models/test_cache.py", "tests/unit/engine/test_cached.py")),
     "numbers": Group(
         ("tests/unit/engine/test_loop.py", "tests/unit/engine/test_nonfinite.py"),
     ),
-    "identity": Group(("tests/unit/test_identity.py",)),
+    "identity": Group(("tests/unit/setup/test_identity.py",)),
     "endpoint-fuzz": Group(("tests/e2e/test_serve_fuzz.py",), {FUZZ: "1000"}),
     "endpoint-attacks": Group(("tests/e2e/test_serve_attacks.py",)),
     "ranks": Group(
@@ -56,7 +56,7 @@ GROUPS = {
         )
     ),
     "strangers": Group(
-        ("tests/e2e/test_trust.py", "tests/unit/sagemaker/test_meeting.py", "tests/unit/predict/test_predict.py")
+        ("tests/e2e/test_trust.py", "tests/unit/cluster/test_meeting.py", "tests/unit/deploy/predict/test_predict.py")
     ),
     "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),
     "kills": Group(("tests/distributed/test_signals.py", "tests/distributed/test_resume.py")),

@@ -28,7 +28,7 @@ from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers
 from kd.study.report.plan import plan
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 KINDS = ("transformers", "zero_shot", "torch", "onnx", "answers")
 pytestmark = pytest.mark.usefixtures("examples")
 

@@ -1,6 +1,6 @@
 """Random damage to whatever kd reads: one line that says so, or the very same content; nothing else.
 
-`KD_FUZZ=2000 pytest tests/unit/test_fuzz.py` tries that many random inputs a test; without it the same few each time.
+`KD_FUZZ=2000 pytest tests/soak/test_fuzz.py` tries that many random inputs a test; without it the same few each time.
 """
 
 from __future__ import annotations

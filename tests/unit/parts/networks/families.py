@@ -1,6 +1,6 @@
 """The families of transformers with a classifier, made small from their own configuration classes, with random weights.
 
-`python tests/unit/teachers/families.py PHOTOGRAPHS` prints the table of docs/teachers.md for the kd that is imported.
+`python tests/unit/parts/networks/families.py PHOTOGRAPHS` prints the table of docs/teachers.md for the imported kd.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kd.deploy.serve.images import prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ALONE = """
 import sys
 from kd.cli.serving import predict as main

@@ -25,7 +25,7 @@ from kd.deploy.predict.images import find
 from kd.deploy.predict.run import Settings, predict
 from kd.files.manifest import checksum
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 COUNTED = """
 import sys
 from kd.cli.serving import predict as main

@@ -26,7 +26,7 @@ from kd.data.map_dataset import MapDataset
 from kd.jobs.api.arguments import known_labels
 from kd.parts.sifters.none import Everything
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
 
 
