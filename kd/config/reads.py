@@ -34,7 +34,8 @@ def needs(losses: Sequence[LossSection]) -> list[Needs]:
         if not isinstance(getattr(loss, "needs", None), Needs):
             wrong = f"the loss '{term.kind}' does not say what it reads"
             remedy = "Set needs = Needs(teacher=True, logits='softmax'), for example"
-            raise ConfigError(f"losses[{i}].kind", wrong, "An attribute `needs`, a kd.core.types.Needs", remedy)
+            allowed = "An attribute `needs` of the type kd.core.types.Needs"
+            raise ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
         found.append(loss.needs)
     return found
 

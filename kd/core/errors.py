@@ -122,7 +122,7 @@ def own_line(error: BaseException) -> str:
 
 
 def _is_foreign(file: str) -> bool:
-    known = (str(Path(__file__).parent) + os.sep, os.path.dirname(os.__file__) + os.sep, "<")
+    known = (str(Path(__file__).parents[1]) + os.sep, os.path.dirname(os.__file__) + os.sep, "<")
     return file in FOREIGN or not (file.startswith(known) or "site-packages" in file or "dist-packages" in file)
 
 
