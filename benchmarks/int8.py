@@ -1,7 +1,7 @@
-"""What int8 costs trained students, rung by rung, how fast it is beside onnxruntime's float32, and what repair repairs.
+"""What int8 costs trained students, rung by rung, how fast it is beside onnxruntime's float32.
 
     python benchmarks/int8.py RUN [RUN ...] [--images N]
-    python benchmarks/int8.py RUN --plant 64 --repair 300
+    python benchmarks/int8.py RUN --plant 64
 
 With --plant, outliers are put into every block first: some channels of each norm times so much, and the columns of the
 layer behind it divided by as much. The float32 student answers as before; MinMax ranges (no SmoothQuant) are ruined.
@@ -25,7 +25,6 @@ import torch
 from _record import write
 from kd.deploy.export import int8
 from kd.deploy.export.parity import shown_images
-from kd.deploy.export.repair import repair
 from kd.deploy.export.variants import Variant
 from kd.models import runtimes
 from kd.models.classifier import Classifier
@@ -89,23 +88,10 @@ def measure(path: Path, options: argparse.Namespace, folder: Path) -> list[dict[
         rungs.append(exam("post-training", static))
         image = next(iter(exam.images()))[0][:1]
         spent = times(folder, image)
-        if options.control:
-            left_out = int8.controlled(onnx, static, views, exam, options.control / 100)
-            rungs.append(exam(f"accuracy control, {options.control:g} points", static, left_out))
-            spent["control"] = times(folder, image)[int8.STATIC]
-        if options.repair:
-            own, fake = int8.fake_quantized(student, size, views, smooth=not options.plant)
-            int8.write_fake(fake, size, static)
-            rungs.append(exam("fake-quantized, before its repair", static))
-    if options.repair:
-        repair(recipe, manifest.get("choices", {}), fake, own, options.repair)
-        int8.write_fake(fake, size, static)
-        rungs.append(exam(f"repair, {options.repair} steps", static))
     rows = []
     for rung in rungs:
         print(f"{path.name}: {rung.line()}", flush=True)
-        ms = 0.0 if rung.name.startswith(("MinMax", "fake", "repair")) else spent[rung.file]
-        ms = spent["control"] if rung.name.startswith("accuracy") else ms
+        ms = 0.0 if rung.name == "MinMax" else spent[rung.file]
         rows.append(
             {
                 "run": path.name,
@@ -120,7 +106,6 @@ def measure(path: Path, options: argparse.Namespace, folder: Path) -> list[dict[
                 "mb": round(rung.bytes / 1e6, 3),
                 "cpu_ms": round(ms, 4) or "",
                 "times_as_fast": round(spent[int8.ONNX] / ms, 3) if ms else "",
-                "left_out": " ".join(rung.left_out),
             }
         )
     return rows
@@ -131,14 +116,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--images", type=int, default=0, help="validation images; 0: all")
     parser.add_argument("--plant", type=float, default=0.0)
-    parser.add_argument(
-        "--control", type=float, default=0.0, help="points that accuracy control may lose; 0: leave it out"
-    )
-    parser.add_argument("--repair", type=int, default=0)
     parser.add_argument("--theme", default="int8")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shown = " ".join(f"--{name} {getattr(options, name):g}" for name in ("images", "plant", "control", "repair"))
+    shown = " ".join(f"--{name} {getattr(options, name):g}" for name in ("images", "plant"))
     rows = []
     for run in options.runs:
         with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ ORDER = tuple(
     ]
 )
 BELOW_SETUP = {"core", "files", "models", "parts.registry", "config", "data", "engine", "cluster"}
-LATER = {"study": {"jobs.estimate"}, "deploy": {"jobs.progress.console"}}  # go with kd-plan and --repair
+LATER = {"study": {"jobs.estimate"}}  # goes with kd-plan
 MAY_IMPORT = {
     "core": set(),
     "files": {"core"},
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "cluster": {"core", "files", "data"},
     "setup": BELOW_SETUP,
     "study": BELOW_SETUP | {"setup", "parts.tasks"} | LATER["study"],
-    "deploy": BELOW_SETUP | {"setup", "parts.tasks", "study"} | LATER["deploy"],
+    "deploy": BELOW_SETUP | {"setup", "parts.tasks", "study"},
     "jobs": BELOW_SETUP | {"setup", "study", "deploy"},
     "cli": BELOW_SETUP | {"__version__", "setup", "study", "deploy", "jobs"},
     "sifting": {"core", "parts.sifters._window"},  # stands alone

@@ -31,7 +31,7 @@ OVERVIEW = """usage: kd COMMAND ...
   teach     fit a teacher on the labels
   cache     compute a teacher's answers before training
   sweep     train with many settings and find the best
-  evaluate  score a run's student and teacher, or an endpoint
+  evaluate  score a run's student and teacher
   report    one HTML page about runs: curves, time, costs, confused photographs
   export    a run's student for timm, onnxruntime, OpenVINO, SageMaker
   serve     answer for an export over HTTP

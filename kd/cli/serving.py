@@ -68,10 +68,8 @@ def _export_parser() -> Parser:
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
     add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    text = "also a graph in int8: the first that loses at most --max-drop (dynamic, post-training, fewer layers)"
+    text = "also a graph in int8: the first that loses at most --max-drop (dynamic, then post-training)"
     add("--int8", action="store_true", help=text)
-    text = "of --int8: where none holds, train the quantized student on for so many steps"
-    add("--repair", metavar="STEPS", type=whole_number(1, 10**9), default=0, help=text)
     add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
     text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
     add("--index", action="store_true", help=text)

@@ -122,39 +122,28 @@ def sweep(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    """`kd-evaluate RUN [key=value ...] [--audit]`: score student and teacher; with `--endpoint`, a running endpoint."""
+    """`kd-evaluate RUN [key=value ...] [--audit]`: score student and teacher."""
     parser = new_parser(
         "kd-evaluate",
-        "Evaluate the best student of a run folder, its teacher and their agreement, with 95 % intervals; or, with "
-        "--endpoint and --data, a running endpoint on a folder of class folders.",
-        "kd-evaluate runs/vit_food data.workers=2\n"
-        "         kd-evaluate --endpoint http://localhost:8080 --data images/val",
+        "Evaluate the best student of a run folder, its teacher and their agreement, with 95 % intervals.",
+        "kd-evaluate runs/vit_food data.workers=2",
         with_config=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run folder")
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
     text = "the images: val (default), or test, on which nothing was chosen"
     parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
-    parser.add_argument("--endpoint", metavar="URL", default="", help="what kd-serve printed")
-    parser.add_argument("--data", metavar="FOLDER", type=Path, help="images at FOLDER/<label>/...")
     text = "also list the labels that the teacher doubts, and images in both splits that its answers find (RUN/audit)"
     parser.add_argument("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
-    if bool(options.endpoint) != bool(options.data) or bool(options.endpoint) == bool(options.run):
-        parser.error("give either RUN, or --endpoint URL and --data FOLDER")
 
     def command() -> None:
-        if options.endpoint:
-            from kd.deploy.serve import client
+        from kd.jobs.evaluate import evaluate
 
-            values, samples = client.evaluate(options.endpoint, options.data), {}
-        else:
-            from kd.jobs.evaluate import evaluate
-
-            scored = evaluate(options.run, options.overrides, options.trust, options.split, options.audit)
-            values, samples = {**scored.row, "images": scored.images}, scored.samples
-        for name, value in values.items():
+        scored = evaluate(options.run, options.overrides, options.trust, options.split, options.audit)
+        for name, value in {**scored.row, "images": scored.images}.items():
+            samples = scored.samples
             ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
             print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
 

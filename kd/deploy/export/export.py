@@ -20,7 +20,6 @@ from kd.deploy.export.card import WITH_TIMM, Card, render
 from kd.deploy.export.folder import complete, new_export, refuse_other, seal
 from kd.deploy.export.graphs import Made
 from kd.deploy.export.parity import shown_images
-from kd.deploy.export.repair import repair
 from kd.deploy.export.subject import Exported, Images, Options, Subject
 from kd.deploy.export.teacher import teacher_of
 from kd.files.run_dir import RunDir
@@ -59,8 +58,6 @@ def export(
     refuse_other(target)  # before minutes of work, not after
     vouched = Trust.of(trust, overrides, section)
     vouched.check_student(recipe.student)
-    if options.repair:
-        vouched.check_teacher(recipe.teacher)
     if options.onnx or options.pt2:  # they are compared on images
         vouched.check_folder(recipe.data)
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
@@ -78,7 +75,6 @@ def export(
         scored=(folder.scored(), RunDir(path / BASELINE).scored()),
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
-        train=partial(repair, recipe, manifest.get("choices", {})),
     )
     return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 

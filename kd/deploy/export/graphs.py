@@ -52,7 +52,6 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
     """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer."""
     if not options.onnx and (options.int8 or options.openvino or options.compare):
         raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
-    _check_repair(subject, options)
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
     rule = Rule(options.defer, options.defer_share)
     rule.check(task, options.onnx or options.pt2)
@@ -70,7 +69,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
             calibration, calibrated = parity.calibrate(student, images(few))
         size = subject.recipe.data.section.image_size
         runners = _write(folder, student, size, options)
-        rungs = _quantized(subject, folder, images, options, calibration.get("temperature", 1.0))
+        rungs = _quantized(subject, folder, images, options)
         names = [name for name in (INT8, int8.STATIC) if (folder / name).is_file()]
         runners |= {name: variants.Variant.at(folder / name).runner() for name in names}
         answers = parity.compare(student, runners, images(options.images))
@@ -121,34 +120,16 @@ def _write(folder: Path, student: Classifier, size: int, options: Options) -> di
     return {**runners, **{name: variants.Variant.at(folder / name).runner() for name in names}}
 
 
-def _check_repair(subject: Subject, options: Options) -> None:
-    if options.repair and not options.int8:
-        raise ConfigError("--repair", "goes with --int8", "", "Leave it out, or add --int8")
-    if options.repair and (not subject.recipe.student.task.logits or subject.train is None):
-        raise ConfigError("--repair", "trains classifiers of kd-train on; this student is none", "", "Leave it out")
-
-
-def _quantized(subject: Subject, folder: Path, images: Images, options: Options, temperature: float) -> list[int8.Rung]:
-    """Write the int8 graphs that are asked for; return the rungs of the ladder, where one is climbed."""
-    static = all(runtimes.installed(name) for name in ("nncf", "openvino"))
+def _quantized(subject: Subject, folder: Path, images: Images, options: Options) -> list[int8.Rung]:
+    """Write the int8 graphs that are asked for; return what was tried, where one of them must hold."""
+    nncf = all(runtimes.installed(name) for name in ("nncf", "openvino"))
     views = partial(images, training=True)
     if options.int8:
-        ladder = int8.Ladder(
-            folder=folder,
-            student=subject.student,
-            size=subject.recipe.data.section.image_size,
-            exam=int8.Exam.of(subject.recipe.student.task, subject.student, partial(images, options.images)),
-            views=views,
-            max_drop=options.max_drop,
-            both=options.compare and static,
-            repair=options.repair,
-            train=subject.train if subject.recipe.student.task.logits else None,
-            temperature=temperature,
-        )
-        return ladder.climb()
+        exam = int8.Exam.of(subject.recipe.student.task, subject.student, partial(images, options.images))
+        return int8.climb(folder, exam, views, options.max_drop, both=options.compare and nncf)
     if options.compare:
         runtimes.write_int8(folder / ONNX, folder / INT8)
-        if static:
+        if nncf:
             int8.post_training(folder / ONNX, folder / int8.STATIC, views)
     return []
 

@@ -14,9 +14,6 @@ from kd.core.scores import Scored
 from kd.models.classifier import Classifier
 from kd.setup.recipe import Recipe
 
-Train = Callable[[Classifier, Classifier, int], None]
-"""(fake-quantized student, float32 student, steps): trains the first in place."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -26,8 +23,6 @@ class Options:
     """model.onnx, compared with PyTorch on validation images; without it the data is not needed."""
     int8: bool = False
     """A graph in int8 that loses at most `max_drop` of the accuracy, or of the cosine with PyTorch's vectors."""
-    repair: int = 0
-    """Of `int8`: train on for so many steps where nothing else holds; 0: do not."""
     openvino: bool = False
     index: bool = False
     """Of an embedding student: the graphs return vectors in the teacher's space, to be searched in its index."""
@@ -83,5 +78,3 @@ class Subject:
     baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
     scored: tuple[Scored | None, Scored | None] = (None, None)
     """The last scores of the student and of the one trained on labels alone."""
-    train: Train | None = None
-    """Trains a fake-quantized student on, as the run did; None: its run cannot be built again."""

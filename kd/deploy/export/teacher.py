@@ -46,5 +46,5 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    more = {"origin": origin, "baseline": (), "scored": (scored, None), "train": None}
+    more = {"origin": origin, "baseline": (), "scored": (scored, None)}
     return replace(subject, recipe=alone, student=model, provenance=provenance, **more)

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 from kd.core.errors import ModelError
-from kd.deploy.serve import client
 from kd.deploy.serve.model import describe, load
 
 
@@ -214,16 +213,6 @@ def test_sagemakers_handler_refuses_a_changed_file(copy, name):
     (copy / name).write_bytes(changed)
     with pytest.raises(ValueError, match=rf"the checksum differs\): {name} in"):
         handler.model_fn(str(copy))
-
-
-@pytest.mark.parametrize(
-    "url", ["", "ftp://localhost", "//", "http://", "localhost:http", "http://a:99999", "http://[::1"]
-)
-def test_addresses_that_are_none(url):
-    from kd.core.errors import KdError
-
-    with pytest.raises(KdError, match="is not an address"):
-        client.Endpoint(url)
 
 
 def test_the_exported_program_runs_without_kd(exported):
