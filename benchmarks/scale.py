@@ -5,7 +5,6 @@
 
 `folder` and `csv` list real files (100,000 links to a few; above that not run). `listing` starts behind the file
 system: it makes a listing of names and statuses as a scan yields them, holds out 5 % of each class and hashes it.
-`known` reads such a listing that is kept (`data.listing`): the folders and the 1,000 files that it looks at are real.
 `hex` is the same with names of 32 random digits, which compress least. `labels`: the labels of all images. `epoch`: a
 plan of all images with four views, and the requests of one of eight ranks. `history`: the sifter's table, over two
 epochs. `cache`: the search for records in a file of answers without any.
@@ -39,9 +38,8 @@ from kd.core.types import SiftContext
 from kd.data.loader import Share
 from kd.models.cache import Codec, open_store
 from kd.parts.datasets import csv, imagefolder
-from kd.parts.datasets._decode import Column, label_images, part, stamp
+from kd.parts.datasets._decode import Column, label_images, part
 from kd.parts.datasets._folder import File, Files, ImageFolder
-from kd.parts.datasets._kept import SAMPLE, SETTLED, kept
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan
 from kd.setup.data import Data, DataPlan
@@ -73,28 +71,6 @@ def listing(count: int, random: bool = False) -> ImageFolder:
 def context(count: int) -> SiftContext:
     """Return what a sifter knows of a run on one rank."""
     return SiftContext(count, 1000, 1000, 0, 1, 0, lambda: torch.zeros(count), lambda tensor: tensor, views=4)
-
-
-def keep(root: Path, count: int) -> None:
-    """Keep a listing whose folders, and those files that are looked at, lie below `root`."""
-    made, sizes = listing(count), np.zeros(count, np.int64)
-    for one in sorted({os.path.dirname(name) for name in made.names}):
-        (root / os.fsdecode(one)).mkdir(parents=True)
-    for id in np.linspace(0, len(made) - 1, SAMPLE).astype(np.int64):
-        file = root / made.name(id)
-        file.write_bytes(b"x")
-        status = file.stat()
-        sizes[id], made.stamps[id] = status.st_size, stamp(status)
-    time.sleep(SETTLED)
-    visited = {os.fsencode(one): (root / one).stat().st_mtime_ns for one in ("", *sorted(os.listdir(root)))}
-    kept(str(root.parent / "kept"), str(root), count, lambda: (made, sizes, visited))
-
-
-def known(root: str, count: int) -> ImageFolder:
-    """Read a listing that is kept."""
-    found = kept(str(Path(root).parent / "kept"), root, count, lambda: sys.exit("it was not used"))
-    assert len(found) == round(count * (1 - VAL))
-    return found
 
 
 def epoch(count: int) -> Any:
@@ -146,7 +122,6 @@ def parts(root: str) -> dict[str, Callable[[int], Any]]:
         "csv": lambda count: csv.build(table, "train", None),
         "listing": listing,
         "hex": lambda count: listing(count, random=True),
-        "known": lambda count: known(root, count),
         "labels": labels,
         "epoch": epoch,
         "history": sifted,
@@ -203,11 +178,7 @@ def main() -> None:
             for count in args.sizes:
                 if name in ("folder", "csv") and count != MOST_FILES:
                     continue
-                place = root
-                if name == "known":
-                    place = Path(folder) / f"known_{count}" / "images"
-                    keep(place, count)
-                command = [sys.executable, __file__, "--one", name, str(count), str(place)]
+                command = [sys.executable, __file__, "--one", name, str(count), str(root)]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
                 print(rows[-1], flush=True)

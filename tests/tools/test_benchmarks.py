@@ -6,9 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 import yaml
 
 from kd import config
@@ -18,7 +16,6 @@ from kd.study.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import cut
 import frontier
 import proof
 import variants
@@ -92,16 +89,6 @@ def test_each_student_of_variants_can_be_built(name):
     loaded = config.load(content, keys)
     student = loaded.student
     load(Spec("student", student.model, dict(student.args), variants.LABELS), loaded.data.image_size)
-
-
-def test_cut_weights_are_evenly_spaced_entries_of_the_teacher():
-    teacher, student = cut.network(40).state_dict(), cut.network(16).state_dict()
-    weights = cut.selected(teacher, student)
-    rows, columns = (np.round(np.linspace(0, many - 1, few)).astype(int) for many, few in ((80, 32), (40, 16)))
-    assert np.array_equal(weights["1.0.weight"], teacher["1.0.weight"].numpy()[np.ix_(rows, columns)])
-    made = cut.network(16)
-    made.load_state_dict(weights)
-    assert torch.isfinite(made(torch.zeros(2, 3, 32, 32))).all()
 
 
 @pytest.mark.parametrize("name", list(frontier.STUDENTS))
