@@ -17,7 +17,6 @@ COMMANDS = {
     "cache": training.cache,
     "sweep": training.sweep,
     "evaluate": training.evaluate,
-    "plan": training.plan,
     "parts": training.parts,
     "export": serving.export,
     "serve": serving.serve,
@@ -36,7 +35,6 @@ OVERVIEW = """usage: kd COMMAND ...
   export    a run's student for timm, onnxruntime, OpenVINO, SageMaker
   serve     answer for an export over HTTP
   predict   classify many images into one file
-  plan      hours and cost of a run on rented machines
   launch    jobs and endpoints on SageMaker
   parts     the losses, sifters, datasets, ... that a configuration can name
 

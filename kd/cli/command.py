@@ -17,7 +17,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from kd.core.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
-from kd.core.references import redact
 from kd.jobs.signals import signals
 
 if TYPE_CHECKING:
@@ -25,12 +24,6 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings")
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
-REMOVED = {
-    "--verify": "each command that opens a cache compares a sample",
-    "--push": "`hf upload OWNER/NAME FOLDER` does the same",
-    "--live": "kd-report writes the page of a run that goes, too",
-}
-"""Flags of earlier versions, and what to do instead."""
 
 
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:
@@ -46,7 +39,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
             command()
     except (KdError, Interrupted) as error:
         rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print("\n".join(rank + line for line in redact(str(error)).splitlines()), file=sys.stderr, flush=True)
+        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted" + "; the same command resumes" * resumable, file=sys.stderr, flush=True)
@@ -55,9 +48,9 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         sys.stderr.close()
         return EXIT_OK
     except Exception as error:
-        print(redact(traceback.format_exc()), end="", file=sys.stderr)
+        print(traceback.format_exc(), end="", file=sys.stderr)
         if own_line(error):
-            print(redact(f"this is an error of your own code, not of kd: {raised(error)}"), file=sys.stderr, flush=True)
+            print(f"this is an error of your own code, not of kd: {raised(error)}", file=sys.stderr, flush=True)
             return EXIT_USER
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
         return EXIT_BUG
@@ -72,7 +65,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(redact(record.getMessage()), file=stream, flush=True)
+        print(record.getMessage(), file=stream, flush=True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,8 +75,6 @@ class Parser(argparse.ArgumentParser):
         """Print the line and exit."""
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
         message = message.removesuffix(", key=value")  # argparse says so of what may be left out
-        gone = [f"{flag} is gone: {instead}" for flag, instead in REMOVED.items() if flag in message.split()]
-        message = ". ".join([message, *gone])
         self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:

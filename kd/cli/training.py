@@ -1,4 +1,4 @@
-"""`kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-plan` and `kd-parts`."""
+"""`kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate` and `kd-parts`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import Shows, add_trust, explained, guarded, load_config, new_parser, whole_number
+from kd.cli.command import add_trust, explained, guarded, load_config, new_parser, whole_number
 from kd.core.host import command_seconds
 
 
 def train(argv: Sequence[str] | None = None) -> int:
-    """`kd-train CONFIG [key=value ...] [--check[=all]] [--compile-only]`: distill a teacher into a student."""
+    """`kd-train CONFIG [key=value ...] [--check[=all]]`: distill a teacher into a student."""
     parser = new_parser(
         "kd-train",
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
@@ -20,8 +20,6 @@ def train(argv: Sequence[str] | None = None) -> int:
     text = "check everything, look for damaged and repeated images (=all: among all, not for five seconds only), "
     text += "time a few steps, say what the run takes and costs; train nothing"
     parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
-    text = "make every graph of the run in a few steps and write nothing, for neuron_parallel_compile"
-    parser.add_argument("--compile-only", action="store_true", help=text)
     text = "score validation images alone at the end: for runs of which one is chosen"
     parser.add_argument("--no-test", action="store_true", help=text)
     words = sys.argv[1:] if argv is None else argv
@@ -34,11 +32,6 @@ def train(argv: Sequence[str] | None = None) -> int:
             from kd.setup.recipe import resolve
 
             print(forecast(resolve(settings), options.config, everything=options.check == "all"))
-            return
-        if options.compile_only:
-            from kd.jobs.precompile import compile_only
-
-            print(compile_only(settings))
             return
         from kd.jobs.train import train
 
@@ -148,39 +141,6 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
             print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
 
     return guarded(command)
-
-
-def plan(argv: Sequence[str] | None = None) -> int:
-    """`kd-plan CONFIG --on MACHINE [xN]`: hours, cost and efficiency of a run on rented machines."""
-    parser = new_parser(
-        "kd-plan",
-        "Say how many hours and dollars a configuration takes on 1, 2, ... devices of a machine, from a few measured "
-        "steps and a model of the communication. The assumptions are printed.",
-        "kd-plan configs/vit_food101.yaml --on p4d.24xlarge x4",
-    )
-    parser.add_argument("--on", metavar=("MACHINE", "xN"), nargs="+", help="a machine of --instances, and how many")
-    parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak rate that is reached (default 0.35)")
-    parser.add_argument("--run", metavar="RUN", type=Path, help="take the step from a run on such devices instead")
-    add_trust(parser)
-    text = "list the known machines and their prices, and exit"
-    parser.add_argument("--instances", nargs=0, action=Shows, const=_listing, help=text)
-    options = parser.read(argv)
-    if not options.on:
-        parser.error("give --on MACHINE xN; --instances lists the machines")
-
-    def command() -> None:
-        from kd.setup.recipe import resolve
-        from kd.study.report.plan import plan
-
-        print(plan(resolve(load_config(options)), options.on, options.mfu, options.run, options.trust))
-
-    return guarded(command)
-
-
-def _listing() -> str:
-    from kd.study.report.plan import listing
-
-    return listing()
 
 
 def parts(argv: Sequence[str] | None = None) -> int:

@@ -152,7 +152,7 @@ def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdEr
     channels, keys, errors = [], dict(job.keys), list[KdError]()
     files = {one.key: one for one in job.files}
     for key, value in {**{one.key: one.value for one in job.files}, **job.keys}.items():
-        if not value.startswith("s3://") or key.startswith("run."):  # run.mirror is written, not read
+        if not value.startswith("s3://") or key.startswith("run."):
             if key in files and "${" not in value and (wrong := _not_brought(value, files[key])):
                 errors.append(ConfigError(key, wrong, "s3://BUCKET/PREFIX", f"Upload it and set {key}=s3://..."))
             continue

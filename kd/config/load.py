@@ -148,10 +148,8 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
         elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
         elif part_type is not None or not _is_part(cls):
-            known, removed = [*types_of, *part_types], getattr(part_type, "REMOVED", {})
-            if key in removed and not value:
-                continue  # in the record of an older run, which has every key
-            remedy = removed.get(key) or did_you_mean(str(key), known) or "Remove it"
+            known = [*types_of, *part_types]
+            remedy = did_you_mean(str(key), known) or "Remove it"
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
         values["options"] = _construct(part_type, foreign, where, errors)

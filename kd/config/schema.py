@@ -56,9 +56,6 @@ class RunSection:
     the same rule."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
-    mirror: str = ""
-    """URL such as `s3://bucket/runs`, below which the run folder is kept too. New files are uploaded in the background
-    after each checkpoint, and an empty run folder is restored from there. Caches and stores are left out."""
     baseline: bool = False
     """Also train the same student on the labels alone, for the same steps, and show both."""
     trackers: tuple[str, ...] = ()
@@ -318,8 +315,8 @@ class PriceSection:
     """What the machine costs; nothing that is computed depends on it."""
 
     instance: str = ""
-    """The rented machine, such as ml.p4d.24xlarge. Its list price of one day is known where `kd-plan --instances`
-    names it. Empty: no costs are shown, unless per_hour is set."""
+    """The rented machine, such as ml.p4d.24xlarge. kd/config/instances.py has
+    list prices of one day. Empty: no costs are shown, unless per_hour is set."""
     per_hour: float = ranged(0.0, low=0.0)
     """US dollars an hour for one machine, with what it needs beside it, such as a data group. 0: the list price."""
 

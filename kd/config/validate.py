@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 
 from kd.config.reads import build_task, label_of, needs, reads_of
 from kd.config.schema import (
@@ -37,14 +36,6 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     needed = needs(config.losses)
     read, task = reads_of(needed), build_task(config.task)
     features = bool(read.features)
-    protocol, _, place = config.run.mirror.partition("://")
-    if config.run.mirror and (not place or protocol.lower() in ("", "file", "local")):  # a file can be half-written
-        allowed = "A URL of an object store such as s3://BUCKET/runs"
-        yield ConfigError("run.mirror", f"is '{config.run.mirror}'", allowed, "Correct it, or leave it empty")
-    name = PurePath(config.run.name)
-    if config.run.mirror and (name.is_absolute() or ".." in name.parts):
-        wrong = f"is '{name}', which is not below run.folder, and run.mirror copies what is"
-        yield ConfigError("run.name", wrong, "A name", "Set run.folder and run.name, or leave run.mirror empty")
     if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
         wrong = "passes logits and pooled features on, but the losses ask for other outputs"
         remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
@@ -248,10 +239,10 @@ def _price(price: PriceSection) -> Iterator[KdError]:
         return
     from kd.config import instances  # only where one is named
 
-    if instances.find(price.instance) is None:
+    if not instances.price_per_hour(price.instance):
         wrong = f"is {price.instance}, whose price kd does not know"
         remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
-        yield ConfigError("price.instance", wrong, "A machine of `kd-plan --instances`, or any with a price", remedy)
+        yield ConfigError("price.instance", wrong, f"One of {', '.join(instances.TABLE)}, or any with a price", remedy)
 
 
 def _several(teacher: TeacherSection) -> Iterator[KdError]:

@@ -1,4 +1,4 @@
-"""Files under URLs such as `s3://bucket/key`: list, read, copy here, upload. By fsspec, which brings most protocols."""
+"""Files under URLs such as `s3://bucket/key`: list, read, copy here. By fsspec, which brings most protocols."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kd.core.errors import DataError, MissingExtra
 from kd.files.storage import atomic_file
@@ -83,30 +83,6 @@ def copy_here(url: str, target: Path, where: str) -> None:
     with atomic_file(target, where) as draft, _one_line(url, where, disk=True):
         files, path = _open(url, where)
         files.get_file(path, str(draft))
-
-
-def upload(file: BinaryIO, url: str, where: str) -> None:
-    """Write the rest of an open file to a URL. It is whole or absent there."""
-    with _one_line(url, where):
-        files, path = _open(url, where)
-        target = files.open(path, "wb")
-        try:
-            while part := file.read(2**22):
-                target.write(part)
-        except BaseException:
-            with suppress(Exception):
-                target.discard()
-            with suppress(AttributeError):  # a file that is not of fsspec's own class does not upload
-                target.closed = True  # else it would upload what it has when it is deleted
-            raise
-        target.close()
-
-
-def remove(url: str, where: str) -> None:
-    """Remove a file; it is no error if there is none."""
-    with suppress(FileNotFoundError), _one_line(url, where, (FileNotFoundError,)):
-        files, path = _open(url, where)
-        files.rm_file(path)
 
 
 def _open(url: str, where: str) -> tuple[Any, str]:

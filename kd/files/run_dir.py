@@ -27,30 +27,14 @@ CHECKSUM = "choices_crc32"
 class RunDir:
     """The folder of one run. See `kd.core.contracts.RunStore`."""
 
-    def __init__(self, path: Path, rank: int = 0, keep: int = 2, mirror: str = "", shared: bool = False) -> None:
+    def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
         """Name a run folder; nothing is read or written yet.
 
-        `keep` of the newest checkpoints stay, and the best one. `mirror` is the URL of a copy; "": none. Where it is
-        `shared`, several runs on several machines may write it: the last to start does, the others go on without.
+        `keep` of the newest checkpoints stay, and the best one.
         """
         self.path, self.rank, self.keep = path, rank, keep
-        self._mirror = None
-        if mirror and rank == 0:
-            from kd.files.mirror import Mirror  # object stores: only where a copy is kept
-
-            self._mirror = Mirror(path, mirror, shared)
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
-
-    def copied(self, name: str) -> str:
-        """Return a text file of the copy; "" without a copy, or without a checkpoint in it."""
-        return self._mirror.read(name) if self._mirror is not None else ""
-
-    def restore_copy(self) -> None:
-        """Take the copy over, if one is kept; restore the folder from it if it holds no run; before `open`."""
-        if self._mirror is not None:
-            self._enter()
-            self._mirror.open()
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
         """Make the folder or enter it again; rank 0 then locks it.
@@ -94,8 +78,8 @@ class RunDir:
             content = json.loads(file.read_text()) if file.is_file() else {}
             if not isinstance(content, dict) or not isinstance(content.get("choices", {}), dict):
                 raise TypeError("no object of JSON with an object `choices`")
-            expected = content.pop(CHECKSUM, None)  # older builds wrote none
-            if expected not in (None, _checksum(content.get("choices", {}))):
+            expected = content.pop(CHECKSUM, None)
+            if expected != (_checksum(content["choices"]) if "choices" in content else None):
                 raise ValueError("`choices` were changed after they were recorded")
         except (ValueError, TypeError, RecursionError) as error:
             remedy = "Restore it, or choose another run.name"
@@ -144,8 +128,6 @@ class RunDir:
             for folder in self._folders()[: -self.keep]:
                 if folder != best_folder:
                     storage.remove_folder(folder)
-        if self._mirror is not None:
-            self._mirror.push()
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
         """Return the newest checkpoint; metrics written after it belong to steps that will be made again.
@@ -203,14 +185,8 @@ class RunDir:
             wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
             raise RunError("run.folder", wrong, "", "Remove the file") from error
 
-    def complete_copy(self) -> None:
-        if self._mirror is not None:
-            self._mirror.finish()
-
     def close(self) -> None:
-        """Wait for uploads that have begun, and release the lock."""
-        if self._mirror is not None:
-            self._mirror.close()
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -38,8 +38,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
     split = split_batch(section, num_ranks, len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()
-    # one with a mirror may have been fitted elsewhere: it is then in the copy of its run folder
-    fits = {where: fit for where, (fit, target) in folders if not fit.record.mirror and not is_fitted(target)}
+    fits = {where: fit for where, (fit, target) in folders if not is_fitted(target)}
     for model in (*(fit.student for fit in fits.values()), student_plan):
         if model.section.kind == "timm":
             require_weights(student_spec(model, data.classes))

@@ -6,11 +6,8 @@ import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from kd.config.reads import build_task
 from kd.config.schema import LossSection, TaskSection
@@ -36,7 +33,7 @@ BUDGET_SECONDS, SLOW_MS = 3.0, 400.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Milliseconds an image on this device, and what else a plan needs."""
+    """Milliseconds an image on this device, and where they were measured."""
 
     fixed: float  # of the student's step, whatever its size; milliseconds
     step: float  # Student's forward, backward and optimizer
@@ -44,13 +41,7 @@ class Measured:
     teacher: float  # teacher's forward; 0 without a teacher
     fit: float  # a training step of the teacher; 0 where it is not fitted
     load: float  # loading in one process; 0 where the images do not exist yet
-    gradient_mib: float
-    gflop: float  # arithmetic of the student's step, of an image
-    teacher_gflop: float  # arithmetic of the teacher's forward, as far as torch runs it
-    uncounted: str  # what else runs the teacher: "onnxruntime"
-    kernels: int  # operators of both
     device: str
-    accelerator: bool
     precision: str
 
 
@@ -74,7 +65,7 @@ def measure(
     few = max(1, count // 4)
     with ExitStack() as stack:
         small = stack.enter_context(Trial(distillation, live, backend, size, few))
-        gflop, teacher_gflop, kernels = _arithmetic(small, model is not None)
+        small.step()  # asks the teacher, whose outputs are kept
         if milliseconds(small.step, backend) > SLOW_MS:
             count = few
         whole = stack.enter_context(Trial(distillation, live, backend, size, count))
@@ -98,13 +89,7 @@ def measure(
         teacher=table.get("teacher", 0.0) / count,
         fit=table.get("fit", 0.0) / count,
         load=_load_ms(data.views()[0]),
-        gradient_mib=sum(p.numel() * p.element_size() for p in distillation.parameters() if p.requires_grad) / 2**20,
-        gflop=gflop / few,
-        teacher_gflop=teacher_gflop / few,
-        uncounted="" if model is None or model.runtime in ("torch", "a table") else model.runtime,
-        kernels=kernels,
         device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
-        accelerator=backend.device.type != "cpu",
         precision=str(dtype).removeprefix("torch."),
     )
 
@@ -183,32 +168,6 @@ def _fitting(teacher: Classifier, student: StudentPlan, backend: Backend) -> Dis
 
 def _adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
-
-
-class _Kernels(TorchDispatchMode):
-    """Count operators; views are no kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-def _arithmetic(trial: Trial, with_teacher: bool) -> tuple[float, float, int]:
-    """Return GFLOP of the step and of the teacher's forward, and the operators of both.
-
-    Matrix products and convolutions are counted; a multiply-add is two.
-    """
-    trial.step()  # asks the teacher, whose outputs are kept
-    with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
-        if with_teacher:
-            trial.ask()
-        teacher = counter.get_total_flops()
-        trial.step()
-    return (counter.get_total_flops() - teacher) / 1e9, teacher / 1e9, kernels.count
 
 
 def _load_ms(dataset: Dataset) -> float:

@@ -48,7 +48,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     section = data.section
     lines = [checked, *look(data.splits, section.on_corrupt, recipe.record.path, everything)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return "\n".join([*lines, "time      not measured: only one process measures; kd-plan knows several"])
+        return "\n".join([*lines, "time      not measured: only one process measures"])
     split = split_batch(section, 1, len(data.train))
     with distributed(recipe.backend) as backend:
         found = measure(recipe.teacher, recipe.student, data, split, backend, fitting=True)
@@ -60,7 +60,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
         f"time      about {clock(guess.total)}: {parts}",
         f"speed     {guess.images_per_second:.0f} images/s; {measured}; another load of this machine changes it",
     ]
-    hourly = recipe.price.per_hour or getattr(instances.find(recipe.price.instance), "per_hour", 0.0)
+    hourly = recipe.price.per_hour or instances.price_per_hour(recipe.price.instance)
     if hourly:
         lines.append(f"cost      about USD {money(hourly * guess.total / 3600)} at USD {hourly:g} an hour")
     return "\n".join(lines)

@@ -96,7 +96,7 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
         outcome, folder, holder = FITTED, None, ""
         if backend.rank == 0 and not is_fitted(target):
             try:
-                folder = stack.enter_context(open_run(record, 0, shared=True))
+                folder = stack.enter_context(open_run(record, 0))
                 outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first look
             except FolderInUse as error:
                 outcome, holder = IN_USE, str(error.wrong)
@@ -105,7 +105,7 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
         if outcome == FITTED:
             return None
         if outcome == MINE:
-            return folder or stack.enter_context(open_run(record, backend.rank, shared=True))
+            return folder or stack.enter_context(open_run(record, backend.rank))
         if backend.rank == 0:
             now = holder + _content(record.path)
             if now != seen:

@@ -123,7 +123,7 @@ class Store:
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return records [B] and which of them are whole, bool [B]; one whose logits are not all finite is not."""
+        """Return records [B] and which of them are whole, bool [B]."""
         try:
             opened = self._opened(view)
         except FileNotFoundError:
@@ -135,8 +135,6 @@ class Store:
         whole = np.array([content is not None and len(content) == size for content in found], bool)
         content = bytearray().join(part if part and len(part) == size else bytes(size) for part in found)
         records = np.frombuffer(content, self.codec.record)
-        if self.codec.num_classes:  # earlier versions of kd stored what float16 cannot hold
-            whole &= np.isfinite(records["logits"]).all(1)
         return records, whole
 
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:

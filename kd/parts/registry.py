@@ -1,8 +1,7 @@
 """Find and build parts by their file names. The folder is the registry.
 
 `kind: kl` in the section `losses` is `kd/parts/losses/kl.py`; `kind: mylab.losses.foo` is a module from outside.
-A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`. A class variable
-`Options.REMOVED` says of keys that it once had what to do instead.
+A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,
             patience=fit.patience,
-            mirror=f"{config.run.mirror.rstrip('/')}/teachers" if config.run.mirror else "",
         ),
         # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
         data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),

@@ -26,7 +26,6 @@ from kd.config.tuning import Tuning
 from kd.core.contracts import Backend
 from kd.core.errors import RunError
 from kd.core.evaluation import Task
-from kd.core.references import Referenced
 from kd.setup.data import Data, DataPlan
 from kd.setup.derived import labels_only, teacher_fit
 from kd.setup.loaders import BatchSplit
@@ -45,8 +44,6 @@ class Record:
     """The run folder."""
     keep: int
     """Checkpoints beside the best one."""
-    mirror: str
-    """URL of the copy of the run folder; "": none."""
     trackers: tuple[str, ...]
     yaml: str
     """The configuration, every key written out. Texts from the environment are references."""
@@ -164,14 +161,12 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     run, read, task = config.run, reads(config.losses), build_task(config.task)
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
     keys = flatten(configuration.to_dict(config, values=True))
-    hashed = "".join(f"# sha256 {key} {text}\n" for key, text in hashes(keys).items())
     record = Record(
         name=run.name,
         path=path,
         keep=run.keep,
-        mirror=f"{run.mirror.rstrip('/')}/{path.relative_to(run.folder).as_posix()}" if run.mirror else "",
         trackers=run.trackers,
-        yaml=configuration.dump(config) + hashed,
+        yaml=configuration.dump(config),
         keys=keys,
         shown=flatten(configuration.to_dict(config)),
     )
@@ -235,19 +230,6 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
 
 
-def hashes(keys: Mapping[str, Any]) -> dict[str, str]:
-    """Return a short hash of each value from the environment, by key: a run folder holds the reference alone.
-
-    Left out is where the data lies, and what opens it: the data's content is compared, and a token may change.
-    """
-    found = {key: value for key, value in keys.items() if isinstance(value, Referenced)}
-    return {
-        key: hashlib.sha256(f"{key}={value}".encode()).hexdigest()[:8]
-        for key, value in found.items()
-        if not key.startswith("data.") or key.startswith("data.augment.")
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Session:
     """Backend, data and batch split, as every chooser needs them."""
@@ -276,7 +258,7 @@ class Choices:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Choices:
-        """Read what `record` returned; entries of older versions that nothing depends on are dropped."""
+        """Read what `record` returned."""
         try:
             modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
             return cls(
@@ -305,12 +287,10 @@ FREE = (
     "run.name",
     "run.folder",
     "run.keep",
-    "run.mirror",
     "run.trackers",
     "run.every.",
     "data.root",
     "data.copies",
-    "data.listing",
     "data.exclude",
     "data.test",  # test_split and its like: no weight depends on them
     "data.workers",
@@ -329,25 +309,12 @@ FREE = (
 )
 
 
-# Keys that are younger than fitted teachers: at its default such a key is no part of their hash.
-YOUNGER = (
-    "run.patience",
-    "data.balance",
-    "data.augment.erase",
-    "student.tuning.",
-    "teacher.fit.patience",
-    "teacher.fit.tuning.",
-    "losses.0.class_weights",
-)
-
-
 def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
     """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
-    found, defaults = {}, flatten(configuration.to_dict(Config()))
+    found = {}
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
         free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # `module:function` names the kind
-        keys = {k: v for k, v in keys.items() if not k.startswith(YOUNGER) or v != defaults.get(k)}
         counts = {key: value for key, value in keys.items() if not key.startswith(free) or key == "run.every.evaluate"}
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]

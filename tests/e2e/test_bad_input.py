@@ -455,13 +455,6 @@ def test_a_pickle_in_a_teacher_s_folder_never_runs(written, refused, teacher, tm
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_flag_that_is_gone_says_what_to_do_instead(refused):
-    assert refused("report", "RUN", "--live").startswith(
-        "kd-report: unrecognized arguments: --live. --live is gone: kd-report writes the page of a run that goes, too."
-    )
-    assert "is gone" not in refused("report", "RUN", "--lives")
-
-
 class Touch:
     """A pickle that leaves a file where it is read."""
 

@@ -42,7 +42,6 @@ COMMANDS = (
     "launch",
     "parts",
     "report",
-    "plan",
     "sweep",
 )
 WITH_CONFIG = ("train", "teach", "cache")

@@ -83,10 +83,9 @@ def test_a_teacher_that_is_code_is_not_built(run, edited, command, refused, tmp_
         {"run": {"name": {"kind": "foreign.part"}}, "sifter": {"kind": "${run.name.kind}"}},
     ],
 )
-def test_no_module_is_imported(sections, run, edited, refused, touched, written):
+def test_no_module_is_imported(sections, run, edited, refused, touched):
     edited(**sections)
-    reads = [("report", run), ("report", run, "--price"), ("evaluate", run), ("export", run)]
-    for words in (*reads, ("plan", written(), "--on", "p4d.24xlarge", "--run", run)):
+    for words in (("report", run), ("report", run, "--price"), ("evaluate", run), ("export", run)):
         told = refused(*words)
         assert "names the module 'foreign.part'" in told
         assert "--trust" in told

@@ -102,29 +102,6 @@ def test_bfloat16_autocast_is_the_cpus(plain):
     assert xla.losses() != pytest.approx(exact.losses(), rel=1e-5)  # it does compute in bfloat16
 
 
-def test_a_rehearsal_makes_every_graph_and_writes_nothing(train, run_file, tmp_path, monkeypatch):
-    from kd import config
-    from kd.jobs.precompile import compile_only
-    from kd.parts.backends.xla import _samples
-
-    monkeypatch.chdir(tmp_path)
-    # shapes of its own, so that no other test has compiled these graphs
-    overrides = ["backend.kind=xla", "run.steps=12", "run.every.log=4", "run.every.checkpoint=12"]
-    overrides += ["data.micro_batch=4", "run.baseline=true"]
-    before = _samples("CompileTime")
-    said = compile_only(config.load(run_file, [*overrides, f"run.folder={tmp_path / 'runs'}"]))
-    rehearsed = _samples("CompileTime")
-    assert rehearsed > before
-    assert f"compiles so far {rehearsed}" in said
-    assert list(tmp_path.iterdir()) == []
-    run = train(*("xla", *overrides[1:]))
-    assert [row["step"] for row in run.rows()] == [4, 8, 12]
-    # all that is left is what happens once around a run: moving the weights, a checkpoint's test for finite ones, and
-    # the last score, for which the best checkpoint is loaded
-    assert _samples("CompileTime") - rehearsed <= 4
-    assert [row["compiles"] for row in run.rows()] == [rehearsed] * 3
-
-
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(clip):
     """Neither weights nor moments, in the first step or later. AdamW counts its steps on the host, which goes on."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kd.core.references import redact
 from kd.core.scores import Scores
 from kd.core.text import html_table, percent
 from kd.core.types import State
@@ -67,9 +66,9 @@ class Console:
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
         if text and self._page is not None:
-            self._page.line(redact(text))
+            self._page.line(text)
         elif text and not self.quiet:
-            (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
+            (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
     def step(self, state: State, progress: float) -> None:
         if self._first_progress is None:

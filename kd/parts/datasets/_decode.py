@@ -9,7 +9,7 @@ import re
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -134,19 +134,6 @@ class Names:
             self._count += len(block)
             self.size += len(joined) + bool(self.size)
         self._packed, self._last = bytes(packed), (-1, [b""])
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Names:
-        """Return the names that `arrays` were made of."""
-        names = cls(())
-        names._packed, names._starts = arrays["packed"].tobytes(), array("q", arrays["starts"].tobytes())
-        names._count, names.size = arrays["counts"].tolist()
-        return names
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the names as arrays, to be kept in a file."""
-        counts = np.array([self._count, self.size])
-        return {"packed": np.frombuffer(self._packed, np.uint8), "starts": np.asarray(self._starts), "counts": counts}
 
     def __len__(self) -> int:
         return self._count

@@ -6,7 +6,7 @@ import os
 import posixpath
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,16 +74,12 @@ class ImageFolder(Listed):
         labels: np.ndarray,
         classes: Sequence[str],
         notes: Sequence[str],
-        known: str = "",
     ) -> None:
-        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets.
-
-        `known`: the fingerprint, where it was computed before.
-        """
+        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets."""
         self.classes, self.notes = tuple(classes), tuple(notes)
         self._root = os.fsencode(root)
         self._names, self._labels, self._stamps = files.names, labels, files.stamps
-        self.fingerprint = known or fingerprint(self.classes, files.names, labels, files.sizes)
+        self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
 
     @property
     def names(self) -> Names:
@@ -112,7 +108,6 @@ class Listing(NamedTuple):
     folders: list[bytes]  # those that directly hold images, as paths in the root
     folder_of: np.ndarray  # the position of each image's folder, int32 [N]
     notes: tuple[str, ...]  # what is left out, a line each
-    visited: Mapping[bytes, int]  # all folders, and when an entry of each was last made or removed, in ns
 
 
 def scan(root: str, folder: bytes) -> Listing:
@@ -125,7 +120,7 @@ def scan(root: str, folder: bytes) -> Listing:
     files = Files.of(scanned.images(folder))
     folder_of = np.asarray(scanned.folder_of)
     notes = (*_unread(scanned.other), *scanned.without_images())
-    return Listing(files, [*scanned.holding], folder_of, notes, scanned.folders)
+    return Listing(files, [*scanned.holding], folder_of, notes)
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
@@ -137,8 +132,7 @@ class _Scan:
 
     def __init__(self, root: str) -> None:
         self._root = os.fsencode(root)
-        self.folders: dict[bytes, int] = {}
-        """All of them, and the time of each in ns."""
+        self.folders: list[bytes] = []
         self.holding: dict[bytes, int] = {}
         """Folders that directly hold images, and their position."""
         self.folder_of = array("i")
@@ -162,7 +156,8 @@ class _Scan:
         """List a folder; `above`: the folders that lead here."""
         path = os.path.join(self._root, relative) if relative else self._root
         entries, status = entries_of(path)
-        self.folders[relative], here = status.st_mtime_ns, (status.st_dev, status.st_ino)
+        self.folders.append(relative)
+        here = status.st_dev, status.st_ino
         if here in above:
             raise DataError(WHERE, f"the folder '{text(path)}' is a link to a folder above it", "", "Remove the link")
         found: list[tuple[bytes, File | None]] = []
@@ -182,9 +177,7 @@ class _Scan:
             while folder not in holding:
                 holding.add(folder)
                 folder = posixpath.dirname(folder)
-        bare = sorted(
-            name for name in [*self.folders][1:] if name not in holding and posixpath.dirname(name) in holding
-        )
+        bare = sorted(name for name in self.folders[1:] if name not in holding and posixpath.dirname(name) in holding)
         if not bare:
             return []
         words = "1 folder has" if len(bare) == 1 else f"{len(bare)} folders have"

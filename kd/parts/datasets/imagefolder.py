@@ -12,7 +12,6 @@ from kd.core.errors import DataError, did_you_mean
 from kd.core.types import DatasetFacts, file_key
 from kd.parts.datasets._decode import Column, first_few, label_images, part
 from kd.parts.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
-from kd.parts.datasets._kept import Made, kept
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -21,8 +20,6 @@ ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "te
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """Where the folders lie and how they are split."""
-
-    REMOVED = dict.fromkeys(("train_list", "val_list"), "Set data.kind=csv, which has this key")
 
     root: str = file_key()
     """Folder of the images. A class is the path of the folder that directly holds images: `apple`, `fruit/apple`."""
@@ -37,10 +34,6 @@ class Options:
     folders, or of `train_split`, where `test_split` is set."""
     unlabelled: str = "unlabelled"
     """With `labels: some`, the folder beside the classes' whose images have no label."""
-
-    listing: str = ""
-    """Folder in which the listing is kept, for folders that take minutes to list. The next run uses it if no folder has
-    changed, nor any of 1,000 files. It does not see other files that were written in place. Empty: none is kept."""
 
     def __post_init__(self) -> None:
         if not self.root:
@@ -61,15 +54,6 @@ def facts(options: Options) -> DatasetFacts:
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
     """List the images of a split; without labels they may lie in any folders."""
     root = find_root(options.root)
-    if not options.listing:
-        return _listed(options, root, split, classes, labels)[0]
-    own = [getattr(options, key) for key in ("train_split", "val_split", "test_split", "val_fraction", "unlabelled")]
-    asked = [*own, split, labels, classes and list(classes)]
-    return kept(options.listing, root, asked, lambda: _listed(options, root, split, classes, labels))
-
-
-def _listed(options: Options, root: str, split: str, classes: Sequence[str] | None, labels: str) -> Made:
-    """List the images below a root."""
     folder, shared = b"", bool(options.val_fraction) and split != "test"
     if shared and not options.test_split:
         listing = scan(root, b"")
@@ -94,7 +78,7 @@ def _listed(options: Options, root: str, split: str, classes: Sequence[str] | No
     if shared:
         ids = part(files.names, label, options.val_fraction, split)
         files, label = files.take(ids), label[ids]
-    return ImageFolder(root, files, label, order, notes), files.sizes, listing.visited
+    return ImageFolder(root, files, label, order, notes)
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:

@@ -30,8 +30,6 @@ NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
 class Options:
     """Where images and labels lie."""
 
-    REMOVED = {"ending": "Leave it out: a name may lack its ending"}
-
     root: str = file_key()
     """Folder of the images."""
     train_labels: str = file_key(within="root")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -21,10 +20,6 @@ class Options:
     """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
     """Last share of the run, in which epochs visit all images."""
-
-    REMOVED: ClassVar[dict[str, str]] = {
-        "balance": "Set data.balance to the share of the images that an epoch draws, without a sifter"
-    }
 
 
 class Random(Planned):

@@ -184,8 +184,7 @@ class RunRecord:
     def per_hour(self) -> float:
         """US dollars an hour for all machines; 0: no price is known."""
         own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
-        listed = instances.find(str(self.keys.get("price.instance", "")))
-        return self.machines * (own or (listed.per_hour if listed else 0.0))
+        return self.machines * (own or instances.price_per_hour(str(self.keys.get("price.instance", ""))))
 
     @property
     def cost(self) -> float:

@@ -140,7 +140,6 @@ def test_sections_of_extra_are_joined_to_those_of_the_request(food, command, tmp
 def test_shards_and_weights_become_channels(food):
     keys = {
         "run.name": "a",
-        "run.mirror": "s3://b/runs",
         "data.train": "s3://b/shards/train-{0..9}.tar",
         "teacher.checkpoint": "s3://b/teacher/model.safetensors",
         "student.checkpoint": "s3://b/student",
@@ -156,7 +155,6 @@ def test_shards_and_weights_become_channels(food):
         "student-checkpoint": "s3://b/student/",
     }
     found = request["HyperParameters"]
-    assert found["run.mirror"] == "s3://b/runs"
     assert found["data.train"] == "/opt/ml/input/data/data-train/train-{0..9}.tar"
     assert found["teacher.checkpoint"] == "/opt/ml/input/data/teacher-checkpoint/model.safetensors"
     assert found["student.checkpoint"] == "/opt/ml/input/data/student-checkpoint"
@@ -224,8 +222,8 @@ def test_weights_of_further_teachers_become_channels(food, command):
 
 def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to_be():
     """The check's list of keys comes from the schema: a new key that names files must say so."""
-    written = {"run.name", "run.folder", "run.mirror", "data.copies", "teacher.cache.path"}
-    written |= {"teacher.fit.folder", "data.listing"}
+    written = {"run.name", "run.folder", "data.copies", "teacher.cache.path"}
+    written |= {"teacher.fit.folder"}
     inside = {"data.train_split", "data.val_split", "data.test_split", "data.unlabelled", "data.ending"}
     inside |= {"data.image_keys"}
     inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard

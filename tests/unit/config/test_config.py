@@ -16,10 +16,9 @@ from omegaconf import OmegaConf
 from kd import config
 from kd.config import Config, dump, explain, load, schema, to_dict
 from kd.config.load import _out_of_range
-from kd.core.errors import ConfigError, ConfigErrors, KdError, RunError
+from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.host import environment
 from kd.core.references import redact
-from kd.jobs.folder import open_run
 from kd.parts import registry
 from kd.setup.recipe import resolve
 
@@ -58,7 +57,7 @@ def test_everything_wrong_is_in_one_report():
     }
     found = errors_of(raw)
     expected = {
-        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, mirror, name, "
+        "run.epoks": "run.epoks: no such key. Allowed: baseline, epochs, every, folder, keep, name, "
         "patience, seed, steps, trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
@@ -542,20 +541,6 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
         assert SECRET not in str(one.record.shown)
         assert SECRET in one.record.keys.values()
     assert resolve(recipe.teacher.fits["teacher"]).record.shown["student.model"] == "${oc.env:KD_TOKEN}"
-
-
-def test_another_value_behind_the_same_reference_is_another_run(monkeypatch, tmp_path):
-    def begin():
-        recipe = resolve(load(minimal(), [f"run.folder={tmp_path}", "student.model=${oc.env:KD_MODEL}"]))
-        with open_run(recipe.record, 0) as folder:
-            (folder.checkpoints / "step_00000001").mkdir(exist_ok=True)
-
-    monkeypatch.setenv("KD_MODEL", "vit_tiny_patch16_224")
-    begin()
-    begin()
-    monkeypatch.setenv("KD_MODEL", "vit_small_patch16_224")
-    with pytest.raises(RunError, match=r"differs in student\.model \(another value of \$\{oc\.env:KD_MODEL\}\)"):
-        begin()
 
 
 def test_the_record_of_a_run_is_read_where_its_variables_are_not_set():

@@ -97,21 +97,6 @@ def test_logits_beyond_float16_are_an_error_that_names_the_key_and_are_not_store
     assert not list(tmp_path.glob("*.logits"))
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_record_that_is_not_finite_is_missing(tmp_path, live, value):
-    """As earlier versions wrote them, checksums and all."""
-    stored = CachedTeacher(live, opened(tmp_path, "fp16"))
-    logits = np.zeros((3, CLASSES), np.float16)
-    logits[1, 2] = value
-    stored.store.write(0, [0, 1, 2], [logits], [0, 0, 0])
-    assert stored.store.missing(0).tolist() == [1, *range(3, IMAGES)]
-    before = live.images
-    assert torch.equal(ask(stored, batch([0, 1, 2]))[0][1], live(batch([1])).logits[0].half().float())
-    assert live.images - before == 2
-    stored.flush()
-    assert 1 not in stored.store.missing(0)
-
-
 def test_views_are_kept_apart(tmp_path, live):
     stored = CachedTeacher(live, opened(tmp_path))
     for view in (0, 1):

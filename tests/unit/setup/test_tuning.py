@@ -436,12 +436,6 @@ def test_the_length_of_a_balanced_run_is_told(settings, make, share, steps):
     assert len(make(key).run.sifter.plan(0, 0.0).ids) == 8 * steps
 
 
-def test_the_sifters_key_says_what_replaces_it(settings):
-    with pytest.raises(ConfigError, match=r"^sifter\.balance: no such key.*data\.balance"):
-        config.load(settings, ["sifter.kind=random", "sifter.balance=true"])
-    config.load(settings, ["sifter.kind=random", "sifter.balance=false"])  # the record of an older run
-
-
 def test_the_optimizer_of_a_run_has_the_groups(settings, make):
     made = make("student.tuning.layer_decay=0.5")
     plan = resolve(config.load(settings, ["student.tuning.layer_decay=0.5"])).loop

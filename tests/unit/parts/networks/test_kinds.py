@@ -26,7 +26,6 @@ from kd.models.classifier import main_output
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers
-from kd.study.report.plan import plan
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 KINDS = ("transformers", "zero_shot", "torch", "onnx", "answers")
@@ -396,12 +395,6 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
     with (tmp_path / "weights.bin").open("ab") as file:
         file.write(b"1")
     assert beside.identity()["teacher"] != before
-
-
-def test_a_plan_says_that_it_leaves_a_graph_out(made, bare):
-    """Its arithmetic is not counted: hours on a GPU were those of the student alone."""
-    chosen = config.load(merged(bare, {"teacher": made["onnx"]}))
-    assert "left out: the teacher, which runs in onnxruntime" in plan(resolve(chosen), ["p4d.24xlarge"])
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
