@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import tarfile
 import urllib.request
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from pieces import base, merged, paint
+from pieces import base, given, merged, paint
 
 import kd  # before torch: it tells OpenMP how to wait
 
@@ -43,12 +45,39 @@ def alone(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory) -> Path:
+def once(tmp_path_factory) -> Callable[..., Path]:
+    """Build a folder in the first worker that asks, for all of them: `once("name", build)`, `build(folder)` a path.
+
+    Nobody writes into it; a test that must, copies it.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def obtain(name: str, build: Callable[[Path], Path]) -> Path:
+        folder, done = root / "once" / name, root / "once" / f"{name}.done"
+        folder.parent.mkdir(exist_ok=True)
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker in which it failed
+                folder.mkdir()
+                done.write_text(str(build(folder)))
+        return Path(done.read_text())
+
+    return obtain
+
+
+@pytest.fixture(scope="session")
+def photos(once) -> Path:
     """A folder of 36 training and 13 validation images of three classes. Do not write into it."""
-    root = tmp_path_factory.mktemp("photos")
-    paint(root / "train", (12, 12, 12), seed=1)
-    paint(root / "val", (4, 4, 5), seed=2)
-    return root
+
+    def build(root: Path) -> Path:
+        paint(root / "train", (12, 12, 12), seed=1)
+        paint(root / "val", (4, 4, 5), seed=2)
+        return root
+
+    return once("photos", build)
 
 
 @pytest.fixture
@@ -64,50 +93,59 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def teacher(photos, tmp_path_factory) -> Path:
+def teacher(photos, once) -> Path:
     """An export folder: a ViT fitted on `photos`. Do not write into it."""
     from kd import config
     from kd.jobs.teach import teach
 
-    settings = base(photos, tmp_path_factory.mktemp("teacher"))
-    settings["teacher"]["fit"]["epochs"] = 3
-    return teach(config.load(settings))[0].absolute()
+    def build(folder: Path) -> Path:
+        settings = base(photos, folder)
+        settings["teacher"]["fit"]["epochs"] = 3
+        return teach(config.load(settings))[0].absolute()
+
+    return once("teacher", build)
 
 
 @pytest.fixture(scope="session")
-def steady(photos, tmp_path_factory) -> Path:
+def steady(photos, once) -> Path:
     """A teacher whose bits do not depend on an image's neighbours in the batch: heads of 16, as BLAS likes them."""
     from kd import config
     from kd.jobs.teach import teach
 
-    made = base(photos, tmp_path_factory.mktemp("steady"))
-    made["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
-    made["teacher"]["fit"]["epochs"] = 1
-    return teach(config.load(made))[0].absolute()
+    def build(folder: Path) -> Path:
+        settings = base(photos, folder)
+        settings["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
+        settings["teacher"]["fit"]["epochs"] = 1
+        return teach(config.load(settings))[0].absolute()
+
+    return once("steady", build)
 
 
 @pytest.fixture(scope="session")
-def photographs(tmp_path_factory) -> Path:
+def photographs(once) -> Path:
     """Two real photographs of each of 28 kinds of fruit, in three splits. Do not write into it."""
     path = SHARED / "grocery-fruit.tar"
     if not path.is_file():
         pytest.skip("grocery-fruit.tar is not here; set KD_TEST_DATA to its folder")
-    root = tmp_path_factory.mktemp("photographs")
-    seen: dict[str, int] = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            folder = member.name.rpartition("/")[0]
-            if member.isfile() and folder.count("/") == 2 and seen.setdefault(folder, 0) < 2:
-                seen[folder] += 1
-                archive.extract(member, root, filter="data")
-    return root / "grocery-fruit"
+
+    def build(root: Path) -> Path:
+        seen: dict[str, int] = {}
+        with tarfile.open(path) as archive:
+            for member in archive:
+                folder = member.name.rpartition("/")[0]
+                if member.isfile() and folder.count("/") == 2 and seen.setdefault(folder, 0) < 2:
+                    seen[folder] += 1
+                    archive.extract(member, root, filter="data")
+        return root / "grocery-fruit"
+
+    return once("photographs", build)
 
 
 @pytest.fixture
 def settings(photos, teacher, tmp_path) -> dict[str, Any]:
     """A configuration with `teacher` and `photos`, run folders in `tmp_path`; change it as you like."""
     made = base(photos, tmp_path)
-    made["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    made["teacher"] = given(teacher)
     return made
 
 
@@ -162,24 +200,45 @@ def inside(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def distilled(photos, teacher, tmp_path_factory) -> Path:
+def distilled(photos, teacher, once) -> Path:
     """A finished run folder: a student that has learned `photos`. Do not write into it."""
     from kd import config
     from kd.jobs.train import train
 
-    settings = base(photos, tmp_path_factory.mktemp("distilled"))
-    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
-    settings["run"]["epochs"] = 6
-    return train(config.load(settings)).folder
+    def build(folder: Path) -> Path:
+        settings = base(photos, folder)
+        settings["teacher"] = given(teacher)
+        settings["run"]["epochs"] = 6
+        return train(config.load(settings)).folder
+
+    return once("distilled", build)
 
 
 @pytest.fixture(scope="session")
-def exported(distilled, tmp_path_factory) -> Path:
+def exported(distilled, once) -> Path:
     """What `kd-export --int8 --pt2` writes for `distilled`. Do not write into it."""
     from kd.deploy.export.export import Options, export
 
-    target = tmp_path_factory.mktemp("exported") / "export"
-    return export(distilled, target, Options(int8=True, pt2=True, max_drop=0.2)).folder
+    options = Options(int8=True, pt2=True, max_drop=0.2)
+    return once("exported", lambda folder: export(distilled, folder / "export", options).folder)
+
+
+@pytest.fixture(scope="session")
+def embedded(photos, teacher, once) -> Path:
+    """A finished run folder of an embedding student, with its export. Do not write into it."""
+    from kd import config
+    from kd.deploy.export.export import Options, export
+    from kd.jobs.train import train
+
+    def build(folder: Path) -> Path:
+        settings = base(photos, folder)
+        settings["teacher"] = {**given(teacher), "cache": {"views": 1}}
+        settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+        run = train(config.load(settings)).folder
+        export(run, options=Options(int8=True, max_drop=0.2))
+        return run
+
+    return once("embedded", build)
 
 
 @pytest.fixture(scope="session")
@@ -208,18 +267,3 @@ def aws(_moto, monkeypatch) -> Iterator[Callable[[str], Any]]:
     boto3.client("s3").create_bucket(Bucket="bucket")
     yield boto3.client
     boto3.DEFAULT_SESSION = None
-
-
-@pytest.fixture(scope="session")
-def embedded(photos, teacher, tmp_path_factory) -> Path:
-    """A finished run folder of an embedding student, with its export. Do not write into it."""
-    from kd import config
-    from kd.deploy.export.export import Options, export
-    from kd.jobs.train import train
-
-    settings = base(photos, tmp_path_factory.mktemp("embedded"))
-    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32", "cache": {"views": 1}}
-    settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
-    folder = train(config.load(settings)).folder
-    export(folder, options=Options(int8=True, max_drop=0.2))
-    return folder

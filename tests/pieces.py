@@ -42,6 +42,11 @@ def base(photos: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def given(teacher: Path) -> dict[str, Any]:
+    """The section of a teacher that is there."""
+    return {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+
+
 def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of metrics without what a clock told."""
     clocks = ("seconds", "images_per_second", "step_ms", "data_wait")
