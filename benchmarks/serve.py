@@ -45,10 +45,11 @@ LITSERVE = """
 import base64, io, sys
 import litserve as ls, numpy as np, onnxruntime as ort
 from pathlib import Path
-from kd.deploy.serve.answers import predictions
-from kd.deploy.serve.images import prepare
+from kd.deploy.serve.responses import predictions
+from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import describe, load
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import load
 
 class API(ls.LitAPI):
     def setup(self, device):

@@ -29,10 +29,11 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
 from _record import write
-from kd.deploy.serve.answers import predictions
-from kd.deploy.serve.images import decode
-from kd.deploy.serve.model import Model, describe, load
-from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, Watch, measure
+from kd.deploy.serve.decoding import decode
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import LoadedGraph, load
+from kd.deploy.serve.responses import predictions
+from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, ShiftWatch, measure
 
 REFERENCE, STREAM, CHANGED = 2000, 2000, 1000
 Change = Callable[[Image.Image], Image.Image]
@@ -71,7 +72,9 @@ CHANGES: dict[str, Change] = {
 MIXES = {"one label in 40 %": 0.4, "one label in 25 %": 0.25, "every second label three times as often": 0.0}
 
 
-def answered(model: Model, paths: Sequence[Path], change: Change | None = None) -> list[tuple[dict[str, Any], tuple]]:
+def answered(
+    model: LoadedGraph, paths: Sequence[Path], change: Change | None = None
+) -> list[tuple[dict[str, Any], tuple]]:
     """Return the answer of each image and what is measured of its pixels."""
     found = []
     for path in paths:
@@ -99,7 +102,7 @@ def mixed(rng: np.random.Generator, pool: np.ndarray, truth: np.ndarray, share: 
     return rng.permutation(np.concatenate([group[:count] for group, count in zip(groups, counts, strict=True)]))
 
 
-def reference(model: Model, answers: Sequence[tuple[dict, tuple]], numbers: Sequence[str]) -> Reference:
+def reference(model: LoadedGraph, answers: Sequence[tuple[dict, tuple]], numbers: Sequence[str]) -> Reference:
     """Return the reference that these answers give, with some of the numbers."""
     empty = Reference.of(model.labels, (), True)
     made = Reference(model.labels, {name: BOUNDS[name] for name in numbers}, empty.tally, True)
@@ -115,7 +118,7 @@ def _some(measures: tuple, numbers: Sequence[str]) -> tuple:
 
 def watched(of: Reference, clean: Sequence[tuple], changed: Sequence[tuple]) -> dict[str, Any]:
     """Return the alarms of the clean part, and after how many changed images each alarm came."""
-    watch, numbers = Watch(of), list(of.bounds)
+    watch, numbers = ShiftWatch(of), list(of.bounds)
     for answer, measures in clean:
         watch.add(answer, _some(measures, numbers))
     row: dict[str, Any] = {f"false_{name}": count for name, count in watch.alarms.items()}
@@ -131,7 +134,7 @@ def watched(of: Reference, clean: Sequence[tuple], changed: Sequence[tuple]) -> 
     return row | {"changed": len(changed), "expected_accuracy": round(float(np.mean(confidence or [0])), 4)}
 
 
-def streams(model: Model, images: Path, unknown: Path | None, count: int, limit: int) -> Iterator[dict[str, Any]]:
+def streams(model: LoadedGraph, images: Path, unknown: Path | None, count: int, limit: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each stream, kind of change and set of numbers."""
     rng = np.random.default_rng(0)
     paths = {name: sorted((images / name).iterdir()) for name in os.listdir(images)}
@@ -164,7 +167,7 @@ def streams(model: Model, images: Path, unknown: Path | None, count: int, limit:
                 yield row | {"accuracy": round(float(np.mean(hits)), 4) if hits else ""}
 
 
-def cost(export: Path, photo: bytes, answers: Sequence[tuple], model: Model, posts: int = 1500) -> dict[str, Any]:
+def cost(export: Path, photo: bytes, answers: Sequence[tuple], model: LoadedGraph, posts: int = 1500) -> dict[str, Any]:
     """Return the CPU time of what is counted beside that of an answer of the endpoint, microseconds an image."""
     argv = [sys.executable, "-m", "kd.cli", "serve", str(export), "--port", "0", "--threads", "1", "--quiet"]
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
@@ -192,7 +195,7 @@ def cost(export: Path, photo: bytes, answers: Sequence[tuple], model: Model, pos
         server.wait()
     with Image.open(io.BytesIO(photo)) as image:
         pixels = decode(image, model.size, model.crop).pixels
-    rounds, watch = [], Watch(reference(model, answers[:REFERENCE], list(BOUNDS)))
+    rounds, watch = [], ShiftWatch(reference(model, answers[:REFERENCE], list(BOUNDS)))
     for _ in range(5):
         start = time.process_time()
         for answer, _ in answers[:2000]:

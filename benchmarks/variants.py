@@ -67,7 +67,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     """Write an export of a model with random weights, with all graphs that can be made here."""
     import torch
 
-    from kd.deploy.export.folder import complete, new_export
+    from kd.deploy.export.package import complete, new_export
     from kd.models import runtimes
     from kd.models.load import Spec, load
     from kd.models.timm_folder import export_files

@@ -116,7 +116,7 @@ def _deploy(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import hosting_requests
-        from kd.deploy.serve.model import describe
+        from kd.deploy.serve.description import describe
 
         model = describe(options.export)
         requests = hosting_requests(_hosting(options, model.name))
@@ -145,7 +145,7 @@ def _transform(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import transform_requests
-        from kd.deploy.serve.model import describe
+        from kd.deploy.serve.description import describe
 
         hosting = _hosting(options, describe(options.export).name)
         output = options.to or f"{options.output}/transform/{hosting.name}"

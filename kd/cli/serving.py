@@ -102,14 +102,14 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         from kd.deploy.serve.limits import Limits
-        from kd.deploy.serve.server import Settings, serve
+        from kd.deploy.serve.server import ServeOptions, serve
 
         hosted = options.folder == SAGEMAKER_WORD
         if options.drain_seconds is None:
             options.drain_seconds = DRAIN if hosted else 0
         serve(
             taken(
-                Settings,
+                ServeOptions,
                 options,
                 folder=Path(SAGEMAKER_MODEL if hosted else options.folder),
                 host=options.host or ("0.0.0.0" if hosted else "127.0.0.1"),
@@ -214,9 +214,9 @@ def predict(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        from kd.deploy.predict.run import Settings, predict
+        from kd.deploy.predict.predict import PredictOptions, predict
 
-        result = predict(taken(Settings, options))
+        result = predict(taken(PredictOptions, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
         hosts = f" on {result.hosts} hosts" if options.ray else ""

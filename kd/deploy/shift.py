@@ -84,7 +84,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ShiftResult:
     """What a test found."""
 
     images: int
@@ -179,12 +179,12 @@ class Reference:
                 _fill(row[made.index[label]], text)
         return made
 
-    def compare(self, tally: Tally) -> Finding:
+    def compare(self, tally: Tally) -> ShiftResult:
         """Test images that came in against those of validation."""
         appearance, difference = self._appearance(tally)
         labels, mix = self._labels(tally)
         mean = tally.confidence / max(tally.images, 1) if CONFIDENCE in self.bounds else math.nan
-        return Finding(tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean)
+        return ShiftResult(tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean)
 
     def notes(self, tally: Tally) -> tuple[str, ...]:
         """Return the expected accuracy of images that came in and how they differ, as lines for a person."""
@@ -233,14 +233,14 @@ class Reference:
         return float(max(found)), text
 
 
-class Watch:
+class ShiftWatch:
     """A stream of answers, tested every `WINDOW` images. Not thread-safe."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
         self.answered: Counter[str] = Counter()
         """How often each label was answered. An image may have several, or none."""
-        self.found = Finding(0, 0.0, 0.0, "", "", math.nan)
+        self.found = ShiftResult(0, 0.0, 0.0, "", "", math.nan)
         """Of the last test; of appearance and labels the span with the least p-value."""
         self.alarms = dict.fromkeys(self.found.alarms, 0)
         """Windows that raised each alarm."""
@@ -262,14 +262,14 @@ class Watch:
             return []
         return self.found.lines or ["the photographs are like those of validation again"]
 
-    def _test(self) -> Finding:
+    def _test(self) -> ShiftResult:
         self._windows.append(self._open)
         self._tested, self._open = self.all, self.reference.empty()
         windows = list(self._windows)
         found = [self.reference.compare(Tally.joined(windows[-span:])) for span in SPANS if span <= len(windows)]
         appearance, labels = max(found, key=lambda one: one.appearance), max(found, key=lambda one: one.labels)
         joined = math.log10(len(SPANS))
-        made = Finding(
+        made = ShiftResult(
             images=WINDOW,
             appearance=max(0.0, appearance.appearance - joined),
             labels=max(0.0, labels.labels - joined),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 MANIFEST = "manifest.json"
 
 
-class Graph(NamedTuple):
+class GraphFile(NamedTuple):
     """What a file of an export is, by its name."""
 
     runtime: str
@@ -20,11 +20,11 @@ class Graph(NamedTuple):
 
 
 GRAPHS = {
-    "model.onnx": Graph("onnxruntime", "float32", ""),
-    "model.int8.onnx": Graph("onnxruntime", "int8", "--int8"),
-    "openvino.xml": Graph("openvino", "float32", "--openvino"),
-    "openvino.bf16.xml": Graph("openvino", "bf16", "--compare"),
-    "openvino.int8.xml": Graph("openvino", "int8", "--int8"),
+    "model.onnx": GraphFile("onnxruntime", "float32", ""),
+    "model.int8.onnx": GraphFile("onnxruntime", "int8", "--int8"),
+    "openvino.xml": GraphFile("openvino", "float32", "--openvino"),
+    "openvino.bf16.xml": GraphFile("openvino", "bf16", "--compare"),
+    "openvino.int8.xml": GraphFile("openvino", "int8", "--int8"),
 }
 """The graphs that an endpoint can serve."""
 

@@ -74,7 +74,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
-            from kd.deploy.export.folder import write_folder  # these two only where a teacher was fitted
+            from kd.deploy.export.package import write_folder  # these two only where a teacher was fitted
             from kd.study.finished import best_student
 
             student, provenance = best_student(folder, recipe.student, data.section, data.classes)

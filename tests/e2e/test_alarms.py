@@ -112,7 +112,7 @@ def test_a_stream_that_shifts(large, photos):
         assert shifted[f'kd_confidence_bucket{{le="{bound}"}}'] == (scores <= bound).sum()
     logged = [line for line in server.errors.splitlines() if "not like those of validation" in line]
     assert len(logged) == 1
-    assert " WARNING kd.deploy.serve " in logged[0]
+    assert " WARNING kd.serve " in logged[0]
     assert "brightness at most 16 in 100%" in logged[0]
     assert shifted["kd_expected_accuracy"] == pytest.approx(scores[-WINDOW:].mean(), abs=1e-5)
 

@@ -28,7 +28,8 @@ import torch
 from PIL import Image
 from serving import ROOT, Reply, Running, validation
 
-from kd.deploy.serve.model import describe, load
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import load
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ import kd.cli.serving, kd.deploy.serve.server
 from kd.deploy.serve import app
 from kd.deploy.serve.connection import DrainingServer
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import describe
+from kd.deploy.serve.description import describe
 from kd.deploy.serve.service import Service
 service = Service(describe(pathlib.Path(sys.argv[1])), Limits(), 1, 1)
 service.load()
@@ -215,8 +216,8 @@ def test_connections_that_never_ask(exported):
     assert Limits().header_seconds == 10
     code = (
         "import sys\nfrom pathlib import Path\nfrom kd.deploy.serve.limits import Limits\n"
-        "from kd.deploy.serve.server import Settings, serve\n"
-        "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=Limits(header_seconds=1.0)))"
+        "from kd.deploy.serve.server import ServeOptions, serve\n"
+        "serve(ServeOptions(folder=Path(sys.argv[1]), port=0, limits=Limits(header_seconds=1.0)))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

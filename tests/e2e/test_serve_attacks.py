@@ -144,9 +144,9 @@ def test_a_client_that_hangs_up_is_no_bug(exported):
 def test_connections_beyond_the_limit_are_for_health_checks(exported):
     code = (
         "import sys\nfrom pathlib import Path\nfrom kd.deploy.serve.limits import Limits\n"
-        "from kd.deploy.serve.server import Settings, serve\n"
+        "from kd.deploy.serve.server import ServeOptions, serve\n"
         "limits = Limits(max_connections=4, spare_connections=2)\n"
-        "serve(Settings(folder=Path(sys.argv[1]), port=0, limits=limits))"
+        "serve(ServeOptions(folder=Path(sys.argv[1]), port=0, limits=limits))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, exported], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

@@ -17,7 +17,7 @@ import pytest
 from kd.cluster.group import QUIET, RAY_MARK, Node
 from kd.cluster.hosts import Hosts, end_marked, free_ports, marked, signal_all
 from kd.core.errors import ModelError
-from kd.deploy.predict.run import Settings, predict
+from kd.deploy.predict.predict import PredictOptions, predict
 
 pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_sigterm_and_the_same_command_with_and_without_hosts(cluster, exported, 
     assert answer.code == 0, answer
     assert f", {done} of them by an earlier start" in answer.out
     whole = tmp_path / "whole.csv"
-    predict(Settings(export=exported, images=str(listed), to=whole))
+    predict(PredictOptions(export=exported, images=str(listed), to=whole))
     assert target.read_bytes() == whole.read_bytes()
 
 
@@ -100,7 +100,7 @@ def test_two_hosts_write_the_file_of_one_machine_and_one_may_be_lost(cluster, ex
         if " on 2 hosts: " in out:
             break
     assert " on 2 hosts: " in out
-    predict(Settings(export=exported, images=str(listed), to=whole, top=2, cores=1))
+    predict(PredictOptions(export=exported, images=str(listed), to=whole, top=2, cores=1))
     assert (tmp_path / f"both{times}.csv").read_bytes() == whole.read_bytes()
 
     process, journal = starts(exported, listed, tmp_path / "one.csv", "--top", "2"), tmp_path / "one.csv.part"
@@ -121,4 +121,4 @@ def test_an_export_without_its_graph_is_one_line(exported, photos, tmp_path):
     folder = Path(shutil.copytree(exported, tmp_path / "export"))
     (folder / "model.onnx").unlink()
     with pytest.raises(ModelError, match=r"model\.onnx' cannot be read"):
-        predict(Settings(export=folder, images=str(photos / "val"), to=tmp_path / "labels.csv", ray=True))
+        predict(PredictOptions(export=folder, images=str(photos / "val"), to=tmp_path / "labels.csv", ray=True))

@@ -17,11 +17,11 @@ from kd.core.references import written
 from kd.core.text import variant_rows
 from kd.deploy.export import graphs, variants
 from kd.deploy.export.card import WITH_TIMM, Card, render
-from kd.deploy.export.folder import complete, new_export, refuse_other, seal
 from kd.deploy.export.graphs import Made
+from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.subject import Exported, Images, Options, Subject
-from kd.deploy.export.teacher import teacher_of
+from kd.deploy.export.teacher_subject import teacher_of
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest

@@ -89,7 +89,7 @@ def write(subject: Subject, folder: Path, options: Options) -> Made:
     return made
 
 
-def _accepted(name: str, answers: parity.Answers, task: Task, options: Options) -> tuple[dict[str, Any], str]:
+def _accepted(name: str, answers: parity.GraphOutputs, task: Task, options: Options) -> tuple[dict[str, Any], str]:
     """Return what is recorded of a graph, and a line about it."""
     scores, difference, images = answers.scores(name, task), answers.difference(name), len(answers.labels)
     what = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}"

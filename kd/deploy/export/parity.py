@@ -31,7 +31,7 @@ EAGER = ""  # the name of PyTorch among the graphs
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class GraphOutputs:
     """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
 
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
@@ -92,7 +92,7 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
 
 def compare(
     student: Classifier, runners: Mapping[str, Runner], images: Iterable[tuple[np.ndarray, np.ndarray]]
-) -> Answers:
+) -> GraphOutputs:
     """Run every image through PyTorch and every graph."""
     every = {EAGER: eager_runner(student), **runners}
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
@@ -105,7 +105,7 @@ def compare(
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
     took = cpu_ms({name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS)
-    return Answers(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
+    return GraphOutputs(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:

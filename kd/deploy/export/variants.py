@@ -22,7 +22,7 @@ from kd.core.text import percent
 from kd.deploy.export import parity
 from kd.deploy.export.subject import Options
 from kd.deploy.serve import bench
-from kd.deploy.serve.bench import Seen
+from kd.deploy.serve.bench import Latency
 from kd.files.manifest import GRAPHS
 from kd.models import runtimes
 
@@ -86,12 +86,12 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredVariant:
     """A variant, how right and how fast it is."""
 
     variant: Variant
     quality: Quality
-    speed: Mapping[int, Seen]
+    speed: Mapping[int, Latency]
     """By number of threads: one image at a time on so many; for `images_per_second` as many at a time as threads."""
 
     def holds(self, max_drop: float) -> bool:
@@ -105,7 +105,7 @@ class Measured:
         return {"runtime": one.runtime, "precision": one.precision, "bytes": one.bytes, **quality, "speed": speed}
 
 
-def quality(name: str, answers: parity.Answers, task: Task) -> Quality:
+def quality(name: str, answers: parity.GraphOutputs, task: Task) -> Quality:
     """Return how right a graph is, from what it and PyTorch answered."""
     scores, eager = answers.scores(name, task), answers.scores(parity.EAGER, task)
     key, images = scores.decides, len(answers.labels)
@@ -118,7 +118,7 @@ def quality(name: str, answers: parity.Answers, task: Task) -> Quality:
 
 def measure(
     folder: Path, qualities: Mapping[str, Quality], pixels: np.ndarray, threads: Sequence[int]
-) -> list[Measured]:
+) -> list[MeasuredVariant]:
     """Measure the speed of variants in an export that `kd-serve` can serve.
 
     Args:
@@ -129,13 +129,13 @@ def measure(
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=QUALITY)
-    speeds: dict[str, dict[int, Seen]] = {name: {} for name in qualities}
+    speeds: dict[str, dict[int, Latency]] = {name: {} for name in qualities}
     for count in threads:
         alone = bench.ask(folder, list(qualities), file.getvalue(), count, 1, SECONDS)
         many = alone if count == 1 else bench.ask(folder, list(qualities), file.getvalue(), count, count, SECONDS)
         for name, seen in alone.items():
             speeds[name][count] = replace(seen, images_per_second=many[name].images_per_second)
-    return [Measured(Variant.at(folder / name), one, speeds[name]) for name, one in qualities.items()]
+    return [MeasuredVariant(Variant.at(folder / name), one, speeds[name]) for name, one in qualities.items()]
 
 
 def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, options: Options) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, op
     return {"variants": found, "pick": chosen, "picked": picked}
 
 
-def pick(rows: Sequence[Measured], threads: int, max_drop: float, budget_ms: float = 0.0) -> str:
+def pick(rows: Sequence[MeasuredVariant], threads: int, max_drop: float, budget_ms: float = 0.0) -> str:
     """Return the file to ship.
 
     With a budget the most accurate one whose p50 is within it, without one the fastest. Only of those that lose at most

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from kd.core.errors import DataError, FolderInUse, MissingExtra, RunError
-from kd.deploy.predict.classifier import BY, MEASURES, SECOND, STAMP, Row
-from kd.deploy.predict.images import Images
+from kd.deploy.predict.image_list import ImageList
+from kd.deploy.predict.rows import BY, MEASURES, SECOND, STAMP, Row
 from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
 
 WHERE = "--to"
@@ -38,7 +38,7 @@ class Journal:
         self.changed = ""
         """Name of the first image that is not the one that a row was made of; "": all are."""
 
-    def resume(self, identity: Row, images: Images) -> None:
+    def resume(self, identity: Row, images: ImageList) -> None:
         """Count the rows that are there; cut off the rest. A new journal begins with `identity`."""
         end = 0
         for row, size in _rows(self._file):
@@ -109,7 +109,9 @@ class Journal:
 
 
 @contextmanager
-def opened(target: Path, identity: Mapping[str, Any], images: Images, seen: Callable[[Row], None]) -> Iterator[Journal]:
+def opened(
+    target: Path, identity: Mapping[str, Any], images: ImageList, seen: Callable[[Row], None]
+) -> Iterator[Journal]:
     """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start."""
     path = _journal(target)
     try:

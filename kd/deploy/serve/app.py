@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kd.deploy.serve import answers, bodies
+from kd.deploy.serve import bodies, responses
 from kd.deploy.serve.intake import request_body
 from kd.deploy.serve.metrics import MEDIA_TYPE
 from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
@@ -51,21 +51,21 @@ def build(service: Service, ui: bool = True) -> Starlette:
     async def invocations(request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
         kind = bodies.media_type(content_type)
-        accept = answers.negotiate(request.headers.get("accept", ""))
+        accept = responses.negotiate(request.headers.get("accept", ""))
         top = _top(request, len(model.labels))
         async with request_body(request, service) as body:
             values, measures, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, content_type, body), request.receive
             )
         if model.output.embeds:
-            rows = answers.embeddings(values)
+            rows = responses.embeddings(values)
         else:
             output = model.output
-            rows = answers.predictions(values, model.labels, top, output.thresholds, output.unsure)
+            rows = responses.predictions(values, model.labels, top, output.thresholds, output.unsure)
         if watch := service.watch:
             for line in chain.from_iterable(map(watch.add, rows, measures)):
                 log.warning(line)
-        return Response(answers.write(accept, rows, model.name, model.version), media_type=accept)
+        return Response(responses.write(accept, rows, model.name, model.version), media_type=accept)
 
     routes = [
         Route("/ping", ping, methods=["GET"]),

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Latency:
     """What clients of one server saw: milliseconds that they waited for an answer."""
 
     p50_ms: float
@@ -42,7 +42,7 @@ class Seen:
 
 def ask(
     folder: Path, files: Sequence[str], picture: bytes, threads: int, slots: int, seconds: float
-) -> dict[str, Seen]:
+) -> dict[str, Latency]:
     """Send one picture again and again to a server of each file, from as many clients as twice its slots; one of one.
 
     It is a JPEG; `threads` and `slots` are those of `kd-serve`. Each server takes `seconds` at most, three turns at
@@ -63,10 +63,10 @@ def ask(
     return {file: _seen(took[file], clients, memory[file]) for file in files}
 
 
-def _seen(took: list[float], clients: int, memory: float) -> Seen:
+def _seen(took: list[float], clients: int, memory: float) -> Latency:
     times = sorted(1000 * seconds for seconds in took)
     at = [times[min(len(times) - 1, int(share * len(times)))] for share in (0.5, 0.99)]
-    return Seen(at[0], at[1], 1000 * clients * len(times) / sum(times), memory)
+    return Latency(at[0], at[1], 1000 * clients * len(times) / sum(times), memory)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ END_OF_HEADERS = re.compile(rb"\n\r?\n")
 FREE_CHUNKS = 64  # chunks of a body that may be smaller than `Limits.min_chunk`
 
 
-class Parser(h11.Connection):
+class RequestParser(h11.Connection):
     """h11's parser of one connection, with limits on CPU time per byte received.
 
     h11 is written in Python. It needs time for every header line and every chunk, however small: 2 MB/s of one-byte
@@ -115,7 +115,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, shared: Shared, **named: Any) -> None:
         super().__init__(*args, **named)
         self.shared, self.limits = shared, shared.limits
-        self.conn = Parser(self.limits)
+        self.conn = RequestParser(self.limits)
         self._spare = False
         self._received = bytearray()
         self._discarding = False

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 
-from kd.deploy.shift import CONFIDENCE, Watch
+from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,7 +41,7 @@ class Metrics:
         with self._lock:
             self._images += count
 
-    def text(self, ready: bool, in_flight: int, buffered: int, watch: Watch | None = None) -> str:
+    def text(self, ready: bool, in_flight: int, buffered: int, watch: ShiftWatch | None = None) -> str:
         """Return all metrics as text; with `watch` also those of the answers."""
         info = f'{{name="{_escape(self.model)}",version="{_escape(self.version)}"}} 1'
         with self._lock:
@@ -75,7 +75,7 @@ def resident_bytes() -> int:
         return 0
 
 
-def _answers(watch: Watch) -> list[str]:
+def _answers(watch: ShiftWatch) -> list[str]:
     """Return what was answered, and how it differs from the answers on validation images."""
     found, reference = watch.found, watch.reference
     lines = []

@@ -24,7 +24,7 @@ log = logging.getLogger("kd.serve")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class ServeOptions:
     """How to serve."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: ServeOptions) -> None:
     """Serve an export until SIGTERM or SIGINT, then answer all accepted requests and return."""
     # Pillow reads this when it is imported, and keeps this many blocks of pixels for the next image. To free and
     # allocate them again costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
@@ -56,7 +56,7 @@ def serve(settings: Settings) -> None:
     except ImportError as error:
         wrong = f"{error.name} is not installed"
         raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
-    from kd.deploy.serve.model import describe
+    from kd.deploy.serve.description import describe
     from kd.deploy.serve.service import Service
 
     _logging(settings.quiet, settings.log_format)

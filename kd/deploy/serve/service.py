@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kd.deploy.serve import bodies
-from kd.deploy.serve.images import decode, open_all, warm_up
+from kd.deploy.serve.decoding import decode, open_all, warm_up
+from kd.deploy.serve.description import Description
+from kd.deploy.serve.inference import LoadedGraph, load
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.metrics import Metrics
-from kd.deploy.serve.model import Description, Model, load
 from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
-from kd.deploy.shift import Watch
+from kd.deploy.shift import ShiftWatch
 
 Result = TypeVar("Result")
 Measures = tuple[float, float]
@@ -34,16 +35,16 @@ class Service:
     def __init__(self, description: Description, limits: Limits, slots: int, threads: int) -> None:
         self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
         self.metrics = Metrics(description.name, description.version)
-        self.watch = Watch(description.reference) if description.reference else None
+        self.watch = ShiftWatch(description.reference) if description.reference else None
         """Of answers, on the event loop; None: the export has no answers of validation."""
-        self.model: Model | None = None
+        self.model: LoadedGraph | None = None
         self.draining = False
         self.in_flight = 0
         self.buffered = 0
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model and warm up every thread; see `kd.deploy.serve.model.load`. Blocks."""
+        """Load the model and warm up every thread; see `kd.deploy.serve.inference.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
@@ -67,7 +68,7 @@ class Service:
             return busy(f"{self.limits.max_in_flight} requests are being answered already.")
         return None
 
-    async def run(self, job: Callable[[Model], Result], disconnected: Callable[[], Any]) -> Result:
+    async def run(self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]) -> Result:
         """Run a job, all CPU work of a request, on the next free thread.
 
         A request that times out still counts as in flight until its thread has finished the job. `disconnected()` is
@@ -102,7 +103,7 @@ class Service:
             for task in (watch, answer):
                 task.cancel()
 
-    def _timed(self, job: Callable[[Model], Result], submitted: float) -> Result | Problem:
+    def _timed(self, job: Callable[[LoadedGraph], Result], submitted: float) -> Result | Problem:
         self.metrics.stage("wait", time.perf_counter() - submitted)
         assert self.model is not None
         try:
@@ -116,7 +117,9 @@ class Service:
     def _release(self) -> None:
         self.in_flight -= 1
 
-    def classify(self, model: Model, kind: str, header: str, body: bytes) -> tuple[np.ndarray, list[Measures], str]:
+    def classify(
+        self, model: LoadedGraph, kind: str, header: str, body: bytes
+    ) -> tuple[np.ndarray, list[Measures], str]:
         """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks.
 
         Between them stand the numbers of each image that `kd.deploy.shift.measure` returns.

@@ -112,7 +112,7 @@ import os, pathlib, sys
 sys.modules["fcntl"] = sys.modules["resource"] = None
 for name in ("sysconf", "sched_getaffinity", "statvfs", "fork"):
     delattr(os, name)
-import kd.cli.__main__, kd.deploy.predict.run, kd.deploy.serve.server
+import kd.cli.__main__, kd.deploy.predict.predict, kd.deploy.serve.server
 from kd.core import host
 from kd.core.errors import RunError
 from kd.files.storage import lock

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from kd.deploy.shift import ALARM, BOUNDS, WINDOW, Reference, Tally, Watch, _evidence, measure
+from kd.deploy.shift import ALARM, BOUNDS, WINDOW, Reference, ShiftWatch, Tally, _evidence, measure
 
 NAMES = [f"label {i}" for i in range(10)]
 
@@ -67,7 +67,7 @@ def test_clean_streams_raise_no_alarm():
     rng = np.random.default_rng(0)
     highest = 0.0
     for _ in range(5):
-        watch = Watch(reference(rng))
+        watch = ShiftWatch(reference(rng))
         for label, confidence, *measures in answers(rng, 2000):
             assert watch.add(as_answer(label, confidence), measures) == []
             highest = max(highest, watch.found.appearance, watch.found.labels)
@@ -115,7 +115,7 @@ def test_few_of_many_labels():
 
 def test_a_watch_says_when_it_begins_and_ends():
     rng = np.random.default_rng(4)
-    watch, lines = Watch(reference(rng)), []
+    watch, lines = ShiftWatch(reference(rng)), []
     for low, images in ((0.0, 4 * WINDOW), (0.9, 2 * WINDOW), (0.0, 20 * WINDOW)):
         for label, confidence, *measures in answers(rng, images, low=low):
             lines += [(watch.all.images, line) for line in watch.add(as_answer(label, confidence), measures)]
@@ -156,7 +156,7 @@ def test_a_label_that_validation_never_gave():
 
 
 def test_several_labels_count_each_but_compare_the_most_probable():
-    watch = Watch(Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0))] * 5, calibrated=False))
+    watch = ShiftWatch(Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0))] * 5, calibrated=False))
     best = [{"label": "b", "score": 0.8}, {"label": "a", "score": 0.7}]
     watch.add({"labels": best, "top": best}, (1.0, 2.0))
     watch.add({"labels": [], "top": best}, (1.0, 2.0))

@@ -11,7 +11,7 @@ import torch
 
 from kd.core.errors import RunError
 from kd.core.types import State
-from kd.deploy.export.folder import write_folder
+from kd.deploy.export.package import write_folder
 from kd.files import checkpoint
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.randn(5).to(torch.bfloat16)}

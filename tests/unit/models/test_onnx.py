@@ -11,7 +11,7 @@ import torch
 from pieces import Asks
 
 from kd.core.errors import MissingExtra, ModelError
-from kd.deploy.export.parity import EAGER, Answers, check_exact
+from kd.deploy.export.parity import EAGER, GraphOutputs, check_exact
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
@@ -96,7 +96,7 @@ def test_the_answers_of_a_graph_beside_pytorchs():
         "model.onnx": reference + torch.tensor([[0.0, 0.0], [0.0, 2.5]]),
         "broken.onnx": torch.full((2, 2), torch.nan),
     }
-    answers = Answers(outputs, torch.tensor([1, 1]), [], {})
+    answers = GraphOutputs(outputs, torch.tensor([1, 1]), [], {})
     found = answers.scores("model.onnx", task)
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
     assert (found.others, found.facts[found.decides], found.title) == (1, 1.0, "accuracy")
@@ -106,5 +106,5 @@ def test_the_answers_of_a_graph_beside_pytorchs():
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):
         check_exact("broken.onnx", *broken, 1e9, 2)
-    unlabelled = Answers(outputs, torch.tensor([-1, -1]), [], {}).scores("model.onnx", task)
+    unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores("model.onnx", task)
     assert unlabelled.facts["accuracy"] == 0.5  # without labels PyTorch is right

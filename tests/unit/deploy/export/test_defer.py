@@ -12,7 +12,7 @@ import torch
 from kd.core.errors import ConfigError, ModelError
 from kd.core.sure import bands, mark
 from kd.deploy.export.defer import Rule, choose, lines_of
-from kd.deploy.serve import answers
+from kd.deploy.serve import responses
 from kd.parts.tasks import embedding, label_sets, single_label
 
 CLASSES = ("apple", "fig", "pear")
@@ -87,7 +87,7 @@ def test_the_promise_holds_on_new_images():
 def test_each_of_several_labels_has_its_band():
     logits, labels = drawn(2000, 2, several=True)
     found = choose(Rule(wrong=0.08), {"": logits, "model.onnx": logits}, labels, LIMITS, CLASSES)
-    probability = answers.independent_probabilities(logits.numpy())
+    probability = responses.independent_probabilities(logits.numpy())
     stated = found["stated"]["model.onnx"]
     surely = []
     for i, name in enumerate(CLASSES):
@@ -100,7 +100,7 @@ def test_each_of_several_labels_has_its_band():
         assert stated["labels"][name]["wrong"] == pytest.approx(wrong[1::2][sure[1::2]].mean())
         surely.append(sure)
     assert stated["passed_on"] == pytest.approx(1 - np.all(surely, 0)[1::2].mean())
-    marked = answers.predictions(
+    marked = responses.predictions(
         logits.numpy(), CLASSES, 3, [one["threshold"] for one in LIMITS.values()], bands({"defer": found}, CLASSES)
     )
     assert [one["sure"] for one in marked] == np.all(surely, 0).tolist()
@@ -124,7 +124,7 @@ def test_one_label_is_sure_from_the_threshold_on():
     assert [one["sure"] for one in given] == [True, False, True]
     mark(given[:1], shares[:1], CLASSES, bands({}, CLASSES))
     assert (
-        answers.write(answers.CSV, [{"top": [{"label": "fig", "score": 0.8}], "sure": True}], "", "")
+        responses.write(responses.CSV, [{"top": [{"label": "fig", "score": 0.8}], "sure": True}], "", "")
         == b"fig,0.8,true\n"
     )
 

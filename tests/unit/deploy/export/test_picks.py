@@ -10,16 +10,16 @@ import torch
 
 from kd.core.errors import ModelError
 from kd.core.text import variant_rows
-from kd.deploy.export.variants import Measured, Quality, Variant, pick
-from kd.deploy.serve.bench import Seen
+from kd.deploy.export.variants import MeasuredVariant, Quality, Variant, pick
+from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.parts.tasks.embedding import recalled
 
 
-def row(name: str, p50: float, score: float) -> Measured:
+def row(name: str, p50: float, score: float) -> MeasuredVariant:
     quality = Quality("accuracy", "%", score, (score - 0.02, score + 0.02), 0.9 - score, 0.99, 1000)
-    return Measured(Variant.at(Path(name)), quality, {1: Seen(p50, 2 * p50, 1000 / p50, 99.0)})
+    return MeasuredVariant(Variant.at(Path(name)), quality, {1: Latency(p50, 2 * p50, 1000 / p50, 99.0)})
 
 
 ROWS = [row("model.onnx", 10, 0.9), row("model.int8.onnx", 6, 0.895), row("openvino.xml", 7, 0.9)]
@@ -50,7 +50,7 @@ def test_a_budget_that_nothing_reaches():
 def test_a_row_of_the_table(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(2_500_000))
-    measured = Measured(Variant.at(path), ROWS[0].quality, ROWS[0].speed)
+    measured = MeasuredVariant(Variant.at(path), ROWS[0].quality, ROWS[0].speed)
     facts = {"variants": {"model.onnx": {**measured.facts(), "written": True}}, "pick": "model.onnx"}
     (shown,) = variant_rows(facts)
     assert shown["file"] == "model.onnx (picked)"

@@ -21,12 +21,13 @@ import pytest
 from PIL import Image
 
 from kd.core.errors import DataError, RunError
-from kd.deploy.predict.images import find
-from kd.deploy.predict.run import Settings, _identity, predict
-from kd.deploy.serve.answers import predictions
-from kd.deploy.serve.images import prepare
+from kd.deploy.predict.image_list import find
+from kd.deploy.predict.predict import PredictOptions, _identity, predict
+from kd.deploy.serve.decoding import prepare
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import describe, load
+from kd.deploy.serve.responses import predictions
 
 ROOT = Path(__file__).parents[4]
 ALONE = """
@@ -119,7 +120,7 @@ def jsonl(path: Path) -> dict[str, dict]:
 
 
 def run(exported: Path, given: object, target: Path, **more) -> Path:
-    predict(Settings(export=exported, images=str(given), to=target, top=2, cores=2, **more))
+    predict(PredictOptions(export=exported, images=str(given), to=target, top=2, cores=2, **more))
     return target
 
 
@@ -503,7 +504,7 @@ def test_a_job_does_not_go_on_with_other_thresholds(exported, pictures, tmp_path
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
     decide(0.5)
-    settings = Settings(export=folder, images=str(pictures), to=tmp_path / "labels.csv")
+    settings = PredictOptions(export=folder, images=str(pictures), to=tmp_path / "labels.csv")
     identity = _identity(settings, describe(folder), None, find(str(pictures), tmp_path), 1)
     (tmp_path / "labels.csv.part").write_text(json.dumps(identity) + "\n")
     decide(0.6)

@@ -21,17 +21,17 @@ from safetensors.torch import load_file
 
 from kd.cluster import handler
 from kd.deploy.export.export import Options, export
-from kd.deploy.predict.images import find
-from kd.deploy.predict.run import Settings, predict
+from kd.deploy.predict.image_list import find
+from kd.deploy.predict.predict import PredictOptions, predict
 from kd.files.manifest import checksum
 
 ROOT = Path(__file__).parents[4]
 COUNTED = """
 import sys
 from kd.cli.serving import predict as main
-from kd.deploy.predict.classifier import Classifier
+from kd.deploy.predict.rows import Predictor
 
-asked, rows = open(sys.argv.pop(1), "a", 1), Classifier.rows
+asked, rows = open(sys.argv.pop(1), "a", 1), Predictor.rows
 
 
 def counted(self, ids, contents=()):
@@ -40,7 +40,7 @@ def counted(self, ids, contents=()):
     return rows(self, ids, contents)
 
 
-Classifier.rows = counted
+Predictor.rows = counted
 sys.exit(main())
 """
 """The command, with a line in a file for each image that a model is asked about."""
@@ -59,7 +59,7 @@ def large(distilled, tmp_path_factory) -> Path:
 
 
 def asked(target: Path, *args: object, **more) -> dict[str, dict]:
-    predict(Settings(export=args[0], images=str(args[1]), to=target, top=2, cores=2, **more))  # type: ignore[arg-type]
+    predict(PredictOptions(export=args[0], images=str(args[1]), to=target, top=2, cores=2, **more))  # type: ignore[arg-type]
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert len({row["image"] for row in rows}) == len(rows)
     return {row.pop("image"): row for row in rows}
@@ -86,13 +86,13 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
     assert min(counts) >= 5, counts
     assert sum(counts) == len(both) - 1  # one is damaged
 
-    predict(Settings(export=small, images=str(pictures), to=tmp_path / "both.csv", second=large))
+    predict(PredictOptions(export=small, images=str(pictures), to=tmp_path / "both.csv", second=large))
     for row in csv.DictReader((tmp_path / "both.csv").read_text().splitlines()):
         one = both[row["image"]]
         assert row["answered_by"] == one.get("answered_by", "")
         assert row["label"] == one.get("label", "")
         assert row["sure"] == ("true" if one.get("sure") else "")
-    predict(Settings(export=small, images=str(pictures), to=tmp_path / "both.parquet", second=large))
+    predict(PredictOptions(export=small, images=str(pictures), to=tmp_path / "both.parquet", second=large))
     for row in pyarrow.parquet.read_table(tmp_path / "both.parquet").to_pylist():
         one = both[row["image"]]
         assert (row["answered_by"], row["sure"]) == (one.get("answered_by"), one.get("sure"))
@@ -103,7 +103,7 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
     names = [str(path) for path in sorted(pictures.glob("*_*.jpg"))]
     listed.write_text("\n".join([*names, "missing.jpg"] * 60))
     whole = tmp_path / "whole.csv"
-    predict(Settings(export=small, images=str(listed), to=whole, second=large, cores=1))
+    predict(PredictOptions(export=small, images=str(listed), to=whole, second=large, cores=1))
     target, log = tmp_path / "killed.csv", tmp_path / "asked"
     journal = tmp_path / "killed.csv.part"
     argv = [sys.executable, "-c", COUNTED, str(log), str(small), str(listed), "--to", str(target), "--threads", "1"]
@@ -137,14 +137,14 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
 
 
 def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
-    from kd.deploy.predict.classifier import MEASURES, STAMP
-    from kd.deploy.predict.hosts import Job
+    from kd.deploy.predict.on_ray import PredictionJob
+    from kd.deploy.predict.rows import MEASURES, STAMP
+    from kd.deploy.serve.description import describe
     from kd.deploy.serve.limits import Limits
-    from kd.deploy.serve.model import describe
 
     both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
-    first, second = (Job.of(describe(one), images, Limits(), 2) for one in (small, large))
-    rows = replace(first, second=second).classifier().rows(range(len(images.names)))
+    first, second = (PredictionJob.of(describe(one), images, Limits(), 2) for one in (small, large))
+    rows = replace(first, second=second).predictor().rows(range(len(images.names)))
     assert {row.pop("image"): {key: row[key] for key in row if key not in (STAMP, MEASURES)} for row in rows} == both
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kd.deploy.serve import answers, bodies
+from kd.deploy.serve import bodies, responses
 from kd.deploy.serve.problems import Problem
 
 
@@ -130,36 +130,36 @@ def test_types_that_are_not_taken(header):
     ],
 )
 def test_accept(accept, expected):
-    assert answers.negotiate(accept) == expected
+    assert responses.negotiate(accept) == expected
 
 
 @pytest.mark.parametrize("accept", ["text/html", "application/xml", "application/json;q=0", "*/*;q=0", "nonsense", ","])
 def test_accept_of_nothing_that_we_write(accept):
     with pytest.raises(Problem) as caught:
-        answers.negotiate(accept)
+        responses.negotiate(accept)
     assert caught.value.status == 406
 
 
 def test_a_long_accept():
-    assert answers.negotiate(31 * "text/html," + "*/*") == "application/json"
+    assert responses.negotiate(31 * "text/html," + "*/*") == "application/json"
     with pytest.raises(Problem, match="more than 32 entries") as caught:
-        answers.negotiate("," * 16_000)
+        responses.negotiate("," * 16_000)
     assert caught.value.status == 400
 
 
 def test_scores_are_torchs_softmax():
     logits = np.random.default_rng(0).normal(0, 5, (7, 11)).astype(np.float32)
     expected = torch.from_numpy(logits).double().softmax(1).numpy()
-    assert np.allclose(answers.probabilities(logits), expected, rtol=1e-12, atol=0)
-    assert np.isfinite(answers.probabilities(np.array([[1e4, -1e4]], np.float32))).all()
+    assert np.allclose(responses.probabilities(logits), expected, rtol=1e-12, atol=0)
+    assert np.isfinite(responses.probabilities(np.array([[1e4, -1e4]], np.float32))).all()
 
 
 def test_the_answer_is_ranked_and_rounded():
     labels = ["a", 'b "quoted", with a comma', "c"]
-    found = answers.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
+    found = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
     assert [entry["label"] for entry in found[0]["top"]] == [labels[1], "c"]
     assert found[0]["score"] == round(float(np.exp(2) / np.exp([0, 1, 2]).sum()), 6)
-    rows = list(csv.reader(io.StringIO(answers.write("text/csv", found, "m", "v").decode())))
+    rows = list(csv.reader(io.StringIO(responses.write("text/csv", found, "m", "v").decode())))
     assert rows == [[labels[1], "0.665241", "c", "0.244728"]]
-    content = json.loads(answers.write("application/json", found, "m", "v"))
+    content = json.loads(responses.write("application/json", found, "m", "v"))
     assert content == {"predictions": found, "model": "m", "version": "v"}

@@ -17,9 +17,9 @@ import pytest
 import uvicorn
 
 from kd.deploy.serve import server
-from kd.deploy.serve.connection import FREE_CHUNKS, Connection, DrainingServer, Parser, Shared
+from kd.deploy.serve.connection import FREE_CHUNKS, Connection, DrainingServer, RequestParser, Shared
+from kd.deploy.serve.description import describe
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import describe
 from kd.deploy.serve.service import Service
 
 SIZE = 30_000_000
@@ -76,9 +76,9 @@ def test_a_client_that_reads_gets_all_of_it():
         assert received(client) > SIZE
 
 
-def parsed(*pieces: bytes, **limits: int) -> Parser:
+def parsed(*pieces: bytes, **limits: int) -> RequestParser:
     """Give pieces of a request to a parser until it needs more."""
-    parser = Parser(Limits(**limits))
+    parser = RequestParser(Limits(**limits))
     for piece in pieces:
         parser.receive_data(piece)
         while parser.next_event() not in (h11.NEED_DATA, h11.PAUSED):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kd.deploy.serve.images import FORMATS, open_all, prepare
+from kd.deploy.serve.decoding import FORMATS, open_all, prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.problems import Problem
 

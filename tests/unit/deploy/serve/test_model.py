@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 
 from kd.core.errors import ModelError
-from kd.deploy.serve.model import describe, load
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import load
 
 
 @pytest.fixture
@@ -150,9 +151,9 @@ print(json.dumps([json.loads(text), answered, refused]))
 def test_sagemakers_pytorch_container(exported, photos, tmp_path):
     """The four hooks as its toolkit calls them, from the unpacked archive, where kd is not installed."""
     from kd.cluster.archives import sagemaker_archives
-    from kd.deploy.serve.answers import predictions
-    from kd.deploy.serve.images import prepare
+    from kd.deploy.serve.decoding import prepare
     from kd.deploy.serve.limits import Limits
+    from kd.deploy.serve.responses import predictions
 
     export = Path(shutil.copytree(exported, tmp_path / "export"))
     own, theirs = sagemaker_archives(export)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from kd.data.views import Evaluate
-from kd.deploy.serve.images import prepare
+from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
 from kd.parts.datasets._decode import decode
 

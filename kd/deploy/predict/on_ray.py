@@ -18,10 +18,11 @@ from ray.exceptions import RayError
 
 from kd.cluster.ray_cluster import check_versions, connect, decoding_versions
 from kd.core.errors import ConfigError, KdError, RunError
-from kd.deploy.predict.classifier import Classifier, Row, in_order
-from kd.deploy.predict.images import Images
+from kd.deploy.predict.image_list import ImageList
+from kd.deploy.predict.rows import Predictor, Row, in_order
+from kd.deploy.serve.description import Description, read_verified
+from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import Description, load, read_verified
 
 WHERE = "--ray"
 RUNTIMES = ("onnxruntime", "openvino")
@@ -30,33 +31,33 @@ AHEAD = 3  # calls under way for each CPU of the cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PredictionJob:
     """What a host must know. The export travels with it, the images do not: their paths or URLs hold on all hosts."""
 
-    images: Images
+    images: ImageList
     description: Description
     graph: Mapping[str, bytes]  # the files of the graph
     limits: Limits
     top: int
-    second: Job | None = None  # with the model that is asked where the first is not sure
+    second: PredictionJob | None = None  # with the model that is asked where the first is not sure
 
     @staticmethod
-    def of(description: Description, images: Images, limits: Limits, top: int) -> Job:
+    def of(description: Description, images: ImageList, limits: Limits, top: int) -> PredictionJob:
         """Read the graph; `load` compares it with the manifest again where it is used."""
         names = [description.file, *([f"{description.file[:-4]}.bin"] if description.file.endswith(".xml") else [])]
         graph = {name: read_verified(description.folder, name, description.files) for name in names}
-        return Job(images, description, graph, limits, top)
+        return PredictionJob(images, description, graph, limits, top)
 
-    def classifier(self) -> Classifier:
+    def predictor(self) -> Predictor:
         with tempfile.TemporaryDirectory(prefix="kd-predict-") as folder:
             for name, content in self.graph.items():
                 Path(folder, name).write_bytes(content)
             model = load(replace(self.description, folder=Path(folder)), threads=1, slots=1)
         model.warm_up(1)
-        return Classifier(self.images, model, self.limits, self.top, self.second.classifier() if self.second else None)
+        return Predictor(self.images, model, self.limits, self.top, self.second.predictor() if self.second else None)
 
 
-class Answer(NamedTuple):
+class HostRows(NamedTuple):
     """What a host answers to a call."""
 
     host: str  # Ray's id of it
@@ -65,28 +66,28 @@ class Answer(NamedTuple):
     rows: list[Row] | KdError
 
 
-_loaded: dict[Any, Classifier] = {}  # the classifier of this process of a host, by the reference to its job
+_loaded: dict[Any, Predictor] = {}  # the predictor of this process of a host, by the reference to its job
 
 
-def _answer(job: list[Any], ids: range) -> Answer:
+def _answer(job: list[Any], ids: range) -> HostRows:
     """Classify some images: the function that Ray calls on a host. The job comes as a reference, which is read once."""
     context = ray.get_runtime_context()
     try:
         if job[0] not in _loaded:
             _loaded.clear()
             wanted: Any = ray.get(job[0])
-            _loaded[job[0]] = wanted.classifier()
-        classifier = _loaded[job[0]]
+            _loaded[job[0]] = wanted.predictor()
+        predictor = _loaded[job[0]]
         with ThreadPoolExecutor(len(ids)) as readers:
-            remote = classifier.images.remote
-            contents = [readers.submit(classifier.images.content, id) for id in ids] if remote else []
-            rows: list[Row] | KdError = classifier.rows(ids, contents)
+            remote = predictor.images.remote
+            contents = [readers.submit(predictor.images.content, id) for id in ids] if remote else []
+            rows: list[Row] | KdError = predictor.rows(ids, contents)
     except KdError as error:
         rows = error
-    return Answer(context.get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*RUNTIMES), rows)
+    return HostRows(context.get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*RUNTIMES), rows)
 
 
-def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
+def by_hosts(job: PredictionJob, hosts: set[str], start: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order; add the hosts that have helped to `hosts`."""
     if not os.environ.get("RAY_ADDRESS"):
         remedy = "Start one with `ray start --head`, or see docs/cluster.md"
@@ -95,7 +96,7 @@ def by_hosts(job: Job, hosts: set[str], start: int) -> Iterator[list[Row]]:
     reference, ours = ray.put(job), decoding_versions(*RUNTIMES)
     call = ray.remote(_answer).options(num_cpus=1, scheduling_strategy="SPREAD")
 
-    def submit(ids: range) -> Future[Answer]:
+    def submit(ids: range) -> Future[HostRows]:
         return call.remote([reference], ids).future()
 
     def ahead() -> int:

@@ -28,7 +28,7 @@ all that follow, and ends the command after some tries."""
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
+class ImageList:
     """A listing of images, in a fixed order. A file that kd-serve does not decode is listed, as unreadable."""
 
     names: Sequence[str]
@@ -63,7 +63,7 @@ class Images:
         return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
 
 
-def find(source: str, copies: Path) -> Images:
+def find(source: str, copies: Path) -> ImageList:
     """List images.
 
     `source`: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
@@ -75,7 +75,7 @@ def find(source: str, copies: Path) -> Images:
     elif object_store.is_url(source):
         found = {url: each for url, each in object_store.versions(source, WHERE).items() if _is_image(url)}
         urls, sizes, stamps = list(found), [size for size, _ in found.values()], [each for _, each in found.values()]
-        images = Images(urls, lambda id: _url(urls[id], sizes[id]), stamps, lambda id: "", remote=True)
+        images = ImageList(urls, lambda id: _url(urls[id], sizes[id]), stamps, lambda id: "", remote=True)
     elif os.path.isdir(source):
         images = _folder(source)
     elif source == STDIN or os.path.exists(source):
@@ -92,7 +92,7 @@ def _is_image(name: str) -> bool:
     return name.rpartition(".")[2].lower() in LISTED
 
 
-def _folder(root: str) -> Images:
+def _folder(root: str) -> ImageList:
     names = []
     above: dict[str, set[str]] = {root: set()}
     """By folder that is still to be listed: the real paths of those around it."""
@@ -110,7 +110,7 @@ def _folder(root: str) -> Images:
     return _files(root, names)
 
 
-def _files(folder: str, names: Sequence[str]) -> Images:
+def _files(folder: str, names: Sequence[str]) -> ImageList:
     folder = os.path.abspath(folder)  # another host has another working folder
 
     def path(id: int) -> str:
@@ -124,7 +124,7 @@ def _files(folder: str, names: Sequence[str]) -> Images:
     if names and not any(stamps) and not remote:
         wrong = f"none of the {len(names)} images is there, from '{names[0]}' on"
         raise DataError(WHERE, wrong, "", "Check the paths, or bring the storage back")
-    return Images(names, content, stamps, path, remote)
+    return ImageList(names, content, stamps, path, remote)
 
 
 def _stamp(path: str) -> str:
@@ -165,7 +165,7 @@ def _cannot_list(error: OSError) -> None:
     raise DataError(WHERE, wrong, "", "Make it readable, or choose another folder") from error
 
 
-def _file(source: str) -> Images:
+def _file(source: str) -> ImageList:
     if source != STDIN and os.path.isfile(source) and _is_image(source):
         return _files("", [source])
     try:
@@ -175,13 +175,13 @@ def _file(source: str) -> Images:
         raise DataError(WHERE, wrong, "Text with a path a line, or an image", "Check the file") from error
     if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
         name = "stdin" if source == STDIN else source
-        return Images([name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: "")
+        return ImageList([name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: "")
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\0" if b"\0" in data else b"\n")
     names = [os.fsdecode(line if b"\0" in data else line.strip()) for line in lines]
     return _files("" if source == STDIN else os.path.dirname(source), [name for name in names if name])
 
 
-def _shards(pattern: str, copies: Path) -> Images:
+def _shards(pattern: str, copies: Path) -> ImageList:
     names: list[str] = []
     stamps: list[str] = []
     members: list[tuple[str, int, int]] = []
@@ -201,4 +201,4 @@ def _shards(pattern: str, copies: Path) -> Images:
                     names.append(f"{title}/{key}.{ending}")
                     members.append((shard.path, *endings[ending]))
                     stamps.append(stamp)
-    return Images(names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0])
+    return ImageList(names, lambda id: _member(*members[id]), stamps, lambda id: members[id][0])

@@ -17,11 +17,12 @@ from typing import IO
 
 from kd.core.errors import MissingExtra, ModelError, RunError
 from kd.core.host import cores as usable_cores
-from kd.deploy.predict import images as listing
-from kd.deploy.predict.classifier import BY, MEASURES, Classifier, Row, in_order
+from kd.deploy.predict.image_list import ImageList, find
 from kd.deploy.predict.results import WHERE, check_format, opened
+from kd.deploy.predict.rows import BY, MEASURES, Predictor, Row, in_order
+from kd.deploy.serve.description import Description, describe
+from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import Description, describe, load
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
@@ -31,14 +32,14 @@ PROGRESS_SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class PredictOptions:
     """What to classify, and how."""
 
     export: Path
     images: str
     to: Path = Path("predictions.csv")
     file: str = ""
-    """As `kd.deploy.serve.model.describe` takes it."""
+    """As `kd.deploy.serve.description.describe` takes it."""
     second: Path | None = None
     """Another export, such as that of the teacher: it answers for images of which the first is not sure."""
     top: int = 1
@@ -64,7 +65,7 @@ class Summary:
     notes: tuple[str, ...]  # the expected accuracy, and how the images differ from those of validation
 
 
-def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
+def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     """Classify images, or embed them, and write one row for each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
     check_format(settings.to)
@@ -74,7 +75,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
         raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
     second = _second(settings, described)
     copies = settings.to.with_name(settings.to.name + ".shards")
-    images = listing.find(settings.images, copies)
+    images = find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
     identity = _identity(settings, described, second, images, top)
     rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
@@ -114,7 +115,7 @@ def predict(settings: Settings, out: IO[str] = sys.stdout) -> Summary:
 
 
 def _identity(
-    settings: Settings, described: Description, second: Description | None, images: listing.Images, top: int
+    settings: PredictOptions, described: Description, second: Description | None, images: ImageList, top: int
 ) -> Row:
     """Return all that rows depend on: a journal of another identity is not gone on with."""
     return {
@@ -134,7 +135,7 @@ def _bands(described: Description) -> list[list[float]]:
     return [list(band) for band in described.output.unsure]
 
 
-def _second(settings: Settings, first: Description) -> Description | None:
+def _second(settings: PredictOptions, first: Description) -> Description | None:
     if settings.second is None:
         return None
     if not first.output.unsure:
@@ -153,7 +154,7 @@ def _second(settings: Settings, first: Description) -> Description | None:
 
 
 def _classify(
-    settings: Settings, described: Sequence[Description], images: listing.Images, top: int
+    settings: PredictOptions, described: Sequence[Description], images: ImageList, top: int
 ) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
     """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help.
 
@@ -162,28 +163,28 @@ def _classify(
     limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
     if settings.ray:
         try:
-            from kd.deploy.predict.hosts import Job, by_hosts
+            from kd.deploy.predict.on_ray import PredictionJob, by_hosts
         except ImportError as error:
             raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
-        first, *others = [Job.of(one, images, limits, top) for one in described]
+        first, *others = [PredictionJob.of(one, images, limits, top) for one in described]
         return partial(by_hosts, replace(first, second=next(iter(others), None)), hosts), hosts
     cores = settings.cores or usable_cores()
-    classifier = None
+    predictor = None
     for one in reversed(described):
         model = load(one, threads=1, slots=cores)
         model.warm_up(1)
-        classifier = Classifier(images, model, limits, top, classifier)
-    assert classifier is not None
-    return partial(_by_threads, classifier, cores=cores), hosts
+        predictor = Predictor(images, model, limits, top, predictor)
+    assert predictor is not None
+    return partial(_by_threads, predictor, cores=cores), hosts
 
 
-def _by_threads(classifier: Classifier, start: int, cores: int) -> Iterator[list[Row]]:
+def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order, a chunk at a time."""
-    images, workers, readers = classifier.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
+    images, workers, readers = predictor.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
 
     def submit(ids: range) -> Future[list[Row]]:
         contents = [readers.submit(images.content, id) for id in ids] if images.remote else []
-        return workers.submit(classifier.rows, ids, contents)
+        return workers.submit(predictor.rows, ids, contents)
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     try:

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kd.deploy.predict.images import GONE, Images
-from kd.deploy.serve.answers import embeddings, predictions
-from kd.deploy.serve.images import prepare
+from kd.deploy.predict.image_list import GONE, ImageList
+from kd.deploy.serve.decoding import prepare
+from kd.deploy.serve.inference import LoadedGraph
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import Model
 from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.responses import embeddings, predictions
 
 STAMP, MEASURES = "stamp", "measures"
 """Keys of an image's stamp and of what `kd.deploy.shift.measure` returns. Only rows of the journal have them."""
@@ -25,14 +25,14 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Classifier:
+class Predictor:
     """A model and the images that it classifies. Thread-safe."""
 
-    images: Images
-    model: Model
+    images: ImageList
+    model: LoadedGraph
     limits: Limits
     top: int
-    second: Classifier | None = None  # it answers in the place of `model` for images of which that is not sure
+    second: Predictor | None = None  # it answers in the place of `model` for images of which that is not sure
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
         """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""

@@ -22,7 +22,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DecodedImage:
     """One decoded and cropped image, and a summary of it for the log."""
 
     pixels: np.ndarray  # uint8 [3, S, S]
@@ -30,7 +30,7 @@ class Picture:
     measures: tuple[float, float]  # see `kd.deploy.shift.measure`
 
 
-def prepare(data: bytes, size: int, crop: float, limits: Limits) -> Picture:
+def prepare(data: bytes, size: int, crop: float, limits: Limits) -> DecodedImage:
     """Decode an image file and crop it to `size` pixels a side; `crop` is the share of the shorter side that it keeps.
 
     A Problem is 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format) or 422 (too small, too
@@ -55,7 +55,7 @@ def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
     return opened
 
 
-def decode(image: Image.Image, size: int, crop: float) -> Picture:
+def decode(image: Image.Image, size: int, crop: float) -> DecodedImage:
     """Decode an opened image, crop it in the same way as evaluation, and close it; 400 if it is damaged."""
     try:
         with image:
@@ -67,7 +67,7 @@ def decode(image: Image.Image, size: int, crop: float) -> Picture:
     except Exception as error:  # on damaged data Pillow raises errors of every type
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
     pixels = np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1))
-    return Picture(pixels, summary, measure(pixels))
+    return DecodedImage(pixels, summary, measure(pixels))
 
 
 def warm_up(size: int, crop: float, limits: Limits) -> None:
