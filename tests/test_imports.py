@@ -70,7 +70,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnxruntime": ("models/runtimes.py", "deploy/serve/inference.py"),
     "openvino": ("models/runtimes.py", "deploy/serve/inference.py", "deploy/export/int8.py"),
     "nncf": ("deploy/export/int8.py",),
-    "ray": ("cluster/ray_cluster.py", "cluster/decoders.py", "deploy/predict/hosts.py"),
+    "ray": ("cluster/ray_cluster.py", "cluster/decoders.py", "deploy/predict/on_ray.py"),
     "psutil": ("engine/monitor/system.py",),
     "pynvml": ("engine/monitor/system.py",),
     "transformers": ("parts/networks/_towers.py",),
