@@ -542,3 +542,24 @@ def test_the_word_serve_is_sagemakers(command):
     answer = command("serve", "serve")
     assert answer.code == 2
     assert answer.err.startswith("export: '/opt/ml/model' is not an export: it has no manifest.json.")
+
+
+def test_the_image_for_containers(exported):
+    """No docker here: its user and base are read, and its health check is run against a server."""
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    (user,) = (rest for name, rest in instructions if name == "USER")
+    assert all(part.isdecimal() for part in user.split(":")), "Kubernetes' runAsNonRoot needs a number"
+    bases = [rest for name, rest in instructions if name == "FROM"]
+    assert all(len(base.split(":")[1].split("-")[0].split(".")) == 3 for base in bases), "a tag that moves"
+    (health,) = (rest for name, rest in instructions if name == "HEALTHCHECK")
+    program, *argv = json.loads(health.split(" CMD ")[1])
+    assert program == "python"
+
+    def healthy(port: int) -> bool:
+        environment = {"SAGEMAKER_BIND_TO_PORT": str(port)}
+        return subprocess.run([sys.executable, *argv], env=environment, capture_output=True).returncode == 0
+
+    with Running(exported) as server:
+        assert healthy(server.port)
+    assert not healthy(server.port)

@@ -17,6 +17,8 @@ import pytest
 from PIL import Image
 from serving import ROOT, Running
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(exported):
@@ -175,24 +177,3 @@ def test_connections_beyond_the_limit_are_for_health_checks(exported):
     finally:
         process.terminate()
         process.communicate(timeout=20)
-
-
-def test_the_image_for_containers(exported):
-    """No docker here: its user and base are read, and its health check is run against a server."""
-    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    instructions = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    (user,) = (rest for name, rest in instructions if name == "USER")
-    assert all(part.isdecimal() for part in user.split(":")), "Kubernetes' runAsNonRoot needs a number"
-    bases = [rest for name, rest in instructions if name == "FROM"]
-    assert all(len(base.split(":")[1].split("-")[0].split(".")) == 3 for base in bases), "a tag that moves"
-    (health,) = (rest for name, rest in instructions if name == "HEALTHCHECK")
-    program, *argv = json.loads(health.split(" CMD ")[1])
-    assert program == "python"
-
-    def healthy(port: int) -> bool:
-        environment = {"SAGEMAKER_BIND_TO_PORT": str(port)}
-        return subprocess.run([sys.executable, *argv], env=environment, capture_output=True).returncode == 0
-
-    with Running(exported) as server:
-        assert healthy(server.port)
-    assert not healthy(server.port)

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from serving import Running
 
+pytestmark = pytest.mark.slow
+
 GIVEN = os.environ.get("KD_FUZZ")
 EXAMPLES = int(GIVEN or 350)
 FUZZ = settings(

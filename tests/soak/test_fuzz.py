@@ -33,6 +33,8 @@ from kd.files import checkpoint
 from kd.models.cache import Codec, Store, open_store
 from kd.parts.datasets import imagefolder
 
+pytestmark = pytest.mark.slow
+
 GIVEN = os.environ.get("KD_FUZZ")
 EXAMPLES = int(GIVEN or 60)
 FUZZ = settings(

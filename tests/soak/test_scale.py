@@ -22,6 +22,8 @@ from kd.models.cache import Codec, Store, open_store
 from kd.parts.sifters import history, random
 from kd.parts.sifters._plan import full_plan, generator, num_selected
 
+pytestmark = pytest.mark.slow
+
 SOAK = bool(os.environ.get("KD_SOAK"))
 IDS = 10_000_000 if SOAK else 1_000_000
 RANKS, MICRO = 1000, 4
