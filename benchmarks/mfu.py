@@ -27,8 +27,8 @@ from kd.models.classifier import set_attention
 from kd.models.compiled import compile_forward
 from kd.models.load import Spec, load
 from kd.models.teacher import LiveTeacher
-from kd.parts.losses.kl import KL
 from kd.parts.tasks.single_label import SingleLabel
+from kd.setup.student import loss_term
 
 CLASSES = [str(i) for i in range(101)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -66,7 +66,7 @@ class Step:
         small = load(Spec("student", given.student, given.student_args, CLASSES), given.size)
         self.teacher = LiveTeacher(big, device, self.dtype)
         self.module = Distillation(
-            copy.deepcopy(small), Criterion([("kl", 1.0, KL(temperature=2.0))]), SingleLabel()
+            copy.deepcopy(small), Criterion([loss_term("kl", temperature=2.0)]), SingleLabel()
         ).to(device)
         for model in (self.teacher.model, self.module):
             set_attention(model, kernel.startswith("fused"))

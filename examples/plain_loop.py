@@ -11,9 +11,8 @@ from kd.core.types import Batch, Outputs, SiftContext
 from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
 from kd.models.teacher import LiveTeacher
-from kd.parts.losses.ce import CE
-from kd.parts.losses.kl import KL
 from kd.parts.sifters.history import History, Options
+from kd.setup.student import loss_term
 from own_modules import blobs, network
 
 
@@ -23,7 +22,7 @@ def main() -> float:
     images, labels = blobs(512, seed=1).tensors
     teacher = LiveTeacher(LogitsModel(network(32)), torch.device("cpu"))
     student = network(4)
-    criterion = Criterion([("kl", 1.0, KL(temperature=2.0)), ("ce", 0.1, CE(label_smoothing=0.0))])
+    criterion = Criterion([loss_term("kl", temperature=2.0), loss_term("ce", 0.1)])
     sifter = History(Options(keep=0.5), SiftContext.alone(labels, batch_size=64))
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
     loss = torch.tensor(0.0)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses.ce import CE
 
 
@@ -22,8 +23,6 @@ class Options:
 class Leaking(nn.Module):
     """Cross-entropy with a list that grows."""
 
-    needs = Needs(labels=True, logits="softmax")
-
     def __init__(self, leak_mib: float) -> None:
         super().__init__()
         self.ce, self.leak_mib, self.kept = CE(label_smoothing=0.0), leak_mib, list[Tensor]()
@@ -33,6 +32,11 @@ class Leaking(nn.Module):
         if self.leak_mib:
             self.kept.append(torch.ones(int(self.leak_mib * 2**18)))
         return self.ce(student, teacher, batch)
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(labels=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Leaking:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kd.core.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
-    from kd.core.types import FileKey
+    from kd.core.facts import FileKey
 
 CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""

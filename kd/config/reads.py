@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kd.config.schema import DataSection, LossSection, TaskSection
-from kd.core.errors import ConfigError
 from kd.core.evaluation import Task
-from kd.core.types import Dims, Needs
+from kd.core.facts import LossFacts
 from kd.parts import registry
-
-ANY_DIMS = Dims(2, 1, 1, (1, 1), (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +23,20 @@ class Reads:
     """Names of features, of both models."""
 
 
-def needs(losses: Sequence[LossSection]) -> list[Needs]:
+def loss_facts(losses: Sequence[LossSection]) -> list[LossFacts]:
     """Return what each loss reads."""
-    found = []
-    for i, term in enumerate(losses):
-        loss = registry.build("losses", term.kind, term.options, f"losses[{i}]", dims=ANY_DIMS)
-        if not isinstance(getattr(loss, "needs", None), Needs):
-            wrong = f"the loss '{term.kind}' does not say what it reads"
-            remedy = "Set needs = Needs(teacher=True, logits='softmax'), for example"
-            allowed = "An attribute `needs` of the type kd.core.types.Needs"
-            raise ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
-        found.append(loss.needs)
-    return found
+    return [registry.facts("losses", one.kind, one.options, f"losses[{i}].kind") for i, one in enumerate(losses)]
 
 
 def reads(losses: Sequence[LossSection]) -> Reads:
     """Return which outputs the losses read."""
-    return reads_of(needs(losses))
-
-
-def reads_of(needed: Sequence[Needs]) -> Reads:
-    """Return which outputs losses with these needs read."""
-    on_logits = [one for one in needed if one.logits]
-    features = frozenset().union(*(one.features for one in needed))
+    facts = loss_facts(losses)
+    on_logits = [one for one in facts if one.logits]
+    features = frozenset().union(*(one.features for one in facts))
     if not on_logits:
         features |= {"pooled"}  # what is exported, and evaluated
     return Reads(
-        teacher=any(one.teacher for one in needed),
+        teacher=any(one.teacher for one in facts),
         teacher_logits=any(one.teacher for one in on_logits) or not features,
         features=tuple(sorted(features)),
     )
@@ -71,13 +55,13 @@ def build_task(section: TaskSection) -> Task:
 
 
 def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: DataSection) -> TaskSection:
-    """Return the task; `auto`: the one of kd's own that reads logits as the losses do, for such labels.
+    """Return the task; `auto`: the built-in task that fits labels and losses.
 
     Where no task fits both, the losses decide; the rules between keys then say what is wrong.
     """
     if section.kind != "auto":
         return section
-    functions = [one.logits for one in needs(losses) if one.logits] or [""]
+    functions = [one.logits for one in loss_facts(losses) if one.logits] or [""]
     label, found = label_of(data), []
     for name in registry.names("tasks"):
         own = TaskSection(kind=name, options=registry.default_options("tasks", name))

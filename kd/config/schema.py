@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kd.config.fields import chosen, ranged
 from kd.config.tuning import Fit, OptimizerSection, Tuning
-from kd.core.types import file_key
+from kd.core.facts import file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
-from kd.config.reads import build_task, label_of, needs, reads_of
+from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import (
     QUANTIZED,
     RUNTIMES,
@@ -24,7 +24,7 @@ from kd.config.schema import (
 from kd.config.tuning import Tuning
 from kd.core.errors import ConfigError, KdError, MissingExtra, did_you_mean
 from kd.core.evaluation import Task
-from kd.core.types import BackendFacts, Needs
+from kd.core.facts import BackendFacts, LossFacts
 from kd.parts import registry
 
 
@@ -33,8 +33,8 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
 
     `here`: also the packages that the run imports on this machine. `cluster`: also the address of its Ray cluster.
     """
-    needed = needs(config.losses)
-    read, task = reads_of(needed), build_task(config.task)
+    needed = loss_facts(config.losses)
+    read, task = reads(config.losses), build_task(config.task)
     features = bool(read.features)
     if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
         wrong = "passes logits and pooled features on, but the losses ask for other outputs"
@@ -109,7 +109,7 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
 
 
 def _losses(
-    losses: Sequence[LossSection], needed: Sequence[Needs], augment: Augment, teacher: TeacherSection
+    losses: Sequence[LossSection], needed: Sequence[LossFacts], augment: Augment, teacher: TeacherSection
 ) -> Iterator[KdError]:
     if not losses:
         remedy = "Start with `losses: [{kind: kl}]`"
@@ -127,7 +127,7 @@ def _losses(
             yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
 
 
-def _task(losses: Sequence[LossSection], needed: Sequence[Needs], task: Task, label: str) -> Iterator[KdError]:
+def _task(losses: Sequence[LossSection], needed: Sequence[LossFacts], task: Task, label: str) -> Iterator[KdError]:
     """Yield where labels and losses do not fit the task; `label` is "class", "set", or "" where images have none."""
     texts = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}
     have = texts[label]
@@ -150,8 +150,8 @@ def _losses_by(function: str) -> str:
     """Name the losses of kd that read logits by a function."""
     found = []
     for name in registry.names("losses"):
-        section = LossSection(kind=name, options=registry.default_options("losses", name))
-        found += [name] if needs([section])[0].logits == function else []
+        facts = registry.facts("losses", name, registry.default_options("losses", name), "losses")
+        found += [name] if facts.logits == function else []
     return ", ".join(found)
 
 
@@ -187,7 +187,7 @@ def _of_one_task(task: Task, baseline: bool, topk: int) -> Iterator[KdError]:
 
 
 def _unlabelled(
-    losses: Sequence[LossSection], needed: Sequence[Needs], teacher: TeacherSection, baseline: bool
+    losses: Sequence[LossSection], needed: Sequence[LossFacts], teacher: TeacherSection, baseline: bool
 ) -> Iterator[KdError]:
     """Yield what needs labels where images have none."""
     for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):

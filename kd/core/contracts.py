@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import KdError
-from kd.core.types import Batch, Costs, Decoded, Label, Needs, Outputs, Plan, Sample, State
+from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, State
 
 
 @runtime_checkable
@@ -214,19 +214,14 @@ class Teacher(Protocol):
 
 
 class Loss(Protocol):
-    """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module.
+    """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module; `facts(options) -> LossFacts`.
 
     Inputs are the outputs of both models in any float dtype. The result is float32 [B], one value per image, to which
     weights are applied and which a sifter reads; a divergence is in nats. Where the formula is a mean over the batch,
     the mean over B is the paper's value. Only the student gets gradients.
     """
 
-    needs: Needs
-
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
-
-    # A loss on features also has `agreement(student, teacher)`, -1 to 1 [B]: evaluation shows it. One that maps the
-    # student's pooled features into the teacher's space with a module `project` also has `projected(student)` [B, D].
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
 

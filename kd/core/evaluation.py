@@ -94,7 +94,7 @@ class Task(Protocol):
 
     name: str
     logits: str
-    """The function that makes a logit an answer, as `Needs.logits` names it; "": an embedding model has none."""
+    """The function that makes a logit an answer, as `LossFacts.logits` names it; "": an embedding model has none."""
     label: str
     """What an image's label is: "class" or "set"."""
     problem_type: str

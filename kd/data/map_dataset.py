@@ -14,8 +14,9 @@ import torch
 
 from kd.core.contracts import Source
 from kd.core.errors import ConfigError, DataError
+from kd.core.facts import DatasetFacts
 from kd.core.seeds import evenly_spaced, seed_from
-from kd.core.types import Batch, DatasetFacts, Plan, Sample
+from kd.core.types import Batch, Plan, Sample
 
 PROBES = 16  # items of a dataset that are loaded to recognize it
 TRIES = 3  # of a DataLoader to bring the batch where a run stands

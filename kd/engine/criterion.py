@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,21 @@ from torch import Tensor, nn
 
 from kd.core.errors import ModelError
 from kd.core.evaluation import Task
-from kd.core.types import Batch, Needs, Outputs, State
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Outputs, State
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One loss of a criterion."""
+
+    name: str
+    weight: float
+    loss: Any
+    """A `kd.core.contracts.Loss`."""
+    facts: LossFacts
+    teacher: int = 0
+    """The one of several teachers whose features it reads."""
 
 
 class Criterion(nn.Module):
@@ -22,24 +36,19 @@ class Criterion(nn.Module):
     Usable alone in any PyTorch loop: `criterion(student, teacher, batch)["loss"].mean().backward()`.
     """
 
-    def __init__(
-        self, terms: Sequence[tuple[str, float, nn.Module]], members: Sequence[int] = (), labelled: float = 1.0
-    ) -> None:
+    def __init__(self, terms: Sequence[Term], labelled: float = 1.0) -> None:
         """Combine terms.
 
         Args:
-            terms: name, weight and module of each.
-            members: for each, of which of several teachers it reads the features; empty: there is one teacher.
+            terms: the losses, with their weights.
             labelled: share of the training images whose labels are known. Below 1, a term on labels is 0 for the
                 others and 1 / `labelled` times as large for these, so that its mean over an epoch is that over them.
         """
         super().__init__()
         self.labelled = labelled
-        self.names = _distinct([name for name, _, _ in terms])
-        self.weights = [weight for _, weight, _ in terms]
-        self.terms = nn.ModuleList([term for _, _, term in terms])
-        self.members = list(members) or [0] * len(terms)
-        self.needs: list[Needs] = [term.needs for term in self.terms]  # type: ignore[misc]
+        self.all = tuple(terms)
+        self.names = _distinct([term.name for term in terms])
+        self.terms = nn.ModuleList([term.loss for term in terms])
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Score a micro-batch.
@@ -51,16 +60,16 @@ class Criterion(nn.Module):
         with torch.autocast(student.logits.device.type, enabled=False):
             known = self._known(batch)
             scores = {
-                name: term(student, teacher.of(member), known)
-                for name, term, member in zip(self.names, self.terms, self.members, strict=True)
+                name: term.loss(student, teacher.of(term.teacher), known)
+                for name, term in zip(self.names, self.all, strict=True)
             }
             for name, score_B in scores.items():
                 _require_score(name, score_B, student, batch)
             if known is not batch:
                 factor_B = batch.labelled / self.labelled
-                for name, needs in zip(self.names, self.needs, strict=True):
-                    scores[name] = scores[name] * factor_B if needs.labels else scores[name]
-            weighted = [weight * score for weight, score in zip(self.weights, scores.values(), strict=True)]
+                for name, term in zip(self.names, self.all, strict=True):
+                    scores[name] = scores[name] * factor_B if term.facts.labels else scores[name]
+            weighted = [term.weight * score for term, score in zip(self.all, scores.values(), strict=True)]
             total = functools.reduce(torch.add, weighted)
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
 
@@ -72,18 +81,16 @@ class Criterion(nn.Module):
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
         """Return the agreement of the terms on features [B], -1 to 1, averaged with their weights."""
-        terms = zip(self.weights, self.terms, self.members, strict=True)
-        chosen: list[Any] = [one for one in terms if one[0] and hasattr(one[1], "agreement")]
+        able = [term for term in self.all if term.weight and term.facts.agreement]
         with torch.autocast(student.logits.device.type, enabled=False):
-            found = [weight * term.agreement(student, teacher.of(member)) for weight, term, member in chosen]
-            return functools.reduce(torch.add, found) / sum(weight for weight, _, _ in chosen)
+            parts = [term.weight * term.loss.agreement(student, teacher.of(term.teacher)) for term in able]
+            return functools.reduce(torch.add, parts) / sum(term.weight for term in able)
 
     def projected(self, student: Outputs) -> Tensor | None:
         """Return the student's pooled features in the first teacher's space [B, D]; None: no term maps them there."""
-        terms: Any = zip(self.weights, self.terms, self.members, strict=True)
-        able = (term for weight, term, member in terms if weight and not member and hasattr(term, "projected"))
+        able = (term for term in self.all if term.weight and not term.teacher and term.facts.projects)
         with torch.autocast(student.logits.device.type, enabled=False):
-            return next((term.projected(student) for term in able), None)
+            return next((term.loss.projected(student) for term in able), None)
 
 
 class Frozen(Protocol):

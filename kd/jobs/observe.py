@@ -14,8 +14,9 @@ import torch
 
 from kd.core.contracts import Logger
 from kd.core.errors import RunError
+from kd.core.facts import BackendFacts
 from kd.core.host import cores
-from kd.core.types import BackendFacts, Loading, State
+from kd.core.types import Loading, State
 from kd.engine.monitor import system
 from kd.engine.monitor.timeline import APART, Timeline
 from kd.engine.run import Run

@@ -15,11 +15,17 @@ from types import ModuleType
 from typing import Any
 
 from kd.core.errors import FOREIGN, PartNotFound, did_you_mean, raised
-from kd.core.types import BackendFacts, DatasetFacts, SifterFacts, TeacherFacts
+from kd.core.facts import BackendFacts, DatasetFacts, LossFacts, NetworkFacts, SifterFacts
 
 FOLDERS = ("tasks", "losses", "sifters", "datasets", "networks", "backends")
-FACTS = {"datasets": DatasetFacts, "sifters": SifterFacts, "networks": TeacherFacts, "backends": BackendFacts}
-"""What a part without a function `facts` is taken for."""
+FACTS: dict[str, type[Any]] = {
+    "losses": LossFacts,
+    "sifters": SifterFacts,
+    "datasets": DatasetFacts,
+    "networks": NetworkFacts,
+    "backends": BackendFacts,
+}
+"""What the function `facts` of a part returns. A part without one has the defaults; a loss must have one."""
 
 
 def names(folder: str) -> list[str]:
@@ -112,9 +118,20 @@ def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> A
 
 
 def facts(folder: str, kind: str, options: Any, where: str) -> Any:
-    """Return what others must know of a part's options: what its function `facts(options)` says, or the defaults."""
-    stated = getattr(find(folder, kind, where), "facts", None)
-    return stated(options) if stated is not None else FACTS[folder]()
+    """Return what others must know of a part with these options: what its `facts(options)` returns, or the defaults.
+
+    Raises:
+        PartNotFound: a loss has no such function, or it returns something else.
+    """
+    function, cls = getattr(find(folder, kind, where), "facts", None), FACTS[folder]
+    if function is None and cls is not LossFacts:
+        return cls()
+    value = None if function is None else function(options)
+    if not isinstance(value, cls):
+        wrong = f"'{kind}' does not say what it reads" if function is None else f"facts of '{kind}' returns {value!r}"
+        allowed = f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__}"
+        raise PartNotFound(where, wrong, allowed, "Add it; CONTRIBUTING.md has an example")
+    return value
 
 
 def describe(folder: str) -> list[tuple[str, str]]:

@@ -13,9 +13,9 @@ import torch
 from kd.config.schema import BackendSection
 from kd.core.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
+from kd.core.facts import BackendFacts
 from kd.core.host import cores
 from kd.core.seeds import evenly_spaced
-from kd.core.types import BackendFacts
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
 from kd.engine import threads as threads_of_a_step

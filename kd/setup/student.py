@@ -6,14 +6,16 @@ import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from kd.config.reads import loss_facts
 from kd.config.schema import LossSection
 from kd.core.contracts import Backend, Teacher
 from kd.core.seeds import seed_from
 from kd.core.types import Dims
-from kd.engine.criterion import Criterion, Distillation
+from kd.engine.criterion import Criterion, Distillation, Term
 from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import require_repeatable
@@ -74,6 +76,20 @@ def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
     ]
 
 
+def loss_term(kind: str, weight: float = 1.0, dims: Dims | None = None, **options: Any) -> Term:
+    """Build a loss by its name, for a loop of one's own: `loss_term("kl", temperature=2.0)`.
+
+    Args:
+        kind: a file of `kd/parts/losses`, or a module from outside.
+        weight: in the sum.
+        dims: sizes for a loss that learns a projector.
+        options: the keys of the loss.
+    """
+    own = registry.default_options("losses", kind, **options)
+    loss = registry.build("losses", kind, own, "losses", dims=dims or Dims(0, 0, 0))
+    return Term(kind, weight, loss, registry.facts("losses", kind, own, "losses"))
+
+
 def build_criterion(
     losses: Sequence[LossSection],
     dims: Sequence[Dims],
@@ -88,16 +104,12 @@ def build_criterion(
     `labelled` is the share of the training images that have a label.
     """
     torch.manual_seed(seed_from(seed, "criterion"))
-    terms, members = [], []
-    for i, section in enumerate(losses):
-        for member, share in enumerate(shares):
-            term = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[member])
-            on_features = bool(term.needs.features)
-            terms.append((section.kind, section.weight * (share if on_features else 1.0), term))
-            members.append(member)
-            if not on_features:
-                break
-    return Criterion(terms, members, labelled)
+    terms = []
+    for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
+        for number, share in enumerate(shares if facts.features else (1.0,)):
+            loss = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[number])
+            terms.append(Term(section.kind, section.weight * share, loss, facts, number))
+    return Criterion(terms, labelled)
 
 
 def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:

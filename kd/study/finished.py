@@ -22,6 +22,7 @@ from kd import config
 from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
 from kd.config.load import read_yaml
+from kd.config.reads import loss_facts
 from kd.config.schema import DataSection, LossSection
 from kd.core.errors import KdError, RunError
 from kd.core.host import environment
@@ -99,16 +100,16 @@ def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int)
     """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
     _, tensors, _ = folder.best()
     number = 0
-    for i, section in enumerate(losses):
+    for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
         prefix = f"model.criterion.terms.{number}."
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        teacher, student = own["project.weight"].shape if "project.weight" in own else (1, 1)
-        dims = Dims(2, student, teacher, (1, student), (1, teacher))
-        term: Any = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
-        if section.weight and hasattr(term, "projected"):
+        if section.weight and facts.projects:
+            teacher, student = own["project.weight"].shape
+            dims = Dims(2, student, teacher)
+            term: Any = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
             term.load_state_dict(own)
             return term.project
-        number += teachers if term.needs.features else 1
+        number += teachers if facts.features else 1
     wrong = "no loss of this run maps the student's vectors into the teacher's space"
     raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
 

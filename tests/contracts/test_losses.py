@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from kd import config
 from kd.core.errors import KdError
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 from kd.parts import registry
 
 B, C = 6, 5
@@ -37,6 +38,10 @@ def build(name: str, num_classes: int = C) -> nn.Module:
     return module.build(module.Options(), make_dims(num_classes))
 
 
+def facts(name: str) -> LossFacts:
+    return registry.facts("losses", name, registry.default_options("losses", name), "losses")
+
+
 def make_dims(num_classes: int) -> Dims:
     tokens = [(TOKENS[width], width) for width in (STUDENT_D, TEACHER_D)]
     return Dims(num_classes, STUDENT_D, TEACHER_D, *tokens)
@@ -47,7 +52,7 @@ def make_batch(name: str, num_classes: int = C) -> Batch:
     generator = torch.Generator().manual_seed(1)
     label, partner = torch.randint(num_classes, (2, B), generator=generator)
     lam = torch.rand(B, generator=generator)
-    needs = build(name, num_classes).needs
+    needs = facts(name)
     if needs.unmixed:
         partner, lam = label, torch.ones(B)
     if needs.logits == "sigmoid":
@@ -121,8 +126,7 @@ def test_docstring_starts_with_one_sentence_and_cites_a_source(name):
 
 @every_loss
 def test_says_what_it_reads(name):
-    needs = build(name).needs
-    assert isinstance(needs, Needs)
+    needs = facts(name)
     assert needs.logits in ("softmax", "sigmoid", "")
     assert needs.features <= FEATURES
     assert needs.logits or needs.features, "it would read nothing of the student"
@@ -134,7 +138,7 @@ def test_reads_only_its_declared_inputs(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     expected_B = loss(student, teacher, batch)
-    needs = loss.needs
+    needs = facts(name)
     if not needs.teacher:
         teacher = Outputs(torch.full((B, C), math.nan))
     if not needs.labels:
@@ -181,7 +185,7 @@ def test_stays_float32_under_autocast(name):
         loss_B = loss(student, teacher, batch)
     assert loss_B.dtype == torch.float32
     # A learned projector may use bf16 (8 bits of mantissa); logits may not.
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if loss.needs.features else {"rtol": 0, "atol": 0}
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if facts(name).features else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(loss_B, expected_B, **tolerance)
 
 
@@ -237,7 +241,7 @@ def test_gradient_reaches_the_student_only(name):
     student, teacher = as_leaves(make_outputs(STUDENT_D)), as_leaves(make_outputs(TEACHER_D, seed=3))
     loss = build(name)
     loss(student, teacher, make_batch(name)).mean().backward()
-    leaf = next((student.features[name] for name in loss.needs.features), student.logits)
+    leaf = next((student.features[name] for name in facts(name).features), student.logits)
     assert leaf.grad is not None
     assert (leaf.grad.flatten(1) != 0).any(dim=1).all(), "an image has no gradient"
     assert all(parameter.grad is not None for parameter in loss.parameters()), "DDP waits for every parameter"
@@ -248,8 +252,9 @@ def test_gradient_reaches_the_student_only(name):
 @every_loss
 def test_a_loss_on_features_tells_how_far_the_models_agree(name):
     loss, student, teacher = build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
-    assert hasattr(loss, "agreement") == bool(loss.needs.features)
-    if loss.needs.features:
+    assert facts(name).agreement == hasattr(loss, "agreement") == bool(facts(name).features)
+    assert facts(name).projects == hasattr(loss, "projected")
+    if facts(name).agreement:
         agreement_B = loss.agreement(student, teacher)
         assert agreement_B.shape == (B,)
         assert (agreement_B.abs() <= 1 + 1e-6).all()
@@ -288,6 +293,6 @@ def test_the_two_labels_of_a_mixed_image_are_interchangeable(name):
     loss, batch = build(name), make_batch(name)
     student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     traded = replace(batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam)
-    if loss.needs.unmixed:
+    if facts(name).unmixed:
         traded = batch = replace(batch, partner_label=batch.label)  # nothing is mixed; lam is 1
     torch.testing.assert_close(loss(student, teacher, traded), loss(student, teacher, batch))

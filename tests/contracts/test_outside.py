@@ -72,7 +72,8 @@ from dataclasses import dataclass
 import torch
 
 from kd.parts.sifters.none import Everything
-from kd.core.types import Plan, SifterFacts
+from kd.core.facts import SifterFacts
+from kd.core.types import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,7 @@ from dataclasses import dataclass
 import torch
 
 from kd.parts.backends._ddp import DDPBackend
-from kd.core.types import BackendFacts
+from kd.core.facts import BackendFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,9 +288,13 @@ def test_an_error_of_an_own_part_is_not_a_bug_of_kd(outside, settings, tmp_path,
 
 
 def test_a_loss_that_does_not_say_what_it_reads_is_refused(outside, settings):
-    old = LOSS.replace('Needs(teacher=True, logits="softmax")', 'frozenset({"teacher"})')
-    with pytest.raises(kd.KdError, match=r"losses\[0\]\.kind.*kd\.types\.Needs"):
+    old = LOSS.replace('LossFacts(teacher=True, logits="softmax")', 'frozenset({"teacher"})')
+    assert old != LOSS
+    with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* returns frozenset.*kd\.core\.facts\.LossFacts"):
         kd.train(settings(losses=[{"kind": outside("loss", old)}]))
+    silent = LOSS.replace("def facts(", "def others(")
+    with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* does not say what it reads"):
+        kd.train(settings(losses=[{"kind": outside("silent", silent)}]))
 
 
 def test_a_sifter_with_options_is_one_file(outside, settings):

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kd.config.reads import needs
-from kd.config.schema import LossSection
 from kd.core.evaluation import Task
 from kd.core.scores import Scores
 from kd.core.types import Batch
@@ -45,7 +43,7 @@ def test_says_what_it_is(name):
     assert task.logits in ("softmax", "sigmoid", "")
     assert task.label in ("class", "set")
     assert bool(task.problem_type) == bool(task.logits)
-    (needed,) = needs([LossSection(kind=task.label_loss, options=registry.default_options("losses", task.label_loss))])
+    needed = registry.facts("losses", task.label_loss, registry.default_options("losses", task.label_loss), "losses")
     assert needed.labels
     assert not needed.teacher
     assert not task.logits or needed.logits == task.logits

@@ -102,7 +102,7 @@ class Arguments:
         """
         losses: Any = self.losses
         if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
-            losses = "binary_kl" if any(one.logits == "sigmoid" for one in losses.needs) else "kl"
+            losses = "binary_kl" if any(term.facts.logits == "sigmoid" for term in losses.all) else "kl"
         terms = losses if isinstance(losses, Sequence) and not isinstance(losses, str) else [losses]
         sets, sifter = self.labels == "sets", self.sifter
         shape = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"

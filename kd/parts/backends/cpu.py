@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kd.core.facts import BackendFacts
 from kd.core.host import cores, keep_freed_memory
-from kd.core.types import BackendFacts
 from kd.parts.backends._ddp import DDPBackend
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kd.core.errors import BackendError, MissingExtra
-from kd.core.types import BackendFacts
+from kd.core.facts import BackendFacts
 from kd.parts.backends._ddp import DDPBackend
 
 

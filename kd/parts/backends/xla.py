@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kd.core.errors import BackendError, KdError, MissingExtra
-from kd.core.types import BackendFacts, Batch
+from kd.core.facts import BackendFacts
+from kd.core.types import Batch
 from kd.parts.backends._launch import read_launch, set_rendezvous
 from kd.parts.backends._optimizers import copy_before_step, mib, parameters, set_group_options, state_tensors
 

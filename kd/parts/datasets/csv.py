@@ -14,7 +14,7 @@ from sys import intern
 from typing import TextIO
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.types import DatasetFacts, file_key
+from kd.core.facts import DatasetFacts, file_key
 from kd.parts.datasets._decode import Column, label_images
 from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
 from kd.parts.datasets._lists import DELIMITERS, Entry, Lists, content, table

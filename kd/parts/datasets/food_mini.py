@@ -23,8 +23,9 @@ from uuid import uuid4
 import numpy as np
 
 from kd.core.errors import DataError
+from kd.core.facts import DatasetFacts
 from kd.core.host import cores
-from kd.core.types import DatasetFacts, Decoded, Label
+from kd.core.types import Decoded, Label
 from kd.parts.datasets._decode import read_image
 from kd.parts.datasets._food.dishes import PAINTERS
 from kd.parts.datasets._food.paint import VERSION, file_name

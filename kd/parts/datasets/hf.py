@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError, MissingExtra, did_you_mean
-from kd.core.types import DatasetFacts, Decoded, file_key
+from kd.core.facts import DatasetFacts, file_key
+from kd.core.types import Decoded
 from kd.parts.datasets import _decode as images
 
 WHERE = "data.path"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.types import DatasetFacts, file_key
+from kd.core.facts import DatasetFacts, file_key
 from kd.parts.datasets._decode import Column, first_few, label_images, part
 from kd.parts.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
 

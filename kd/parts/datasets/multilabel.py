@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.types import DatasetFacts, file_key
+from kd.core.facts import DatasetFacts, file_key
 from kd.parts.datasets._decode import first_few
 from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
 from kd.parts.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table

@@ -18,7 +18,8 @@ from typing import BinaryIO
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.core.types import DatasetFacts, Decoded, file_key
+from kd.core.facts import DatasetFacts, file_key
+from kd.core.types import Decoded
 from kd.files.shards import Shard, content, find, members, read
 from kd.parts.datasets._decode import (
     Column,

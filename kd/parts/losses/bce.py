@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +37,6 @@ class Options:
 class BCE(nn.Module):
     """Compute the binary cross-entropy with the labels, or with those of both images where two are mixed."""
 
-    needs = Needs(labels=True, logits="sigmoid")
-
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()
         self.label_smoothing = label_smoothing
@@ -48,6 +47,11 @@ class BCE(nn.Module):
         target_BC = lam_B1 * batch.label + (1 - lam_B1) * batch.partner_label
         target_BC = (1 - self.label_smoothing) * target_BC + self.label_smoothing / 2
         return F.binary_cross_entropy_with_logits(student.logits.float(), target_BC, reduction="none").sum(dim=1)
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(labels=True, logits="sigmoid")
 
 
 def build(options: Options, dims: Dims) -> Loss:

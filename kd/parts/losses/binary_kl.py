@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +34,6 @@ class Options:
 
 class BinaryKL(nn.Module):
     """Compute the KL divergences of the softened answers to each class, teacher to student, summed."""
-
-    needs = Needs(teacher=True, logits="sigmoid")
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
@@ -49,6 +48,11 @@ class BinaryKL(nn.Module):
         no_BC = F.logsigmoid(-teacher_BC) - F.logsigmoid(-student_BC)
         divergence_BC = teacher_BC.sigmoid() * yes_BC + (-teacher_BC).sigmoid() * no_BC
         return divergence_BC.sum(dim=1) * self.temperature**2
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, logits="sigmoid")
 
 
 def build(options: Options, dims: Dims) -> Loss:

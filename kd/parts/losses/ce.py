@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.errors import ConfigError, did_you_mean
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 KEY = "losses[].class_weights"
 WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0"
@@ -59,7 +60,6 @@ def _is_weight(value: Any) -> bool:
 class CE(nn.Module):
     """Compute the cross-entropy with the label, or with both labels of a mixed image."""
 
-    needs = Needs(labels=True, logits="softmax")
     weight_C: Tensor | None
 
     def __init__(self, label_smoothing: float, weight_C: Tensor | None = None) -> None:
@@ -107,6 +107,11 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
     if not total > 0:
         raise ConfigError(KEY, "leaves no training image a weight", "One > 0", "Raise one")
     return (raw_C * count_C.sum() / total).float()
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(labels=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
 
@@ -32,8 +33,6 @@ class Options:
 
 class Cosine(nn.Module):
     """Compute 1 - the cosine between the projected student features and the teacher's."""
-
-    needs = Needs(teacher=True, features=frozenset({"pooled"}))
 
     def __init__(self, student_features: int, teacher_features: int) -> None:
         super().__init__()
@@ -51,6 +50,11 @@ class Cosine(nn.Module):
         """Return the student's features in the teacher's space [B, D]."""
         # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
         return self.project(student.features["pooled"].float()).float()
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True, projects=True)
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,6 @@ class Options:
 
 class DIST(nn.Module):
     """Compute 1 - the correlation with the teacher's probabilities, over classes and over images."""
-
-    needs = Needs(teacher=True, logits="softmax")
 
     def __init__(self, beta: float, gamma: float, temperature: float) -> None:
         super().__init__()
@@ -68,6 +67,11 @@ def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
     norms = torch.linalg.vector_norm(a, dim=dim) * torch.linalg.vector_norm(b, dim=dim)
     # The authors' 1e-8 is part of the method: it suppresses classes that neither model predicts in this batch.
     return (a * b).sum(dim=dim) / (norms + 1e-8)
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

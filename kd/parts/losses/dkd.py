@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +42,6 @@ class Options:
 
 class DKD(nn.Module):
     """Compute the KL divergences of the target class and of the other classes, each with its weight."""
-
-    needs = Needs(teacher=True, labels=True, unmixed=True, logits="softmax")
 
     def __init__(self, alpha: float, beta: float, temperature: float) -> None:
         super().__init__()
@@ -71,6 +70,11 @@ def _decouple(logits_BC: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
     odds_B = -(other_BC - logits_BC.gather(1, label_B1)).logsumexp(dim=1)
     pair_B2 = F.logsigmoid(torch.stack([odds_B, -odds_B], dim=1))
     return pair_B2, F.log_softmax(other_BC, dim=1)
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, labels=True, unmixed=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

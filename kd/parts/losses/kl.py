@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +36,6 @@ class Options:
 class KL(nn.Module):
     """Compute the KL divergence of the softened class probabilities, teacher to student."""
 
-    needs = Needs(teacher=True, logits="softmax")
-
     def __init__(self, temperature: float) -> None:
         super().__init__()
         self.temperature = temperature
@@ -48,6 +47,11 @@ class KL(nn.Module):
         divergence_BC = F.kl_div(log_student_BC, log_teacher_BC, reduction="none", log_target=True)
         # The gradient scales with 1/T^2; T^2 keeps the weight of the loss independent of T.
         return divergence_BC.sum(dim=1) * self.temperature**2
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
 
@@ -33,8 +34,6 @@ class Options:
 
 class Relational(nn.Module):
     """Compute how much the similarities of each image to the others differ from the teacher's."""
-
-    needs = Needs(teacher=True, features=frozenset({"pooled"}))
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return the mean squared difference of each image [B]; `batch` is not read."""
@@ -48,6 +47,11 @@ class Relational(nn.Module):
 def _similarities(outputs: Outputs) -> Tensor:
     unit_BD = F.normalize(outputs.features["pooled"].float(), dim=1)
     return (unit_BD @ unit_BD.T).float()
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True)
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.errors import ModelError
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
 COSINE = 0.9
@@ -38,8 +39,6 @@ class Options:
 
 class Tokens(nn.Module):
     """Compute the distance between the projected student tokens and the teacher's."""
-
-    needs = Needs(teacher=True, features=frozenset({"tokens"}))
 
     def __init__(self, student_features: int, teacher_features: int, side: int) -> None:
         super().__init__()
@@ -72,6 +71,11 @@ def resample(tokens_BND: Tensor, side: int) -> Tensor:
     map_BDSS = tokens_BND.transpose(1, 2).unflatten(2, (own, own))
     resized_BDSS = F.interpolate(map_BDSS, size=(side, side), mode="bilinear", antialias=True)
     return resized_BDSS.flatten(2).transpose(1, 2)
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, features=frozenset({"tokens"}), agreement=True)
 
 
 def build(options: Options, dims: Dims) -> Loss:

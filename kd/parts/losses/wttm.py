@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
-from kd.core.types import Batch, Dims, Needs, Outputs
+from kd.core.facts import LossFacts
+from kd.core.types import Batch, Dims, Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +38,6 @@ class Options:
 class WTTM(nn.Module):
     """Compute the KL divergence from the power-transformed teacher, weighted by the teacher's uncertainty."""
 
-    needs = Needs(teacher=True, logits="softmax")
-
     def __init__(self, gamma: float) -> None:
         super().__init__()
         self.gamma = gamma
@@ -50,6 +49,11 @@ class WTTM(nn.Module):
         log_sum_B1 = log_power_BC.logsumexp(dim=1, keepdim=True)
         divergence_BC = F.kl_div(log_student_BC, log_power_BC - log_sum_B1, reduction="none", log_target=True)
         return divergence_BC.sum(dim=1) * log_sum_B1.squeeze(1).exp()
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

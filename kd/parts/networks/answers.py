@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from kd.core.contracts import Source
 from kd.core.errors import ModelError
-from kd.core.types import Outputs, file_key
+from kd.core.facts import file_key
+from kd.core.types import Outputs
 from kd.models.answers import Answers, below, read
 from kd.models.load import Images, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.types import Outputs, file_key
+from kd.core.facts import file_key
+from kd.core.types import Outputs
 from kd.models.classifier import resized
 from kd.models.load import Spec
 from kd.models.runtimes import graph_files, open_session

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kd.core.types import TeacherFacts
+from kd.core.facts import NetworkFacts
 from kd.models.classifier import Classifier
 from kd.models.load import Spec, load
 
@@ -15,9 +15,9 @@ class Options:
     """No options beside those of every teacher."""
 
 
-def facts(options: Options) -> TeacherFacts:
+def facts(options: Options) -> NetworkFacts:
     """Return what others must know of it."""
-    return TeacherFacts(trains=True)
+    return NetworkFacts(trains=True)
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:

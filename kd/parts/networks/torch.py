@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.types import Outputs, TeacherFacts, file_key
+from kd.core.facts import NetworkFacts, file_key
+from kd.core.types import Outputs
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import Spec, read_tensors
 from kd.models.teacher import FAILURES, fails
@@ -50,9 +51,9 @@ class Options:
         shared.check_pixels(self.mean, self.std, self.input_size)
 
 
-def facts(options: Options) -> TeacherFacts:
+def facts(options: Options) -> NetworkFacts:
     """Return what others must know of it."""
-    return TeacherFacts(runs_code=True, trains=True)
+    return NetworkFacts(runs_code=True, trains=True)
 
 
 class Embedder(Classifier):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kd.core.errors import ModelError
-from kd.core.types import file_key
+from kd.core.facts import file_key
 from kd.models.load import Spec
 from kd.parts.networks import _towers as towers
 from kd.parts.networks._shared import named

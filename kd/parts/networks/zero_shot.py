@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.errors import ModelError
-from kd.core.types import file_key
+from kd.core.facts import file_key
 from kd.models.answers import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.load import Spec

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kd.core.contracts import Score
-from kd.core.types import Batch, Costs, Plan, SiftContext, SifterFacts
+from kd.core.facts import SifterFacts
+from kd.core.types import Batch, Costs, Plan, SiftContext
 from kd.parts.sifters._plan import full_plan
 from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
 

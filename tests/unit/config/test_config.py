@@ -177,15 +177,16 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
     (tmp_path / "mylab").mkdir()
     (tmp_path / "mylab" / "sharp.py").write_text(
         "from dataclasses import dataclass\n"
-        "from kd.core.types import Needs\n"
+        "from kd.core.facts import LossFacts\n"
         "@dataclass(frozen=True, kw_only=True)\n"
         "class Options:\n"
         "    power: float = 2.0\n"
         '    """How sharp."""\n'
         "class Sharp:\n"
-        "    needs = Needs(labels=True, logits='softmax')\n"
         "    def __init__(self, power):\n"
         "        self.power = power\n"
+        "def facts(options):\n"
+        "    return LossFacts(labels=True, logits='softmax')\n"
         "def build(options, dims):\n"
         "    return Sharp(options.power)\n"
     )
@@ -203,7 +204,7 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
         in (errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"])
     )
     assert (
-        "the loss 'mylab.silent' does not say what it reads. An attribute `needs` of the type kd.core.types.Needs."
+        "'mylab.silent' does not say what it reads. A function `facts(options)` that returns a kd.core.facts.LossFacts"
         in (errors_of(minimal(losses=[{"kind": "mylab.silent"}]))["losses[0].kind"])
     )
     assert (

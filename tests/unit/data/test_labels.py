@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 import kd
 from kd import config
 from kd.core.errors import ConfigError, DataError, KdError, ModelError
-from kd.core.types import Batch, Dims, Outputs
+from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Criterion
 from kd.models.load import Spec, load
 from kd.parts import registry
 from kd.parts.datasets._decode import Column, hold_out, label_images
-from kd.parts.losses import ce, kl
 from kd.parts.tasks.single_label import compare, score
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
+from kd.setup.student import loss_term
 
 
 def source(root, split="train", labels="none", **options):
@@ -91,8 +91,7 @@ def test_a_term_on_labels_is_the_mean_over_labelled_images():
     logits, said = torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)
     label = torch.tensor([0, -1, 2, -1, 1, 1, -1, -1])
     known = label >= 0
-    dims = Dims(3, 0, 0)
-    terms = [("ce", 0.5, ce.build(ce.Options(label_smoothing=0.1), dims)), ("kl", 2.0, kl.build(kl.Options(), dims))]
+    terms = [loss_term("ce", 0.5, label_smoothing=0.1), loss_term("kl", 2.0)]
     criterion = Criterion(terms, labelled=0.5)
     scores = criterion(Outputs(logits), Outputs(said), Batch.of(torch.zeros(8), label))
     loss = scores["loss"].mean()
@@ -117,8 +116,7 @@ def test_a_mixed_image_counts_where_both_labels_are_known():
         torch.full((3,), 0.7),
         torch.ones(3),
     )
-    terms = [("ce", 1.0, ce.build(ce.Options(), Dims(2, 0, 0)))]
-    found = Criterion(terms, labelled=1 / 3)(Outputs(torch.zeros(3, 2)), Outputs(torch.zeros(3, 0)), batch)
+    found = Criterion([loss_term("ce")], labelled=1 / 3)(Outputs(torch.zeros(3, 2)), Outputs(torch.zeros(3, 0)), batch)
     torch.testing.assert_close(found["ce"], torch.tensor([3 * np.log(2), 0.0, 0.0], dtype=torch.float32))
 
 

@@ -13,12 +13,14 @@ from pieces import without_clocks
 from torch.nn import functional as F
 
 from kd.core.errors import Interrupted, NonFiniteLoss
+from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs, State
 from kd.engine.criterion import Criterion
 from kd.engine.loop import advance, due, train
 from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import RunLength
 from kd.parts.losses import ce, kl
+from kd.setup.student import loss_term
 
 
 class Stop(Exception):
@@ -426,7 +428,7 @@ def batch(weight: list[float]) -> Batch:
 def test_the_criterion_sums_its_weighted_terms():
     dims = Dims(3, 0, 0)
     terms = [ce.build(ce.Options(), dims), kl.build(kl.Options(temperature=2.0), dims)]
-    criterion = Criterion([("ce", 0.3, terms[0]), ("kl", 2.0, terms[1]), ("kl", 0.0, kl.build(kl.Options(), dims))])
+    criterion = Criterion([loss_term("ce", 0.3), loss_term("kl", 2.0, temperature=2.0), loss_term("kl", 0.0)])
     student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
     found = criterion(student, teacher, batch([1.0, 0.0, 2.5]))
     assert list(found) == ["ce", "kl", "kl_2", "per_image", "loss"]
@@ -434,12 +436,12 @@ def test_the_criterion_sums_its_weighted_terms():
     torch.testing.assert_close(found["ce"], one)
     torch.testing.assert_close(found["per_image"], 0.3 * one + 2.0 * other)
     torch.testing.assert_close(found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other))
-    assert criterion.needs == [ce.CE.needs, kl.KL.needs, kl.KL.needs]
+    reads_labels, reads_teacher = LossFacts(labels=True, logits="softmax"), LossFacts(teacher=True, logits="softmax")
+    assert [term.facts for term in criterion.all] == [reads_labels, reads_teacher, reads_teacher]
 
 
 def test_the_criterion_stays_float32_under_autocast():
-    dims = Dims(3, 0, 0)
-    criterion = Criterion([("kl", 1.0, kl.build(kl.Options(), dims))])
+    criterion = Criterion([loss_term("kl")])
     student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
     expected = criterion(student, teacher, batch([1.0] * 3))["loss"]
     with torch.autocast("cpu", torch.bfloat16):

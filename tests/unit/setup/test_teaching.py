@@ -17,7 +17,7 @@ from pieces import Asks
 
 from kd import config
 from kd.core.errors import ConfigError, KdError, MissingExtra, ModelError
-from kd.core.types import BackendFacts
+from kd.core.facts import BackendFacts
 from kd.engine.loop import train
 from kd.jobs.progress.console import Console
 from kd.models import compiled

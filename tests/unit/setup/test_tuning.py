@@ -18,8 +18,9 @@ import kd
 from kd import config
 from kd.config.tuning import Tuning
 from kd.core.errors import ConfigError, KdError, ModelError
+from kd.core.facts import LossFacts
 from kd.core.types import State
-from kd.engine.criterion import Criterion, Distillation
+from kd.engine.criterion import Criterion, Distillation, Term
 from kd.engine.loop import train
 from kd.engine.optim import Frozen
 from kd.jobs.check import check
@@ -41,13 +42,13 @@ FROZEN = "student.tuning.freeze=[patch_embed.*, blocks.0.*]"
 
 
 def distillation(network: nn.Module) -> Distillation:
-    return Distillation(Classifier(network, 3, 16), Criterion([("extra", 1.0, Extra())]), SingleLabel())
+    return Distillation(
+        Classifier(network, 3, 16), Criterion([Term("extra", 1.0, Extra(), LossFacts())]), SingleLabel()
+    )
 
 
 class Extra(nn.Linear):
     """A loss that learns a matrix."""
-
-    needs = kd.core.types.Needs()
 
     def __init__(self) -> None:
         super().__init__(2, 2)

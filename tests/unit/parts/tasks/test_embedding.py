@@ -21,10 +21,9 @@ from kd.engine.loop import train
 from kd.models.cache import Codec, Store
 from kd.models.teacher import Uncached
 from kd.parts.backends.cpu import CPU
-from kd.parts.losses.cosine import Options
-from kd.parts.registry import build
 from kd.parts.tasks import embedding
 from kd.parts.tasks.embedding import STRENGTHS, nearest, ridge
+from kd.setup.student import loss_term
 
 LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"
 LOG = "run.every.log=1"
@@ -115,7 +114,7 @@ def test_each_of_several_teachers_has_its_own_projector(make, teacher, tmp_path)
     made = make(*keys, LOG, *cached(tmp_path / "cache"))
     criterion = made.run.distillation.criterion
     assert criterion.names == ["cosine", "cosine_2", "tokens", "tokens_2"]
-    assert criterion.weights == [0.25, 0.75, 0.25, 0.75]
+    assert [term.weight for term in criterion.all] == [0.25, 0.75, 0.25, 0.75]
     assert [term.project.out_features for term in criterion.terms] == [48, 32, 48, 32]
     train(made.run)
     values = made.run.evaluator(made.run.distillation.student)
@@ -266,7 +265,7 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
     )
     torch.manual_seed(0)
     student, teacher = Embeds(5), Counted(Embeds(7))
-    criterion = Criterion([("cosine", 1.0, build("losses", "cosine", Options(), "losses", dims=Dims(0, 5, 7)))])
+    criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     asked, searched = (
         Split(LocalLoader(MapDataset(data, 0), 8, 1, 0, 1, 0), evaluation_plan(len(data), 8)) for data in (val, bank)
     )
@@ -300,7 +299,7 @@ def test_images_of_which_none_has_a_label_cannot_be_scored(bank, val, words):
     images = [[(torch.randn(3, 2, 2), label)] * 9 for label in (val, bank)]
     shown = (LocalLoader(MapDataset(data, 0, labels="some"), 8, 1, 0, 1, 0) for data in images)
     asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)
-    criterion = Criterion([("cosine", 1.0, build("losses", "cosine", Options(), "losses", dims=Dims(0, 5, 7)))])
+    criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     setting = Evaluation(
         CPU("fp32", 60, 1),
         asked,

@@ -1,0 +1,92 @@
+"""What others must know of a part before it is built: `facts(options)` of its module. And options that name files."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """What a loss reads, and what else it can be asked. A loss without `facts` is refused."""
+
+    teacher: bool = False
+    labels: bool = False
+    unmixed: bool = False
+    """Each image alone: mixup and cutmix are refused."""
+    logits: str = ""
+    """The function under which it reads both models' logits: "softmax" (one label an image) or "sigmoid" (each class
+    alone). "": it reads none."""
+    features: frozenset[str] = frozenset()
+    """By the names of `Outputs.features`: "pooled", "tokens"."""
+    agreement: bool = False
+    """It has `agreement(student, teacher)`, -1 to 1 [B], which evaluation shows."""
+    projects: bool = False
+    """It has `projected(student)` [B, D], pooled features in the teacher's space, made by its module `project`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """What others must know of a dataset's options."""
+
+    label: str = "class"
+    """What the label of an image is: "class", or "set" where it may have several."""
+    root: str = ""
+    """The folder whose files are the images; "": they do not lie in files of one folder."""
+    test: str = ""
+    """The key that names a test split, where it is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFacts:
+    """What others must know of a network's options."""
+
+    runs_code: bool = False
+    """What `model` names is imported and called."""
+    trains: bool = False
+    """It builds an nn.Module with weights that can be trained: it may be a student too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SifterFacts:
+    """What others must know of a sifter's options."""
+
+    by_class: bool = False
+    """It reads the class of every image."""
+    delay: int = 0
+    """Steps at the start of a run in which it visits everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendFacts:
+    """What others must know of a backend before it is built."""
+
+    cpu: bool = False
+    """Runs on the CPU, where onnxruntime and OpenVINO can run a teacher."""
+    compiles: bool = False
+    """Compiles a graph for each shape: torch.compile is refused, and `auto` does not measure candidates."""
+    threads: int = 0
+    """Of torch on each rank, where the options name them; 0: all cores divided by the ranks of the machine."""
+
+
+def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:
+    """Declare an option that names files which a run reads, so that a launcher can bring them to another machine.
+
+    Args:
+        default: no argument: the option is required.
+        within: the option of the same part whose folder a relative path starts from; "": the working folder.
+        or_name: a value may also be a name that is looked up, such as a model's.
+    """
+    metadata = {"files": within, "or_name": or_name}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+class FileKey(NamedTuple):
+    """A key of a configuration that `file_key` has declared."""
+
+    key: str
+    """Dotted: "teacher.also.0.model"."""
+    value: str
+    within: str
+    """The key of the folder that a relative path starts from; "": the working folder."""
+    or_name: bool
