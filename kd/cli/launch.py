@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kd.cli.command import guarded, new_parser, taken, whole_number
 from kd.core.errors import ConfigError, ConfigErrors
+from kd.files.json_file import read_json
 
 if TYPE_CHECKING:
     from kd.cluster.requests import Hosting
@@ -217,9 +218,10 @@ def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError("--extra", f"'{path}' cannot be read ({error})", "A JSON object", "Correct it") from error
+        return read_json(path, "--extra", "Give a JSON object", kind=ConfigError)
+    except OSError as error:
+        wrong = f"'{path}' cannot be read ({error.strerror})"
+        raise ConfigError("--extra", wrong, "A JSON object", "Correct it") from error
 
 
 def _unique_name(name: str) -> str:

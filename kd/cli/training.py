@@ -90,18 +90,16 @@ def cache(argv: Sequence[str] | None = None) -> int:
 
 
 def sweep(argv: Sequence[str] | None = None) -> int:
-    """`kd-sweep CONFIG key=a,b,c ... [--by SCORE] [--trials N] [--jobs N]`: train with many settings, find the best."""
+    """`kd-sweep CONFIG key=a,b,c ... [--by SCORE] [--jobs N]`: train with many settings, find the best."""
     parser = new_parser(
         "kd-sweep",
         "Train CONFIG with all combinations of the values that keys list, with one teacher, cache and store for all. "
-        "Trials below the median of those before them end early; the best is trained again with two other seeds; "
-        "different students (student.model=a,b) are timed, and drawn by score and milliseconds. "
+        "The best is trained again with two other seeds; different students (student.model=a,b) are timed, and drawn "
+        "by score and milliseconds. "
         "Interrupted or killed, the same command goes on.",
         "kd-sweep vit_food losses.0.temperature=1,2,4 optimizer.lr=1e-3,3e-3",
     )
     parser.add_argument("--by", metavar="SCORE", default="", help="the score that decides (default: the task's first)")
-    text = "so many draws instead: a list by turns, a range key=0.001..0.01 log-uniformly, from a fixed seed"
-    parser.add_argument("--trials", metavar="N", type=whole_number(1, 9_999), default=0, help=text)
     text = "trials at a time; each gets its share of the cores (default 1)"
     parser.add_argument("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
     options = parser.read(argv)
@@ -109,7 +107,7 @@ def sweep(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd.study.sweeps.sweep import sweep
 
-        print(sweep(options.config, *options.overrides, by=options.by, trials=options.trials, jobs=options.jobs).text)
+        print(sweep(options.config, *options.overrides, by=options.by, jobs=options.jobs).text)
 
     return guarded(command, resumable=True)
 

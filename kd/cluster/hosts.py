@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.core.errors import BackendError
+from kd.files.json_file import read_json
 
 INPUT = Path("/opt/ml/input/config")
 MEETING, RAY, TORCH = 6378, 6379, 29500  # ports of the first trainer: the meeting point, Ray, torch's rendezvous
@@ -63,7 +64,7 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
     if "SM_CURRENT_HOST" not in environ:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return read_json(file, "backend", "Start it as a SageMaker job", kind=BackendError) if file.is_file() else {}
     groups = list(json.loads(environ.get("SM_INSTANCE_GROUPS_DICT") or "{}").values())
     return {
         "current_host": environ["SM_CURRENT_HOST"],
@@ -77,12 +78,12 @@ def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
 
     They are sorted: a list comes before a key inside it.
     """
+    remedy = "Give CONFIG key=value instead"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return [f"{key}={value}" for key, value in sorted(content.items()) if not key.startswith("sagemaker_")]
-    except (OSError, ValueError, AttributeError) as error:
-        wrong = f"'{file}' cannot be read ({error})"
-        raise BackendError("train", wrong, "A SageMaker job", "Give CONFIG key=value instead") from error
+        content = read_json(file, "train", remedy, kind=BackendError)
+    except OSError as error:
+        raise BackendError("train", f"'{file}' cannot be read ({error})", "A SageMaker job", remedy) from error
+    return [f"{key}={value}" for key, value in sorted(content.items()) if not key.startswith("sagemaker_")]
 
 
 def processes(environ: Mapping[str, str] = os.environ) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kd.core.errors import RunError
 from kd.core.types import State
+from kd.files.json_file import read_json
 from kd.files.storage import atomic_folder, share, write_json
 
 FORMAT = 3
@@ -39,15 +40,18 @@ def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str
 
 def head(folder: Path) -> tuple[State, dict[str, Any]]:
     """Read the state of a checkpoint and the content of its state.json; one that is damaged is `Broken`."""
-    try:
-        content = json.loads((folder / STATE).read_text())
+
+    def build(content: Any) -> tuple[State, dict[str, Any]]:
         if content["format"] != FORMAT:
             wrong = f"checkpoint '{folder}' has format {content['format']}, this version reads {FORMAT}"
             raise RunError("run.folder", wrong, "", f"Choose another run.name, or remove '{folder}'")
         if content.pop("checksum") != _checksum(content):
-            raise _broken(folder, f"is damaged: {STATE} is not what was written")
+            raise ValueError("it is not what was written")
         return State(**content["state"]), content
-    except (OSError, ValueError, KeyError, TypeError) as error:
+
+    try:
+        return read_json(folder / STATE, "run.folder", _remedy(folder), build, Broken)
+    except OSError as error:
         raise _unread(folder, error) from error
 
 
@@ -89,7 +93,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def _unread(folder: Path, error: Exception) -> RunError:
-    """Return the error for a checkpoint that cannot be read; only of one that is not whole it is `Broken`."""
+    """Return the error for a checkpoint that cannot be read: `Broken` if truncated or corrupt, else RunError."""
     wrong = f"cannot be read ({type(error).__name__}: {error})"
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return _broken(folder, wrong)
@@ -98,5 +102,8 @@ def _unread(folder: Path, error: Exception) -> RunError:
 
 
 def _broken(folder: Path, wrong: str) -> Broken:
-    remedy = f"Remove '{folder}'; the same command then resumes from the checkpoint before it"
-    return Broken("run.folder", f"checkpoint '{folder}' {wrong}", "", remedy)
+    return Broken("run.folder", f"checkpoint '{folder}' {wrong}", "", _remedy(folder))
+
+
+def _remedy(folder: Path) -> str:
+    return f"Remove '{folder}'; the same command then resumes from the checkpoint before it"

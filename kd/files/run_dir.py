@@ -19,6 +19,7 @@ from kd.core.errors import FolderInUse, RunError
 from kd.core.scores import Scored
 from kd.core.types import State
 from kd.files import checkpoint, storage
+from kd.files.json_file import object_of, read_json
 
 CHECKSUM = "choices_crc32"
 """In the manifest: a resumed run follows the choices, so they must be those that it began with."""
@@ -74,17 +75,7 @@ class RunDir:
     def manifest(self) -> dict[str, Any]:
         """Return what manifest.json records; empty before the first `record`."""
         file = self.path / "manifest.json"
-        try:
-            content = json.loads(file.read_text()) if file.is_file() else {}
-            if not isinstance(content, dict) or not isinstance(content.get("choices", {}), dict):
-                raise TypeError("no object of JSON with an object `choices`")
-            expected = content.pop(CHECKSUM, None)
-            if expected != (_checksum(content["choices"]) if "choices" in content else None):
-                raise ValueError("`choices` were changed after they were recorded")
-        except (ValueError, TypeError, RecursionError) as error:
-            remedy = "Restore it, or choose another run.name"
-            raise RunError("run.folder", f"'{file}' is damaged ({error})", "", remedy) from error
-        return content
+        return read_json(file, "run.folder", "Restore it, or choose another run.name", _facts) if file.is_file() else {}
 
     def record(self, **facts: Any) -> None:
         """Add facts to manifest.json; rank 0 only."""
@@ -176,14 +167,9 @@ class RunDir:
         file = self.path / "scored.json"
         if not file.is_file():
             return None
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            best = self.best_weights()  # "": the checkpoints were removed
-            same = content.pop("weights") == best or not best
-            return Scored.read(content) if same else None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
-            raise RunError("run.folder", wrong, "", "Remove the file") from error
+        best = self.best_weights()  # "": the checkpoints were removed
+        weights, scored = read_json(file, "run.folder", "Remove the file", _weights_and_score)
+        return scored if weights == best or not best else None
 
     def close(self) -> None:
         """Release the lock."""
@@ -242,6 +228,19 @@ class RunDir:
             holder = (self.path / ".lock").read_text().strip() or "unknown"
             remedy = "Wait for it, or choose another run.name"
             raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
+
+
+def _facts(content: Any) -> dict[str, Any]:
+    """Return what manifest.json records, without its checksum."""
+    facts = object_of(content)
+    expected = facts.pop(CHECKSUM, None)
+    if expected != (_checksum(object_of(facts["choices"])) if "choices" in facts else None):
+        raise ValueError("`choices` were changed after they were recorded")
+    return facts
+
+
+def _weights_and_score(content: Any) -> tuple[str, Scored]:
+    return content.pop("weights"), Scored.read(content)
 
 
 def _checksum(choices: dict[str, str]) -> int:

@@ -17,6 +17,7 @@ from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 from kd.core.errors import DataError, RunError
+from kd.files.json_file import read_json
 
 try:
     import fcntl
@@ -295,11 +296,9 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
     try:
         while not file.is_file() and time.monotonic() < deadline:
             time.sleep(0.05)
-        stored = dict(json.loads(file.read_text(encoding="utf-8", errors="replace")))
+        stored = read_json(file, where, remedy)
     except OSError as error:
         raise disk_error(error, file, where) from error
-    except (ValueError, TypeError) as error:
-        raise RunError(where, f"'{file}' is damaged ({error})", "", remedy) from error
     for name in identity | stored:
         if stored.get(name) != identity.get(name):
             old, new = (str(each.get(name))[:60] for each in (stored, identity))

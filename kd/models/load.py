@@ -207,7 +207,7 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
     """Return what the network is built from, wherever its folder lies: the model's name and its arguments."""
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
-    content = json.loads((Path(source.removeprefix("local-dir:")) / "config.json").read_text())
+    content = folder_config(Path(source.removeprefix("local-dir:")), f"{spec.where}.model")
     return {"model": content.get("architecture"), "args": {**content.get("model_args", {}), **spec.args}}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
+from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
 PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
@@ -23,12 +24,12 @@ def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
     config = folder / "config.json"
     if not config.is_file():
         return {}
-    try:
-        content = json.loads(config.read_text())
-        content.get("pretrained_cfg", {}).get("label_names")
-    except (ValueError, AttributeError, OSError) as error:
-        raise ModelError(where, f"'{config}' is not whole ({error})", "", "Write the folder anew") from error
-    return content
+
+    def build(content: Any) -> dict[str, Any]:
+        content.get("pretrained_cfg", {}).get("label_names")  # AttributeError: they are no objects
+        return content
+
+    return read_json(config, where, "Write the folder anew", build, ModelError)
 
 
 def folder_classes(folder: Path, where: str = "model") -> list[str] | None:

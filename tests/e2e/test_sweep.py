@@ -77,15 +77,13 @@ def test_killed_three_times_the_table_is_the_same(photos, tmp_path):
     assert len(list((calm.parent / "caches").iterdir())) == 3
     assert len([one for one in (calm.parents[1] / "teachers").iterdir() if one.is_dir()]) == 1
     by_values = {tuple(row["values"].values()): row for row in lines(calm)}
-    assert by_values["2", "1e-06"]["why"].startswith("ended at step ")
-    assert "interval" not in by_values["2", "1e-06"]
     assert len(by_values["1", "0.005"]["interval"]) == 2
     tested = [
         json.loads((run / "scored.json").read_text())["split"]
         for run in calm.glob("*_*")
         if (run / "scored.json").is_file()
     ]
-    assert tested.count("test") == 2  # of the fresh runs alone; a trial that is ended early may be over before
-    assert set(tested) == {"test", "val"}
+    assert sorted(tested) == ["test"] * 3 + ["val"] * 3  # the best, and the two fresh runs
+    assert "On test images, which chose nothing, the best has" in (calm / "sweep.md").read_text()
     best = kd.load_config(calm / "best.yaml")
     assert (best.run.name, best.run.folder, best.optimizer.lr) == ("tiny_best", "runs", 5e-3)

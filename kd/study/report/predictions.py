@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image
 from kd.core.contracts import Source, TeacherModel
 from kd.core.errors import DataError, KdError, RunError
 from kd.data.views import Views
+from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import write_json
 from kd.models.teacher import LiveTeacher
@@ -76,10 +76,10 @@ def answers(
 def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the predictions that an earlier report stored, if they are the best checkpoint's for these images."""
     try:
-        content = json.loads((folder.path / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(folder.path / FILE, "run", "Remove the file")
+    except (OSError, RunError):  # damaged is as good as not there: the models answer again
         return None
-    return content if isinstance(content, dict) and content.get("belongs") == belongs else None
+    return content if content.get("belongs") == belongs else None
 
 
 def _predict(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kd import config
 from kd.core.errors import RunError
 from kd.core.references import redact
 from kd.core.scores import Scores
+from kd.files.json_file import read_json
 from kd.files.storage import read_rows, write_text
 from kd.setup.recipe import BASELINE, resolve
 from kd.study.finished import Trust, opened_run
@@ -20,6 +20,8 @@ from kd.study.report import text
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
 from kd.study.report.record import RunRecord, price_rows
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +102,16 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
-        findings=content(path / "findings.json", []),
+        findings=_held(path / "findings.json", list),
         answers=counted,
         scored=folder.scored(),
-        exported=content(path / "export" / "manifest.json", {}),
+        exported=_held(path / "export" / "manifest.json", dict),
         sheet=sheet.read_bytes() if sheet.is_file() else b"",
         baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
         notes=(note,) if note else (),
     )
 
 
-def content(file: Path, otherwise: Any) -> Any:
-    """Return what a JSON file holds."""
-    if not file.is_file():
-        return otherwise
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise RunError("run", f"'{file}' is not readable as JSON: {error}", "", "Remove the file") from error
+def _held(file: Path, build: Callable[[Any], Value]) -> Value:
+    """Return what a JSON file of a run holds; empty without it."""
+    return read_json(file, "run", "Remove the file", build) if file.is_file() else build(())

@@ -6,7 +6,6 @@ all of them in turns, with the teacher of the sweep, once nothing trains any mor
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from kd.config.load import parse_value
-from kd.core.errors import KdError, ModelError
+from kd.core.errors import KdError, ModelError, RunError
 from kd.core.host import processor
 from kd.core.scores import Column
+from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import write_json, write_text
 from kd.models import runtimes
@@ -59,18 +59,18 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
     shows is kept in frontier.json, until other trials end or another machine asks.
     """
     trials = {trial.name: trial for trial in tried.trials}
-    ended = {row["trial"]: trials[row["trial"]] for row in rows if not row["why"]}
+    ended = {row["trial"]: trials[row["trial"]] for row in rows}
     file, of = tried.folder / "frontier.json", {"trials": sorted(ended), "processor": processor()}
     try:
-        known = dict(json.loads(file.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):  # damaged is as good as not there: the clock runs again
+        known = read_json(file, "run.folder", "Remove the file")
+    except (FileNotFoundError, RunError):  # damaged is as good as not there: the clock runs again
         known = {}
     if known.get("of") != of:
         known = {"of": of, "costs": _costs(tried, ended)}
         write_json(file, known)
     costs, key, found = known["costs"], tried.column().key, []
     for row in rows:
-        alone = {} if row["why"] else tried.last_row(f"{row['trial']}/{BASELINE}")
+        alone = tried.last_row(f"{row['trial']}/{BASELINE}")
         found.append({**row, **costs.get(row["trial"], {}), **({"labels_only": alone[key]} if key in alone else {})})
     order = sorted((row for row in found if "ms" in row), key=lambda row: row["ms"])
     holds = members([(row["ms"], row["score"]) for row in order], tried.column().smaller)

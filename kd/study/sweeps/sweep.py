@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from kd.core.errors import ConfigError, FolderInUse, RunError
 from kd.core.host import cores
 from kd.core.scores import Column
 from kd.core.text import table
+from kd.files.json_file import read_json
 from kd.files.storage import disk_error, lock, write_json, write_text
 from kd.study.sweeps import frontier
 from kd.study.sweeps.processes import failure
@@ -37,36 +37,33 @@ class Sweep:
     best: Path
     """The best configuration, which `kd-train` takes."""
     rows: list[dict[str, Any]]
-    """Of each trial, the best first: `trial`, `values`, `score` (of validation images), `why` it ended early, `curve`
-    (step, share of the run, score), and `interval` of the score where it is known. Where the students differ also what
-    they cost, see `kd.study.sweeps.frontier.measured`."""
+    """Of each trial, the best first: `trial`, `values`, `score` of validation images, and its `interval` where it is
+    known. Where the students differ also what they cost, see `kd.study.sweeps.frontier.measured`."""
     fresh: list[dict[str, Any]]
     """The same of the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
+    tested: dict[str, Any]
+    """`score` and `interval` of the best trial on test images; {} without a test split."""
     text: str
-    """The table, and by how much the best of so many flatters."""
+    """The table, and how much of the best score is the luck of its seed."""
 
 
-def sweep(
-    settings: str | Path | Config | dict[str, Any], *overrides: str, by: str = "", trials: int = 0, jobs: int = 1
-) -> Sweep:
+def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: str = "", jobs: int = 1) -> Sweep:
     """Train a configuration with many settings, as `kd-sweep` does. The same call goes on after a kill.
 
     Args:
         settings: a YAML file, its contents, or a loaded Config.
-        overrides: `key=value`; a list `key=a,b,c` or a range `key=LOW..HIGH` is what varies.
+        overrides: `key=value`; a list `key=a,b,c` is what varies.
         by: key of the score that decides; "": the task's first.
-        trials: so many draws; 0: all combinations.
         jobs: trials at a time; each gets its share of the cores.
 
     Raises:
         ConfigError: a key or value is wrong, nothing varies, or no such score.
         RunError: no trial came to its end, or another sweep writes the folder.
     """
-    for key, value, least in (("trials", trials, 0), ("jobs", jobs, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(key, f"is {value!r}", f"A whole number >= {least}", "Change the value")
+    if not isinstance(jobs, int) or jobs < 1:
+        raise ConfigError("jobs", f"is {jobs!r}", "A whole number >= 1", "Change the value")
     space = Space.read(config.to_dict(settings) if isinstance(settings, Config) else settings, overrides)
-    combinations = space.combinations(trials)
+    combinations = space.combinations()
     first = space.load(combinations[0])
     name = f"{first.run.name}_sweep"
     folder = Path(first.run.folder) / name
@@ -91,14 +88,15 @@ def sweep(
         again.train(jobs, final=True)
         if again.failed:
             raise failure(next(iter(again.failed.values())))
+        tested = tried.test(winner) if any("test" in row for row in again.rows.values()) else {}
         rows, fresh = _ranked(tried), [again.rows[trial.name] for trial in again.trials]
         hints = f"`kd-train {best}` trains the best again; `kd-report {folder}/*/` shows all curves on one page."
         rows, reference = frontier.measured(tried, rows) if sized else (rows, {})
         notes = [frontier.write(rows, reference, column, folder)] if sized else []
         shown = _table(rows, tried, column, reference)
-        text = "\n\n".join([shown, *notes, flattery(rows, fresh, column), hints])
+        text = "\n\n".join([shown, *notes, luck(rows, fresh, tested, column), hints])
         write_text(folder / "sweep.md", text + "\n")
-    return Sweep(folder, best, rows, fresh, text)
+    return Sweep(folder, best, rows, fresh, tested, text)
 
 
 @contextmanager
@@ -120,24 +118,20 @@ def _threads(folder: Path, threads: int) -> int:
     file = folder / "sweep.json"
     if not file.is_file():
         write_json(file, {"threads": threads})
-    try:
-        return int(json.loads(file.read_text())["threads"])
-    except (ValueError, TypeError, KeyError) as error:
-        wrong = f"'{file}' is damaged ({type(error).__name__}: {error})"
-        raise RunError("run.folder", wrong, "", "Remove the file") from error
+    return read_json(file, "run.folder", "Remove the file", lambda content: int(content["threads"]))
 
 
 def _ranked(tried: Trials) -> list[dict[str, Any]]:
-    """Return the rows of trials, the best first, those that ended early behind the others."""
+    """Return the rows of trials, the best first."""
     sign = 1 if tried.column().smaller else -1
     rows = [tried.rows[one.name] for one in tried.trials if one.name in tried.rows]
-    return sorted(rows, key=lambda row: (bool(row["why"]), sign * row["score"]))
+    return sorted(rows, key=lambda row: sign * row["score"])
 
 
 def _best(tried: Trials) -> Trial:
-    if all(row["why"] for row in tried.rows.values()):
+    if not tried.rows:
         raise failure(next(iter(tried.failed.values())))
-    rows = [row for row in _ranked(tried) if not row["why"]]
+    rows = _ranked(tried)
     if len({row.get("data") for row in rows}) > 1:
         wrong = "the trials were not all scored on the same validation images"
         remedy = f"Sweep no key that changes them; where the images have changed, remove '{tried.folder}'"
@@ -158,7 +152,7 @@ def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refere
     title, found = f"{column.title} (95 %)", []
     more = frontier.cells([*rows, reference] if reference else rows, column)
     for row, own in zip(rows, more, strict=False):
-        marks = [row["why"], "best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
+        marks = ["best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
         shown = {**frontier.named(row["values"]), title: _shown(row, column), **own}
         found.append({**shown, "": ", ".join(filter(None, marks))})
     blank = dict.fromkeys(found[0], "-")
@@ -170,19 +164,26 @@ def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refere
     return table(found)
 
 
-def _shown(found: dict[str, Any], column: Column) -> str:
+def _shown(found: Mapping[str, Any], column: Column) -> str:
     """Return a score with the interval that is known."""
     ends = " to ".join(column.text(end).removesuffix(" %") for end in found.get("interval", ()))
     return column.text(found["score"]) + (f" ({ends})" if ends else "")
 
 
-def flattery(rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], column: Column) -> str:
-    """Say what the best trial reaches with other seeds, and by how much the best of so many flatters."""
+def luck(
+    rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], tested: Mapping[str, Any], column: Column
+) -> str:
+    """Say what the best trial reaches with other seeds, and on test images; else that nobody knows."""
     best, count, again = rows[0]["score"], len(rows), [row["score"] for row in fresh]
     difference = (best - statistics.mean(again)) * (-1 if column.smaller else 1)
     points = f"{100 * difference:+.1f} points" if column.unit == "%" else f"{difference:+.4f} {column.unit}".rstrip()
     text = f"The best of {count} trials has {column.with_title(best)} on validation images. Trained again with "
     text += f"{len(fresh)} other seeds it has {' and '.join(column.text(score) for score in again)}: "
-    text += f"the best of {count} flatters by {points}."
-    tested = [_shown(row["test"], column) for row in fresh if "test" in row]
-    return text + (f" On test images, scored for these alone: {' and '.join(tested)}." if tested else "")
+    text += f"the seed's part of the best score is {points}. "
+    if not tested:
+        return text + (
+            "The images' part is not known: all of these were scored on the images that chose the best. "
+            "data.test_fraction=0.3 keeps some apart."
+        )
+    others = " and ".join(_shown(row["test"], column) for row in fresh if "test" in row)
+    return text + f"On test images, which chose nothing, the best has {_shown(tested, column)}, the others {others}."

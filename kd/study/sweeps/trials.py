@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kd.config.reads import build_task
-from kd.core.errors import ConfigError
-from kd.core.scores import Column
+from kd.core.errors import ConfigError, RunError
+from kd.core.scores import Column, Scored
+from kd.files.json_file import DAMAGE
 from kd.files.run_dir import RunDir
 from kd.files.storage import append_rows, disk_error, flush, lock, read_rows
 from kd.setup.recipe import resolve
-from kd.study.sweeps.median import Point, Verdict, judge
 from kd.study.sweeps.processes import Processes, failure
-from kd.study.sweeps.space import Trial, prepared_alike, student_alike, write_yaml
+from kd.study.sweeps.space import Trial, prepared_alike, write_yaml
 
 POLL = 0.5
-"""Seconds between two looks at the trials."""
+"""Seconds between two looks at the trials: nothing to a trial, which takes minutes."""
 CHOOSE = "Choose one of them"
 log = logging.getLogger("kd")
 
@@ -31,53 +31,76 @@ class Trials:
     def __init__(self, folder: Path, trials: Sequence[Trial], by: str) -> None:
         """Read what is recorded. `by`: the key of the score that counts; "": the one that decides in each run."""
         self.folder, self.trials, self.by, self.failed = folder, trials, by, dict[str, str]()
-        self._journal, names = folder / "journal.jsonl", {trial.name for trial in trials}
-        rows = [row for row in read_rows(self._journal, last=None) if row["trial"] in names and row["by"] == by]
-        self.rows = {row["trial"]: row for row in rows}
+        self._journal, self._by_name = folder / "journal.jsonl", {trial.name: trial for trial in trials}
         self.scores = build_task(trials[0].config.task).scores
         self._columns = {column.key: column for column in (*self.scores.own, *self.scores.pair)}
         if by and by not in self._columns:
             raise ConfigError("--by", f"is '{by}'", f"Allowed: {', '.join(self._columns)}", CHOOSE)
+        self.rows = {row["trial"]: row for row in self._recorded()}
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        """Return the rows of these trials, with the values of the trials themselves."""
+        rows = []
+        for number, row in enumerate(read_rows(self._journal, last=None), 1):
+            try:
+                if row["trial"] in self._by_name and row["by"] == self.by:
+                    rows.append(self._checked(row) | {"values": dict(self._by_name[row["trial"]].values)})
+            except DAMAGE as error:
+                wrong = f"'{self._journal}', row {number} is damaged ({type(error).__name__}: {error})"
+                raise RunError("run.folder", wrong, "", "Remove that line: its trial is recorded again") from error
+        if len({row["key"] for row in rows}) > 1:
+            wrong = f"'{self._journal}' has rows with different scores"
+            raise RunError("run.folder", wrong, "", "Remove the file: the trials are recorded again")
+        return rows
+
+    def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row of the journal as `_record` writes one; one of `DAMAGE`: it is none."""
+        column = self._columns[row["key"]]
+        if self.by and row["key"] != self.by:
+            raise ValueError(f"key is '{row['key']}', by is '{self.by}'")
+        return {"trial": row["trial"], "by": self.by, "key": column.key, **_score(row, column)} | (
+            {"test": _score(row["test"], column)} if "test" in row else {}
+        )
 
     def column(self) -> Column:
-        """Return the column of the score that counts, once a trial was evaluated."""
-        key = self.by or next((row["key"] for row in self.rows.values()), "")
-        known = (row for trial in self.trials for row in self._evaluations(trial))
-        return self._columns[key] if key else self.scores.deciding(next(known))
+        """Return the column of the score that counts, once a trial has ended."""
+        return self._columns[next(iter(self.rows.values()))["key"]]
 
     def last_row(self, name: str) -> Mapping[str, Any]:
-        """Return the last scores of a run below the folder; {} where there is no such run."""
+        """Return the last scores on validation images of a run below the folder; {} where there is no such run."""
         run = RunDir(self.folder / name)
         scored = run.scored()
-        return run.best_row() if scored is None else scored.row
+        return run.best_row() if scored is None or scored.split == "test" else scored.row
 
     def train(self, jobs: int, final: bool = False) -> None:
-        """Train what is not recorded yet. `final`: also score the test images, and end no trial early."""
+        """Train what is not recorded yet. `final`: also score the test images."""
         waiting = [trial for trial in self.trials if trial.name not in self.rows]
         self._prepare(waiting)
-        over: set[str] = set()
         with Processes() as processes:
-            while waiting or len(processes.running) or over:
+            while waiting or processes.running:
                 for name, line in processes.ended().items():
-                    over.add(name)
                     if line:
                         self.failed[name] = line
-                over -= self.failed.keys()
-                for trial, curve, verdict in self._judged(over, final):
-                    if verdict.end is not None and trial.name in processes.running:
-                        processes.stop(trial.name)
-                    elif verdict.end is not None or (trial.name in over and verdict.until == float("inf")):
-                        self._record(trial, curve, verdict)
-                over -= self.rows.keys()
-                waiting = [trial for trial in waiting if trial.name not in self.rows]
+                    else:
+                        self._record(self._by_name[name])
                 for trial in waiting[:]:
                     if len(processes.running) < jobs and not _in_use(self.folder / trial.name):
                         waiting.remove(trial)
                         words = ["train", str(write_yaml(trial, self.folder)), *([] if final else ["--no-test"])]
                         processes.start(trial.name, words, self.folder / f"{trial.name}.log")
-                time.sleep(POLL if len(processes.running) or waiting else 0)
+                time.sleep(POLL)
         for name, line in self.failed.items():
             log.info("sweep: %s failed: %s ('%s' has all that it said)", name, line, self.folder / f"{name}.log")
+
+    def test(self, trial: Trial) -> dict[str, Any]:
+        """Score the best checkpoint of a trial that has ended on the test images; return `score` and `interval`."""
+        run = RunDir(self.folder / trial.name)
+        if (scored := run.scored()) is None or scored.split != "test":
+            self._run("test", ["train", str(write_yaml(trial, self.folder))], self.folder / f"{trial.name}.log")
+            scored = run.scored()
+        if scored is None:
+            raise RunError("run.folder", f"'{run.path}' was not scored", "", "Run the same command again")
+        return _of_column(scored, self.column().key)
 
     def _prepare(self, waiting: Sequence[Trial]) -> None:
         """Fit each teacher and fill each cache that several trials share, before the first of them begins."""
@@ -91,61 +114,29 @@ class Trials:
             if begun or not job or len(trials) < 2:
                 continue
             log.info("sweep: kd-%s for %d trials", job, len(trials))
-            with Processes() as processes:
-                processes.start(job, [job, str(write_yaml(first, self.folder))], self.folder / "prepare.log")
-                while not (ended := processes.ended()):
-                    time.sleep(POLL)
-            if ended[job]:
-                raise failure(ended[job])
+            self._run(job, [job, str(write_yaml(first, self.folder))], self.folder / "prepare.log")
 
-    def _judged(self, over: set[str], final: bool) -> list[tuple[Trial, Sequence[Point], Verdict]]:
-        """Return the trials that are not recorded, with their curves and what the median rule says."""
-        curves = [self._curve(trial) for trial in self.trials]
-        ended = [trial.name in self.rows or trial.name in over or trial.name in self.failed for trial in self.trials]
-        if final or not any(curves):
-            verdicts = [Verdict(float("inf") if done else 0.0) for done in ended]
-        else:
-            verdicts = [Verdict(0.0)] * len(curves)
-            alike: dict[str, list[int]] = {}
-            for i, trial in enumerate(self.trials):  # a student that is small is not hopeless because a large one leads
-                alike.setdefault(student_alike(trial), []).append(i)
-            for group in alike.values():
-                recorded = {at for at, i in enumerate(group) if self.trials[i].name in self.rows}
-                found = judge([curves[i] for i in group], [ended[i] for i in group], recorded, self.column().smaller)
-                for i, verdict in zip(group, found, strict=True):
-                    verdicts[i] = verdict
-        known = self.rows.keys() | self.failed.keys()
-        return [one for one in zip(self.trials, curves, verdicts, strict=True) if one[0].name not in known]
+    def _run(self, name: str, words: Sequence[str], output: Path) -> None:
+        """Run one command to its end."""
+        with Processes() as processes:
+            processes.start(name, words, output)
+            while not (ended := processes.ended()):
+                time.sleep(POLL)
+        if ended[name]:
+            raise failure(ended[name])
 
-    def _evaluations(self, trial: Trial) -> list[dict[str, Any]]:
-        return RunDir(self.folder / trial.name).metrics("val")
-
-    def _curve(self, trial: Trial) -> list[Point]:
-        if trial.name in self.rows:
-            return [Point(*point) for point in self.rows[trial.name]["curve"]]
-        run, curve, best, score = trial.config.run, [], float("-inf"), 0.0
-        for row in self._evaluations(trial):
-            decides = self.scores.deciding(row).key
-            if self.by and self.by not in row:
-                known = ", ".join(key for key in self._columns if key in row)
-                raise ConfigError("--by", f"is '{self.by}', which these runs do not have", f"Allowed: {known}", CHOOSE)
-            if row[decides] > best:  # as the loop finds the best checkpoint
-                best, score = row[decides], row[self.by or decides]
-            share = row["step"] / run.steps if run.steps else row["epoch"] / run.epochs
-            curve.append(Point(row["step"], share, score))
-        return curve
-
-    def _record(self, trial: Trial, curve: Sequence[Point], verdict: Verdict) -> None:
-        """Write the line of a trial that has ended. One whose end came too late to save anything counts alike."""
-        column = self.column()
-        points = [point for point in curve if verdict.end is None or point.step <= verdict.end.step]
-        row: dict[str, Any] = {"trial": trial.name, "values": dict(trial.values), "by": self.by, "key": column.key}
-        row |= {"score": points[-1].score, "why": "", "curve": [list(asdict(point).values()) for point in points]}
-        if verdict.end is not None:
-            texts = column.text(verdict.end.score), column.text(verdict.median)
-            row["why"] = f"ended at step {verdict.end.step}: {texts[0]}, the median of the others is {texts[1]}"
-        else:
-            row |= self._last_score(trial, column.key)
+    def _record(self, trial: Trial) -> None:
+        """Write the line of a trial that has ended."""
+        run = RunDir(self.folder / trial.name)
+        best = run.best_row()
+        key = self.by or self.scores.deciding(best).key
+        if key not in best:
+            known = ", ".join(key for key in self._columns if key in best)
+            raise ConfigError("--by", f"is '{key}', which these runs do not have", f"Allowed: {known}", CHOOSE)
+        row = {"trial": trial.name, "values": dict(trial.values), "by": self.by, "key": key, "score": best[key]}
+        if (scored := run.scored()) is not None:
+            last = _of_column(scored, key)
+            row |= {"test": last} if scored.split == "test" else last
         try:
             append_rows(self._journal, row)
             flush(self._journal)
@@ -153,16 +144,25 @@ class Trials:
             raise disk_error(error, self._journal, "run.folder") from error
         self.rows[trial.name] = row
         shown = ", ".join(f"{key}={text}" for key, text in trial.values.items())
-        log.info("sweep: %s: %s", shown, row["why"] or column.with_title(row["score"]))
+        log.info("sweep: %s: %s", shown, self.column().with_title(row["score"]))
 
-    def _last_score(self, trial: Trial, key: str) -> dict[str, Any]:
-        """Return interval and images of the last score of a run; that of test images under a key of its own."""
-        scored = RunDir(self.folder / trial.name).scored()
-        if scored is None:
-            return {}
-        ends: Mapping[str, Any] = {"interval": scored.samples[key].interval()} if key in scored.samples else {}
-        found = {"score": scored.row[key], "data": scored.data, **ends}
-        return {"test": found} if scored.split == "test" else {name: found[name] for name in found if name != "score"}
+
+def _of_column(scored: Scored, key: str) -> dict[str, Any]:
+    """Return `score`, `interval` where it is known, and `data`, the hash of the images, of one of several scores."""
+    ends = {"interval": list(scored.samples[key].interval())} if key in scored.samples else {}
+    return {"score": scored.row[key], "data": scored.data, **ends}
+
+
+def _score(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
+    """Return the same of a row that was read; one of `DAMAGE`: it has other values."""
+    numbers = [row["score"], *row.get("interval", ())]
+    low, high = (0.0, 1.0) if column.unit == "%" else (-math.inf, math.inf)
+    for number in numbers:
+        if type(number) not in (int, float) or not math.isfinite(number) or not low <= number <= high:
+            raise ValueError(f"{str(number)[:40]} is no {column.title}")
+    if len(numbers) not in (1, 3) or not isinstance(row.get("data", ""), str):
+        raise ValueError("interval or data is not what kd writes")
+    return {key: row[key] for key in ("score", "data", "interval") if key in row}
 
 
 def _in_use(folder: Path) -> bool:

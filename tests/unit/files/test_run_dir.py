@@ -231,7 +231,7 @@ def test_nothing_is_removed_while_it_is_not_known_which_is_the_best(opened, capl
     (opened.checkpoints / "step_00000002" / "state.json").write_text("{")
     evaluated(opened, 4, 0.5, 0.9)
     assert kept(opened) == [1, 2, 3, 4]
-    assert "step_00000002' cannot be read" in caplog.text
+    assert "step_00000002/state.json' is damaged" in caplog.text
     with pytest.raises(RunError, match=r"Remove '.*step_00000002'"):
         opened.best()
     shutil.rmtree(opened.checkpoints / "step_00000002")
