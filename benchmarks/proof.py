@@ -56,7 +56,7 @@ def kl(temperature: float) -> list[Row]:
 
 def sifted(kind: str, *keys: str) -> tuple[str, ...]:
     """Return the overrides by which a sifter keeps 60 % of the images after the first epoch, whatever it costs."""
-    return (*CACHE, f"sifter.kind={kind}", *(keys or ("sifter.keep=0.6",)), "sifter.gate=off")
+    return (*CACHE, f"sifter.kind={kind}", *(keys or ("sifter.keep=0.6",)))
 
 
 ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
@@ -90,7 +90,7 @@ def settings(options: argparse.Namespace) -> Row:
     if options.teachers:  # by files: threads are part of what names a fit, so another number would fit others
         for member, folder in zip([content["teacher"], *content["teacher"]["also"]], options.teachers, strict=True):
             member["checkpoint"] = str(folder / "model.safetensors")
-        chosen = json.loads((options.teachers[0].parent / "manifest.json").read_text())["choices"]["student"]
+        chosen = json.loads((options.teachers[0].parent / "manifest.json").read_text())["modes"]["student"]
         precision = chosen.split("+")[0]  # what each run would choose for itself, arms would not share
         content["teacher"]["precision"] = content["backend"]["precision"] = precision
     return content

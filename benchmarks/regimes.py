@@ -178,7 +178,7 @@ def one(base: dict[str, Any], regime: str, arm: str, share: float, seed: int, ep
     images = len(open_sources(resolve(config.load(base)).data).train)
     steps = round(share * epochs * PLATES.get(regime, 1) * (images // base["data"]["batch_size"]))
     name = f"{regime}-{arm}-{share:g}-{seed}".replace(" ", "_").replace(",", "")
-    length = [f"run.epochs={epochs_of(share, epochs, arm)}", "sifter.gate=off"] if ARMS[arm] else [f"run.steps={steps}"]
+    length = [f"run.epochs={epochs_of(share, epochs, arm)}"] if ARMS[arm] else [f"run.steps={steps}"]
     loaded = config.load(base, [*ARMS[arm], *length, f"run.seed={seed}", f"run.name={name}"])
     clock, cpu = time.perf_counter(), time.process_time()
     result = train(loaded)

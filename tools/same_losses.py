@@ -27,7 +27,7 @@ XCIT = "xcit_nano_12_p16_224"
 RUNS: dict[str, dict[str, Any]] = {
     "live": {"run": {"steps": 60}},
     "cached": {"run": {"steps": 120}, "teacher": {"cache": {"views": 1}}},
-    "sifted": {"run": {"steps": 200}, "sifter": {"kind": "history", "keep": 0.6, "gate": "off"}},
+    "sifted": {"run": {"steps": 200}, "sifter": {"kind": "history", "keep": 0.6}},
     "ranks": {"run": {"steps": 60}, "optimizer": {"zero": True}},
     "multilabel": {
         "run": {"steps": 60},

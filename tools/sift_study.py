@@ -45,7 +45,6 @@ def methods(epochs: int, steps_per_epoch: int) -> dict[str, list[str]]:
     for beta in RELATIVE:
         made[f"relative beta {beta:g}"] = [
             "sifter.kind=relative",
-            "sifter.gate=off",
             f"sifter.beta_value={beta}",
             f"sifter.sift_delay={steps_per_epoch}",
         ]

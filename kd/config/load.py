@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import math
-import textwrap
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from kd.config.explain import allows, types_of
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
 from kd.config.schema import BackendSection, Config
@@ -102,28 +99,41 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         reason = " ".join(str(error).split())
         raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
     if not OmegaConf.is_dict(raw):
-        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(_types(Config))}", "Add them")
+        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(types_of(Config))}", "Add them")
     return raw
 
 
 def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
-    """Set `key=value` in an OmegaConf node and return it; add what is wrong to `errors`."""
+    """Set `key=value` in an OmegaConf node and return it; add what is wrong to `errors`.
+
+    Dotted keys at the top of the node, as `--check` prints them, come first.
+    """
+    values: Any = OmegaConf.to_container(raw, resolve=False)
+    for key in [key for key in values if isinstance(key, str) and "." in key]:
+        del raw[key]
+        _update(raw, key, partial(values.get, key), errors)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
             errors.append(ConfigError(override, "not an override", "Overrides read key=value", "Add the `=value`"))
             continue
-        try:
-            value = OmegaConf.create([]) if override.endswith("=[]") else parse_value(override)
-            OmegaConf.update(raw, key, value, merge=True)
-        except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
+        _update(raw, key, partial(parse_value, override), errors)
     return raw
+
+
+def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError]) -> None:
+    """Set a dotted key to a value that may be unreadable."""
+    try:
+        OmegaConf.update(raw, key, value(), merge=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
 
 
 def parse_value(override: str) -> Any:
     """Parse the value of `key=value` as YAML; references in it are left."""
+    if override.endswith("=[]"):
+        return []
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + override.partition("=")[2]]), resolve=False)
     return parsed["value"]
 
@@ -134,21 +144,21 @@ def parse_value(override: str) -> Any:
 def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
     """Build `cls` from plain values, adding what is wrong to `errors` instead of stopping."""
     if not isinstance(raw, dict):
-        errors.append(ConfigError(where, f"is {raw!r}", f"A section with keys is expected: {', '.join(_types(cls))}"))
+        errors.append(ConfigError(where, f"is {raw!r}", f"A section with keys is expected: {', '.join(types_of(cls))}"))
         return None
-    types_of, values = _types(cls), {}
+    annotations, values = types_of(cls), {}
     part_type = _part_options(cls, raw, where, errors)
-    part_types = _types(part_type) if part_type else {}
+    part_types = types_of(part_type) if part_type else {}
     foreign: dict[str, Any] = {}
-    absent = {key: {} for key, annotation in types_of.items() if dataclasses.is_dataclass(annotation)}
+    absent = {key: {} for key, annotation in annotations.items() if dataclasses.is_dataclass(annotation)}
     for key, value in {**absent, **raw}.items():
         path = f"{where}.{key}" if where else str(key)
-        if key in types_of:
-            values[key] = _value(cls, key, types_of[key], value, path, errors)
+        if key in annotations:
+            values[key] = _value(cls, key, annotations[key], value, path, errors)
         elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
         elif part_type is not None or not _is_part(cls):
-            known = [*types_of, *part_types]
+            known = [*annotations, *part_types]
             remedy = did_you_mean(str(key), known) or "Remove it"
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
@@ -168,7 +178,7 @@ def _construct(cls: type, values: dict[str, Any], where: str, errors: list[KdErr
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
     ]
     if missing:
-        errors.extend(ConfigError(f"{where}.{name}", "is missing", _allowed(cls, name), "Add it") for name in missing)
+        errors.extend(ConfigError(f"{where}.{name}", "is missing", allows(cls, name), "Add it") for name in missing)
         return None
     try:
         return cls(**values)
@@ -198,9 +208,9 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: _plain(value)}).get(key)  # type: ignore[union-attr]
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
     except (OmegaConfBaseException, TypeError):  # a section where a list belongs is a TypeError
-        errors.append(ConfigError(where, f"is {value!r}", _allowed(cls, key), "Change the value"))
+        errors.append(ConfigError(where, f"is {value!r}", allows(cls, key), "Change the value"))
         return _INVALID
-    bounds = _allowed(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)
+    bounds = allows(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)
     if bounds:
         errors.append(ConfigError(where, f"is {value!r}", bounds, "Change the value"))
         return _INVALID
@@ -260,7 +270,7 @@ def _out_of_range(cls: type, key: str, value: Any) -> str:
         or (high is not None and value > high)
         or (above is not None and value <= above)
     )
-    return _allowed(cls, key) if wrong else ""
+    return allows(cls, key) if wrong else ""
 
 
 def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdError]) -> type | None:
@@ -289,97 +299,3 @@ def _auto_backend() -> str:
     import torch  # heavy: only when a configuration leaves the choice to us
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-# --------------------------------------------------------------------------------------------------- explaining
-
-
-def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix; or of a module."""
-    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in _types(Config):  # a part from outside
-        return list(_explain(registry.options_type("losses", prefix, prefix), ""))
-    rows = list(_explain(Config, ""))
-    return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]
-
-
-def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
-    docs, hints = field_docs(cls), _types(cls)
-    for f in dataclasses.fields(cls):
-        if f.name == "options":
-            continue
-        key, annotation = f"{where}.{f.name}" if where else f.name, hints[f.name]
-        if get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
-            yield from _explain(get_args(annotation)[0], key + "[]")  # type: ignore[arg-type]
-        elif dataclasses.is_dataclass(annotation):
-            yield from _explain(annotation, key)  # type: ignore[arg-type]
-        else:
-            yield key, _allowed(cls, f.name), _default(f), docs.get(f.name, "")
-        if "parts" in f.metadata:
-            yield from _explain_parts(f, where)
-
-
-def _explain_parts(f: dataclasses.Field[Any], where: str) -> Iterator[tuple[str, str, str, str]]:
-    folder = f.metadata["parts"]
-    for name in f.metadata["only"] or registry.names(folder):
-        for key, allowed, default, meaning in _explain(registry.options_type(folder, name, where), where):
-            yield key, allowed, default, f"[kind: {name}] {meaning}"
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for node, following in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            docs[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
-    return docs
-
-
-def _types(cls: type) -> dict[str, Any]:
-    """Return the fields a YAML may set, with their types."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "options"}
-
-
-def _default(f: dataclasses.Field[Any]) -> str:
-    if f.default is not dataclasses.MISSING:
-        value = f.default
-    elif f.default_factory is not dataclasses.MISSING:
-        value = f.default_factory()
-    else:
-        return "required"
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else repr(value)
-
-
-def _allowed(cls: type, key: str) -> str:
-    """Describe in words what a key accepts."""
-    field = next(f for f in dataclasses.fields(cls) if f.name == key)
-    if "parts" in field.metadata:
-        return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
-    text = _describe(_types(cls)[key])
-    low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
-    limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []
-    limits += [f"<= {high:g}"] if high is not None else []
-    return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-
-
-def _describe(annotation: Any) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
-    if origin in (Union, types.UnionType):
-        if args == (int, str):
-            return "auto or a whole number"
-        return " or ".join(_describe(arg) for arg in args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return f"a list of {_describe(args[0])}"
-    if origin is tuple:
-        return f"a list of {len(args)} values, each {_describe(args[0])}"
-    if origin is list:
-        return f"a list of {_describe(args[0])}"
-    if origin is dict or annotation is Any:
-        return "a section of key: value" if origin else "text, a list or a section"
-    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -113,7 +113,7 @@ class DataSection:
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on one or two
-    cores, or what batches of the run show to be faster; beside an accelerator this rank's cores - 1, at most 16."""
+    cores; beside an accelerator this rank's cores - 1, at most 16."""
     loader: Literal["local", "ray"] = "local"
     """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
     same bits. `kd-launch` starts such a cluster."""
@@ -203,16 +203,15 @@ class TeacherSection:
     pretrained: bool = False
     """Start `fit` from timm's pretrained weights."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
-    """Attention kernel of torch. auto: measured at start, recorded in the manifest."""
+    """Attention kernel of torch. auto: unfused on a CPU, fused on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
-    """Precision of the frozen forward. auto: fp32 or bf16, measured at start, recorded in the manifest. int8 runs in
-    onnxruntime on a CPU and changes the teacher's outputs: only when asked for, and the logit error is printed."""
+    """Precision of the frozen forward. auto: bf16 where the device has units for it and the logits stay near float32's,
+    else fp32; the manifest says which. int8 runs in onnxruntime on a CPU and changes the teacher's outputs: only when
+    asked for, and the logit error is printed."""
     runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
-    """What runs the frozen forward; all but torch on a CPU only. auto: torch; in a run so long that trying can pay,
-    what was measured to be the fastest; for int8 on a CPU, onnxruntime. Recorded in the manifest."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile for the frozen forward. auto: tried where the run is so long that it can pay, and kept where it was
-    measured to be at least 5 % faster; recorded in the manifest."""
+    """What runs the frozen forward; all but torch on a CPU only. auto: torch; for int8 on a CPU, onnxruntime."""
+    compile: Literal["on", "off"] = "off"
+    """torch.compile for the frozen forward. `--check` says where it would pay."""
     min_accuracy: float = ranged(-1.0, low=-1.0, high=1.0)
     """Refuse a teacher below this validation accuracy. -1: twice chance."""
     micro_batch: int = ranged(0, low=0)
@@ -236,7 +235,7 @@ class TeacherSection:
         return bool(self.fit.length) and self.kind in TRAINED
 
     def exported(self, cpu: bool) -> str:
-        """Return the runtime of an exported graph that is asked for by name; "" for torch, or where it is measured."""
+        """Return the runtime of an exported graph that is asked for; "" for torch."""
         runtime = "onnxruntime" if self.runtime == "auto" and self.precision == "int8" and cpu else self.runtime
         return runtime if runtime in RUNTIMES else ""
 
@@ -258,10 +257,9 @@ class StudentSection:
     tuning: Tuning = field(default_factory=Tuning)
     """How single layers learn."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
-    """Attention kernel. auto: measured at start, recorded in the manifest."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile for the student. auto: tried where the run is so long that it can pay, and kept where it was
-    measured to be at least 5 % faster; recorded in the manifest."""
+    """Attention kernel. auto: unfused on a CPU, fused on a GPU."""
+    compile: Literal["on", "off"] = "off"
+    """torch.compile for the student. `--check` says where it would pay."""
     options: Any = None
 
 
@@ -282,9 +280,6 @@ class SifterSection:
 
     kind: str = chosen("sifters", "none")
     """The sifter."""
-    gate: Literal["auto", "off"] = "auto"
-    """auto: measure what scoring, training and loading cost, print what the sifter will save, and visit everything
-    where it would lose time."""
     options: Any = None
 
 
@@ -304,7 +299,7 @@ class BackendSection:
     kind: str = chosen("backends", "auto")
     """The backend. auto: cuda where there is a GPU, else cpu; the resolved config says which."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of the student's forward and backward. auto: measured at start, recorded in the manifest."""
+    """Precision of the student's forward and backward. auto: bf16 where the device has units for it, else fp32."""
     timeout_seconds: float = ranged(600.0, above=0.0)
     """How long a rank waits for the others, or for a batch of its data workers, before it gives up."""
     options: Any = None

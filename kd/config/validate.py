@@ -281,7 +281,7 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
     for key, on in {**named, "compile": teacher.compile == "on"}.items():
         if on:
             wrong = f"is {getattr(teacher, key)}, but the teacher is divided over ranks, which plain torch does"
-            remedy = f"Set teacher.{key}=auto, or leave teacher.shard and teacher.pipeline out"
+            remedy = f"Leave teacher.{key} out, or leave teacher.shard and teacher.pipeline out"
             yield ConfigError(f"teacher.{key}", wrong, "", remedy)
     if teacher.cache.views:
         wrong = "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together"
@@ -299,7 +299,7 @@ def _execution(
     for section, where in ((teacher, "teacher"), (student, "student")):
         if section.compile == "on" and facts.compiles:
             wrong = f"is on, but backend '{kind}' compiles by itself"
-            yield ConfigError(f"{where}.compile", wrong, "auto or off", f"Set {where}.compile=auto")
+            yield ConfigError(f"{where}.compile", wrong, "off", f"Set {where}.compile=off")
     if teacher.model and (teacher.runtime in RUNTIMES or teacher.precision in QUANTIZED):
         yield from _exported(teacher, kind, facts, features, here)
 
@@ -320,7 +320,7 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
         yield ConfigError(where, wrong, "torch, or losses on logits", f"Set {where}=auto")
     if teacher.compile == "on":
         wrong = f"is {value}, but teacher.compile is on, and torch.compile is torch's"
-        yield ConfigError(where, wrong, "One of the two", f"Set teacher.compile=auto or {where}=auto")
+        yield ConfigError(where, wrong, "One of the two", f"Set teacher.compile=off or {where}=auto")
     precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
         wrong = f"is {teacher.precision}, which kd does not run on {runtime}"

@@ -241,8 +241,10 @@ class Backend(Protocol):
     """Ranks on this machine."""
     autocast_dtype: torch.dtype | None
     """bfloat16, or None for float32."""
-    fixed_mode: str
-    """The `precision+attention` of `auto` where measuring would compile each candidate; "" where it measures."""
+    auto_mode: str
+    """What `auto` means on this device, `precision+attention`: a fact of its units, such as bf16+unfused."""
+    compiles: bool
+    """Whether each shape of a batch is a graph that is compiled."""
 
     def setup(self) -> None:
         """Join the process group and check it: all-reduce a 1 and require the launcher's WORLD_SIZE.

@@ -64,7 +64,7 @@ class BackendFacts:
     cpu: bool = False
     """Runs on the CPU, where onnxruntime and OpenVINO can run a teacher."""
     compiles: bool = False
-    """Compiles a graph for each shape: torch.compile is refused, and `auto` does not measure candidates."""
+    """Compiles a graph for each shape: torch.compile is refused."""
     threads: int = 0
     """Of torch on each rank, where the options name them; 0: all cores divided by the ranks of the machine."""
 

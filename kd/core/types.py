@@ -313,5 +313,3 @@ class State:
     """Steps in a row, up to this one, that were not applied because their gradient was not finite."""
     skipped_in_all: int = 0
     """All such steps of the run so far."""
-    threads: int = 0
-    """Of torch on a CPU, on each rank, where they are chosen in the run; 0: not chosen yet."""

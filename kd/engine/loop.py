@@ -46,7 +46,6 @@ def _train(run: Run) -> State:
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
         with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as steps:
             for micros in steps:
-                state = run.threads(state)
                 backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
                 progress = length.progress(state, steps_in_epoch)
                 lr = run.schedule.apply(run.optimizer, progress)

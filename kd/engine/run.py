@@ -43,11 +43,6 @@ def never() -> bool:
     return False
 
 
-def unchanged(state: State) -> State:
-    """Return the state as it is."""
-    return state
-
-
 class Schedule(Protocol):
     """Sets the learning rate from the share of the run that is done."""
 
@@ -136,8 +131,6 @@ class Run:
     """Marks what the loop is doing; free unless somebody listens."""
     window: Window = no_window
     """Ends a log window of whoever listens."""
-    threads: Callable[[State], State] = unchanged
-    """Called before each step: sets torch's threads on a CPU."""
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
 

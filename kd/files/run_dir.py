@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,6 @@ from kd.core.scores import Scored
 from kd.core.types import State
 from kd.files import checkpoint, storage
 from kd.files.json_file import object_of, read_json
-
-CHECKSUM = "choices_crc32"
-"""In the manifest: a resumed run follows the choices, so they must be those that it began with."""
 
 
 class RunDir:
@@ -57,9 +53,7 @@ class RunDir:
             self._enter()
         if not self._folders():
             storage.write_text(self.config_file, config)
-            measured = ("choices", "measured_ms", "teacher_error")
-            choices = {} if keys else {k: v for k, v in self.manifest().items() if k in measured}
-            self._write_manifest(choices)
+            self._write_manifest({})
 
     @property
     def config_file(self) -> Path:
@@ -178,8 +172,7 @@ class RunDir:
             self._lock = None
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
-        more = {CHECKSUM: _checksum(content["choices"])} if "choices" in content else {}
-        storage.write_json(self.path / "manifest.json", {**content, **more})
+        storage.write_json(self.path / "manifest.json", content)
 
     def _folders(self) -> list[Path]:
         found = sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
@@ -231,20 +224,14 @@ class RunDir:
 
 
 def _facts(content: Any) -> dict[str, Any]:
-    """Return what manifest.json records, without its checksum."""
+    """Return what manifest.json records."""
     facts = object_of(content)
-    expected = facts.pop(CHECKSUM, None)
-    if expected != (_checksum(object_of(facts["choices"])) if "choices" in facts else None):
-        raise ValueError("`choices` were changed after they were recorded")
+    object_of(facts.get("modes", {}))
     return facts
 
 
 def _weights_and_score(content: Any) -> tuple[str, Scored]:
     return content.pop("weights"), Scored.read(content)
-
-
-def _checksum(choices: dict[str, str]) -> int:
-    return zlib.crc32(json.dumps(choices, sort_keys=True).encode())
 
 
 class Memory:

@@ -86,11 +86,9 @@ def _open(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_secon
     assert model is not None
     section = data.section
     session = Session(backend, data, split_batch(section, backend.world_size, len(data.train)))
-    images = plan.section.cache.views * len(data.train) // backend.world_size
-    report = choose_teacher(session, plan.section, model, images, None)
-    assert report.chosen is not None
-    if report.chosen.summary and backend.rank == 0:
-        log.info("teacher: %s", report.chosen.summary)
+    report = choose_teacher(session, plan.section, model)
+    if report.line and backend.rank == 0:
+        log.info("teacher: %s", report.line)
     loader, _ = loaders(data.views(), section, session.split, backend, timeout_seconds)
     return _Opened(session, report.live, open_cache(plan, report, model, session), loader, timeout_seconds)
 

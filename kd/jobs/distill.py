@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kd.core.contracts import Backend, Source
-from kd.core.errors import ModelError, RunError
+from kd.core.contracts import Source
+from kd.core.errors import ModelError
 from kd.core.host import environment
 from kd.core.scores import Scores
 from kd.core.text import html_table
 from kd.core.types import State
 from kd.engine.loop import train as engine_train
 from kd.engine.run import Run
-from kd.engine.snapshot import agree
 from kd.files.run_dir import RunDir
 from kd.jobs.final import conclude
 from kd.jobs.folder import require_same
@@ -72,7 +70,6 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     backend.barrier()  # rank 0 has opened the folder
     known = folder.manifest()
-    require_same_folder(backend, known)
     names, scores = recipe.record.trackers if backend.rank == 0 else (), recipe.student.task.scores
     trackers = None
     if names:
@@ -81,17 +78,15 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
         trackers = Trackers(names, recipe.record.name, folder.path, recipe.record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
-            results = Results(folder, console, known.get("choices", {}))
+            results = Results(folder, console)
             compare_home(recipe.teacher, setting, folder, console)
             built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
             run = observer.watch(built.run)
             facts = built.facts | facts_of(run, setting)
             require_same("data", known, facts)
             require_same("teacher", known, facts)
-            if known.get("choices"):
-                facts["measured_ms"] = known.get("measured_ms", {})
             folder.record(**facts)
-            announce(facts, setting, console, title)
+            announce(facts, known, setting, console, title)
             with run.span("evaluation"):
                 folder.record(before=check_before(recipe.teacher, run, setting.teachers, console))
             with signals.training():
@@ -106,7 +101,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
                 found = mistakes(run.distillation.student.eval(), data.views()[1], data.classes, backend.device)
             trackers.pictures(state.step, found)
         sifting = sifting_report(run, data.train, data.labels, folder)
-        saved = memory(recipe.loop.optimizer.zero, run, facts["choices"])
+        saved = memory(recipe.loop.optimizer.zero, run, facts["modes"])
         console.info(f"{title}: {saved}" if saved else "")
         broken = unreadable((data.train, data.val), run, known)
         if broken:
@@ -153,9 +148,19 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
     return facts
 
 
-def announce(facts: Mapping[str, Any], setting: Setting, console: Console, title: str) -> None:
-    """Show what the set-up found out."""
-    console.info(f"{title}: {facts['batch']}; {', '.join(f'{k} {v}' for k, v in facts['choices'].items())}")
+def announce(
+    facts: Mapping[str, Any], known: Mapping[str, Any], setting: Setting, console: Console, title: str
+) -> None:
+    """Show what the set-up found out; `known` is what an earlier start recorded."""
+    modes = ", ".join(f"{name} {mode}" for name, mode in facts["modes"].items())
+    threads = f", threads {facts['threads']}" if facts["threads"] else ""
+    console.info(f"{title}: {facts['batch']}; {modes}{threads}")
+    for name, before in known.get("modes", {}).items():
+        now = facts["modes"].get(name)
+        if now != before:
+            key = "teacher.precision" if name == "teacher" else "backend.precision"
+            text = f"{name}: {now} from here on, {before} at the last start: `auto` follows the machine"
+            console.info(f"{text}. {key} names one")
     for note in setting.teachers.notes:
         console.info(f"teacher: {note}")
     if "teacher_mib" in facts:
@@ -172,17 +177,7 @@ def compare_home(plan: TeacherPlan, setting: Setting, folder: RunDir, console: C
         folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
 
 
-def require_same_folder(backend: Backend, known: Mapping[str, Any]) -> None:
-    """Require that all ranks read the same recorded choices: a rank that measures again would wait for the others."""
-    choices = known.get("choices", {})
-    if not agree(backend, json.dumps(choices, sort_keys=True)):
-        found = "finds those of an earlier start" if choices else "finds none"
-        wrong = f"the ranks do not read the same manifest.json; rank {backend.rank} {found}"
-        remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
-        raise RunError("run.folder", wrong, "All ranks of a run share one run folder", remedy)
-
-
-def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
+def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:
     """Say what sharding and bfloat16 gave back on this rank, in MiB; "" on one rank without. All ranks must call it."""
     backend = run.backend
     held = backend.counters()["optimizer_mib"]
@@ -192,7 +187,7 @@ def memory(zero: bool, run: Run, choices: dict[str, str]) -> str:
     text = f"optimizer state {held:.2f} MiB on this rank"
     if whole > held:
         text += f" of {whole:.2f} in all: ZeRO-1 over {backend.world_size} ranks gave back {whole - held:.2f}"
-    if isinstance(run.teacher, LiveTeacher) and choices.get("teacher", "").startswith("bf16"):
+    if isinstance(run.teacher, LiveTeacher) and modes.get("teacher", "").startswith("bf16"):
         return f"{text}; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
     return text if backend.world_size > 1 else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,23 +13,27 @@ import torch
 from kd.config.reads import build_task
 from kd.config.schema import LossSection, TaskSection
 from kd.core.contracts import Backend, Dataset, Teacher
-from kd.core.errors import DataError
+from kd.core.errors import CorruptImage, DataError
 from kd.core.host import cores
+from kd.core.seeds import evenly_spaced
 from kd.core.types import Dims
 from kd.engine.criterion import Distillation
+from kd.jobs.timing import fastest, milliseconds
 from kd.models.classifier import Classifier
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.teacher import NoTeacher
 from kd.parts import registry
 from kd.setup.data import Data
-from kd.setup.gate import loading_ms
 from kd.setup.loaders import BatchSplit, default_workers
+from kd.setup.modes import Work, torch_mode
 from kd.setup.recipe import Recipe, StudentPlan, TeacherPlan, resolve
-from kd.setup.student import build_criterion, build_distillation
-from kd.setup.teacher import RANDOM, load_teachers
-from kd.setup.trial import Trial, Work, fastest, milliseconds, trial_images
+from kd.setup.student import apply_mode, build_criterion, build_distillation
+from kd.setup.teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
+from kd.setup.trial import Trial, trial_images
 
 BUDGET_SECONDS, SLOW_MS = 3.0, 400.0
 """For timing the steps in turns, after one of each; a small step that takes longer is not repeated with more images."""
+LOADED, LOADED_SECONDS = 16, 1.0
+"""Images that are loaded to time loading, and after how long fewer are enough: their median moves by a few percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +50,50 @@ class Measured:
     precision: str
 
 
-def measure(
-    teacher: TeacherPlan, student: StudentPlan, data: Data, split: BatchSplit, backend: Backend, fitting: bool = False
-) -> Measured:
-    """Time steps with random weights, in float32 on a CPU and as configured elsewhere.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Teachers and student of a configuration, as a run executes them; what can be has random weights."""
 
-    Teachers of timm get random weights, the others their own; images that do not exist are not made. `fitting`: also
-    time a training step of the teacher. One process.
-    """
+    teachers: Teachers
+    live: Teacher
+    distillation: Distillation
+
+    @property
+    def image_size(self) -> int:
+        """Side of an image, pixels."""
+        return self.teachers.data.section.image_size
+
+
+def random_models(teacher: TeacherPlan, student: StudentPlan, data: Data, backend: Backend) -> Models:
+    """Build teachers and student. Teachers of timm get random weights, the others their own; nothing is compiled."""
     named = data.required_classes is not None  # else only its weights say how many classes it has
     random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
     teachers = load_teachers(teacher, data, random)
-    model, data, size = teachers.model, teachers.data, data.section.image_size
     fresh = replace(student, section=replace(student.section, init="scratch", checkpoint=""))
-    distillation = build_distillation(fresh, teachers).to(backend.device)
-    dtype = backend.autocast_dtype or torch.float32
-    live: Teacher = LiveTeacher(model, backend.device, dtype) if model is not None else NoTeacher()
+    distillation, model = build_distillation(fresh, teachers).to(backend.device), teachers.model
+    apply_mode(
+        torch_mode(student.precision, student.section.attention, False, distillation, backend), distillation, backend
+    )
+    live: Teacher = NoTeacher()
+    if model is not None:
+        mode = replace(teacher_mode(teacher.section, model, backend), compiled=False)
+        whole = replace(teacher.section, shard=False, pipeline=0)
+        live = TeacherFactory(whole, model, backend, data.section.image_size)(mode)
+    return Models(teachers, live, distillation)
+
+
+def measure(
+    teacher: TeacherPlan, student: StudentPlan, models: Models, split: BatchSplit, backend: Backend
+) -> Measured:
+    """Time steps as the run makes them, but for compilers. Images that do not exist are not made. One process."""
+    distillation, live, size = models.distillation, models.live, models.image_size
+    model, data = models.teachers.model, models.teachers.data
     count = trial_images(split.micro_batch, backend)
     few = max(1, count // 4)
     with ExitStack() as stack:
         small = stack.enter_context(Trial(distillation, live, backend, size, few))
         small.step()  # asks the teacher, whose outputs are kept
-        if milliseconds(small.step, backend) > SLOW_MS:
+        if milliseconds(small.step) > SLOW_MS:
             count = few
         whole = stack.enter_context(Trial(distillation, live, backend, size, count))
         work: dict[str, Work] = {
@@ -76,11 +103,11 @@ def measure(
         }
         if model is not None:
             work["teacher"] = whole.ask
-        if fitting and teacher.fits and isinstance(model, Classifier):
-            fitted = _fitting(model, fresh, backend)
+        if teacher.fits and isinstance(model, Classifier):
+            fitted = _fitting(model, student, backend)
             training = stack.enter_context(Trial(fitted, NoTeacher(), backend, size, count))
             work["fit"] = partial(training.step, _adamw(fitted))
-        table = fastest(work, backend, rounds=2, budget_seconds=BUDGET_SECONDS, warm=True)[1]
+        table = fastest(work, rounds=2, budget_seconds=BUDGET_SECONDS, warm=True)[1]
     fixed, image = line_through(few, table["few"], count, table["step"])
     return Measured(
         fixed=fixed,
@@ -90,7 +117,7 @@ def measure(
         fit=table.get("fit", 0.0) / count,
         load=_load_ms(data.views()[0]),
         device=torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores",
-        precision=str(dtype).removeprefix("torch."),
+        precision="bfloat16" if backend.autocast_dtype is not None else "float32",
     )
 
 
@@ -175,3 +202,23 @@ def _load_ms(dataset: Dataset) -> float:
         return loading_ms(dataset)
     except DataError:  # not rendered or unpacked yet
         return 0.0
+
+
+def loading_ms(dataset: Dataset) -> float:
+    """Return the milliseconds of loading an image in this process, from evenly spaced ones; 0.0 where none can be read.
+
+    Each is loaded twice and the second time counts: where there is a store, it comes out of the store.
+    """
+    start, times = time.perf_counter(), []
+    for id in evenly_spaced(len(dataset), LOADED):
+        try:
+            if not dataset.load(id, 0).readable:
+                continue
+        except CorruptImage:
+            continue  # data.on_corrupt decides where the run reads it
+        before = time.perf_counter()
+        dataset.load(id, 0)
+        times.append(time.perf_counter() - before)
+        if time.perf_counter() - start > LOADED_SECONDS and len(times) > 2:
+            break
+    return 1000 * sorted(times)[len(times) // 2] if times else 0.0

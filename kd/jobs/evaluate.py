@@ -36,7 +36,7 @@ def evaluate(
     vouched.check_student(recipe.student)
     vouched.check_folder(recipe.data)
     state, best, _ = folder.best()
-    results = Results(folder, Console("", quiet=True), folder.manifest().get("choices", {}))
+    results = Results(folder, Console("", quiet=True))
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         vouched.check_images(data, folder.manifest())

@@ -13,8 +13,10 @@ from kd.config import instances
 from kd.core.contracts import Source
 from kd.core.errors import CorruptImage, DataError
 from kd.core.text import clock, money
+from kd.jobs.advice import advise
 from kd.jobs.check import check
-from kd.jobs.estimate import describe, estimate, measure
+from kd.jobs.estimate import describe, estimate, measure, random_models
+from kd.parts import registry
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.loaders import split_batch
@@ -50,10 +52,13 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures"])
     split = split_batch(section, 1, len(data.train))
+    facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
     with distributed(recipe.backend) as backend:
-        found = measure(recipe.teacher, recipe.student, data, split, backend, fitting=True)
+        models = random_models(recipe.teacher, recipe.student, data, backend)
+        found = measure(recipe.teacher, recipe.student, models, split, backend)
         fits = sum(not is_fitted(target) for _, target in fit_folders(recipe.teacher, data.fingerprint).values())
         guess = estimate(recipe, (len(data.train), len(data.val)), split, backend, found, fits)
+        advice = advise(recipe, models, split, backend, facts, found)
     parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())
     measured = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
     lines += [
@@ -63,7 +68,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     hourly = recipe.price.per_hour or instances.price_per_hour(recipe.price.instance)
     if hourly:
         lines.append(f"cost      about USD {money(hourly * guess.total / 3600)} at USD {hourly:g} an hour")
-    return "\n".join(lines)
+    return "\n".join([*lines, *advice])
 
 
 def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything: bool = False) -> list[str]:

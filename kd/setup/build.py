@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,18 @@ from kd.config.schema import BackendSection
 from kd.core.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import BackendFacts
-from kd.core.host import cores
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
-from kd.engine import threads as threads_of_a_step
 from kd.engine.criterion import Distillation
 from kd.engine.monitor.timeline import region
 from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Run, RunLength
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.gate import choose_sifter
 from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
-from kd.setup.recipe import Choices, LoopPlan, Session, StudentPlan, TeacherPlan
+from kd.setup.recipe import LoopPlan, Session, StudentPlan, TeacherPlan
+from kd.setup.sifter import build_sifter
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
 from kd.setup.tuning import parameter_groups
@@ -95,8 +93,6 @@ class Results:
     """Metrics and checkpoints."""
     logger: Logger
     """Shows them."""
-    recorded: Mapping[str, Any] = field(default_factory=dict)
-    """Choices of an earlier start of this run, so that a resumed run computes the same bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ class Built:
 
     run: Run
     facts: dict[str, Any]
-    """For the manifest: what was chosen and measured."""
+    """For the manifest: what runs, and how."""
     val: Source
     """Images of the validation split."""
     test: Source | None
@@ -171,66 +167,41 @@ def build_run(
     loop: LoopPlan,
     setting: Setting,
     results: Results,
-    prepared: Distillation | None = None,
 ) -> Built:
-    """Build the run of a recipe from its parts; without a teacher model it learns labels alone.
-
-    `prepared`: the student and its losses, where somebody has built them already.
-    """
+    """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     logger, section, num_images = results.logger, data.section, len(data.train)
-    chosen = with_threads(Choices.read(results.recorded), setting.facts, backend)
     session = Session(backend, data, split_batch(section, backend.world_size, num_images))
-    distillation = prepared if prepared is not None else build_distillation(student, setting.teachers)
-    distillation.to(backend.device)
+    distillation = build_distillation(student, setting.teachers).to(backend.device)
 
-    visits = loop.images(num_images, session.split.batch_size) // backend.world_size
-    answers = loop.teacher_images(num_images, session.split.batch_size) // backend.world_size if teacher.needed else 0
     with region("choose teacher"):
-        report = choose_teacher(session, teacher.section, model, answers, chosen.teacher)
+        report = choose_teacher(session, teacher.section, model)
+    logger.info(f"teacher: {report.line}" if report.line else "")
     with region("open cache"):
         answering = step_teacher(teacher, report, model, session)
     with region("choose student"):
-        mode = choose_student(session, distillation, student, report.live, visits, chosen.student)
-        apply_mode(mode.mode, distillation, backend)
-    for name, found in (("teacher", report.chosen), ("student", mode)):
-        logger.info(f"{name}: {found.summary}" if found and found.summary else "")
+        mode = choose_student(session, distillation, student, report.live)
+        apply_mode(mode, distillation, backend)
     loader, val_loader = loaders(data.views(), section, session.split, backend, setting.section.timeout_seconds)
-    with region("choose sifter"):
-        gate = choose_sifter(session, loop, distillation, answering, loader, chosen.sifter)
-    logger.info(gate.summary)
-    chosen = replace(chosen, teacher=report.mode, student=mode.mode, sifter=gate.decision)
+    sifter, line = build_sifter(session, loop)
+    logger.info(line)
     evaluation = evaluation_of(setting, session, distillation, report.live, val_loader)
     if model is None or not (teacher.logits or not student.task.logits):
         evaluation = replace(evaluation, teacher=None)
-    made = Parts(distillation, answering, loader, gate.sifter, student.task.evaluator(evaluation))
+    made = Parts(distillation, answering, loader, sifter, student.task.evaluator(evaluation))
     test = partial(test_evaluator, setting, session, student.task, evaluation, report.live)
     run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
-    steps = loop.images(num_images, session.split.batch_size) // session.split.batch_size
-    run = compare_threads(run, setting.facts, steps, chosen)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
-    measured = {"teacher": report.chosen.record if report.chosen else {}, "student": mode.record}
     facts = {
         "decides": run.evaluator.decides,
         "task": student.task.name,
         "scores": student.task.scores.record(),
-        "choices": chosen.record(),
+        "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},
+        "threads": torch.get_num_threads() if backend.device.type == "cpu" else 0,
         "batch": str(session.split),
         "workers": loader.workers,
-        "measured_ms": {name: table for name, table in measured.items() if table},
     }
     return Built(run, facts | teacher_facts(report, backend), data.val, data.test, test)
-
-
-def compare_threads(run: Run, facts: BackendFacts, steps: int, chosen: Choices) -> Run:
-    """Let a long run on a CPU compare threads on its own steps, where they are left to it.
-
-    A compiled model would be compiled anew for each number.
-    """
-    threads, compiled = chosen.threads, any(mode and mode.compiled for mode in (chosen.teacher, chosen.student))
-    if not compiled and facts.cpu and not facts.threads and threads > 1 and steps >= threads_of_a_step.SHORTEST:
-        run = replace(run, threads=threads_of_a_step.Threads(run.backend, threads, run.logger.info))
-    return run
 
 
 def step_teacher(plan: TeacherPlan, report: TeacherReport, model: TeacherModel | None, session: Session) -> Teacher:
@@ -288,18 +259,6 @@ def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_sec
     loader = evaluation_loader(data.shown(source), data.section, split, session.backend, timeout_seconds)
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
-
-
-def with_threads(chosen: Choices, facts: BackendFacts, backend: Backend) -> Choices:
-    """Set torch's threads on a CPU as they were when the run began: the bits depend on them.
-
-    An earlier run of this process, such as a teacher's fit, may have left another number.
-    """
-    if backend.device.type != "cpu":
-        return chosen
-    rule = facts.threads or max(1, cores() // backend.local_world_size)
-    torch.set_num_threads(chosen.threads or rule)
-    return replace(chosen, threads=torch.get_num_threads())
 
 
 def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
             store = open_store(folder, made_from, codec, len(data.train), writable)
         backend.barrier()
     assert store is not None
-    cached = CachedTeacher(report.live, store, fixed_shape=bool(backend.fixed_mode) or mode.compiled)
+    cached = CachedTeacher(report.live, store, fixed_shape=backend.compiles or mode.compiled)
     check_records(cached, session, tolerance(mode, section.cache.dtype, backend.device))
     return cached
 

@@ -1,4 +1,4 @@
-"""Recipe: the resolved configuration, a part for each floor. Session: backend, data, batch split. Choices: measured."""
+"""Recipe: the resolved configuration, a part for each floor. Session: backend, data, batch split."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ from kd.config.schema import (
 )
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend
-from kd.core.errors import RunError
 from kd.core.evaluation import Task
 from kd.setup.data import Data, DataPlan
 from kd.setup.derived import labels_only, teacher_fit
 from kd.setup.loaders import BatchSplit
-from kd.setup.modes import ExecutionMode
 
 BASELINE = "labels_only"
 """Folder of the baseline inside a run folder."""
@@ -242,43 +240,6 @@ class Session:
     def image_size(self) -> int:
         """Side of an image, pixels."""
         return self.data.section.image_size
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What a start decided by measuring; recorded, so that a resumed run computes the same bits."""
-
-    teacher: ExecutionMode | None = None
-    """None: not chosen yet, or there is no teacher."""
-    student: ExecutionMode | None = None
-    threads: int = 0
-    """Of torch on a CPU."""
-    sifter: str = ""
-    """The gate's decision: the sifter's kind, or "none"."""
-
-    @classmethod
-    def read(cls, recorded: Mapping[str, Any]) -> Choices:
-        """Read what `record` returned."""
-        try:
-            modes = {name: ExecutionMode.parse(recorded[name]) for name in ("teacher", "student") if recorded.get(name)}
-            return cls(
-                **modes,
-                threads=int(recorded.get("threads", 0)),
-                sifter=str(recorded.get("sifter", "")),
-            )
-        except (AttributeError, TypeError, ValueError) as error:
-            wrong = f"manifest.json holds choices that kd does not write ({error})"
-            raise RunError("run.folder", wrong, "", "Restore it, or choose another run.name") from error
-
-    def record(self) -> dict[str, str]:
-        """Return what the manifest holds: what was chosen, as text."""
-        values = {
-            "teacher": self.teacher,
-            "student": self.student,
-            "threads": self.threads,
-            "sifter": self.sifter,
-        }
-        return {name: str(value) for name, value in values.items() if value}
 
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.

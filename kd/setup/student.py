@@ -1,10 +1,9 @@
-"""The student: built from the run's seed, and executed in the mode that is fastest here."""
+"""The student: built from the run's seed, and executed as the configuration and the machine say."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +19,9 @@ from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.load import Spec
 from kd.models.teacher import require_repeatable
 from kd.parts import registry
-from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
+from kd.setup.modes import ExecutionMode, require, torch_mode
 from kd.setup.recipe import Session, StudentPlan
 from kd.setup.teacher import Teachers
-from kd.setup.trial import Trial, Work, trial_images
 from kd.setup.tuning import tune
 
 
@@ -123,43 +121,18 @@ def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:
     return Distillation(student, criterion, plan.task, frozen)
 
 
-def choose_student(
-    session: Session,
-    distillation: Distillation,
-    plan: StudentPlan,
-    teacher: Teacher,
-    images: int,
-    recorded: ExecutionMode | None,
-) -> Chosen:
-    """Choose the fastest forward and backward of the student.
+def choose_student(session: Session, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:
+    """Return how the student is executed. `distillation` is on the device and not wrapped yet."""
+    section, backend = plan.section, session.backend
+    mode = torch_mode(plan.precision, section.attention, section.compile == "on", distillation, backend)
+    if mode.compiled:
+        from kd.setup.trial import Trial  # only where a compiler is used
 
-    `distillation` is on the device and not wrapped yet. With no `images` to train on nothing is compiled to see whether
-    it pays. `recorded` is the mode of an earlier start of this run.
-    """
-    backend, size, section = session.backend, session.image_size, plan.section
-    micro = session.split.micro_batch
-    with ExitStack() as stack:
-        trials: dict[tuple[bool, int], Trial] = {}
-
-        def work(mode: ExecutionMode, count: int) -> Work:
-            key = mode.compiled, count
-            if key not in trials:  # compiling cannot be undone, so it is tried on a copy
-                module = copy.deepcopy(distillation) if mode.compiled else distillation
-                trials[key] = stack.enter_context(Trial(module, teacher, backend, size, count))
-            return lambda: step(mode, trials[key])
-
-        def step(mode: ExecutionMode, trial: Trial) -> torch.Tensor:
-            apply_mode(mode, trial.distillation, backend)
-            return trial.step()
-
-        if recorded:
-            chosen = Chosen(recorded)
-        else:
-            wanted = Wanted(plan.precision, section.attention, section.compile, distillation)
-            chosen = choose_mode(wanted, work, Workload(images, trial_images(micro, backend), micro, size), backend)
-        if chosen.mode.compiled and (recorded or section.compile == "on"):
-            require(work(chosen.mode, micro), "student.compile", chosen.mode)
-    return chosen
+        copied = copy.deepcopy(distillation)  # compiling cannot be undone
+        apply_mode(mode, copied, backend)
+        with Trial(copied, teacher, backend, session.image_size, session.split.micro_batch) as trial:
+            require(trial.step, "student.compile", mode)
+    return mode
 
 
 def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> None:

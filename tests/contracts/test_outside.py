@@ -275,7 +275,7 @@ def test_an_error_of_an_own_part_is_not_a_bug_of_kd(outside, settings, tmp_path,
     if part == "sifter":
         text = SIFTER.replace("max(1, len", "1 // 0 + max(1, len")
     kind = outside(part, text)
-    section = {"losses": [{"kind": kind}]} if part == "loss" else {"sifter": {"kind": kind, "gate": "off"}}
+    section = {"losses": [{"kind": kind}]} if part == "loss" else {"sifter": {"kind": kind}}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings(**section)))
     answer = command("train", tmp_path / "own.yaml")
     assert answer.code == 2, answer
@@ -298,7 +298,7 @@ def test_a_loss_that_does_not_say_what_it_reads_is_refused(outside, settings):
 
 
 def test_a_sifter_with_options_is_one_file(outside, settings):
-    run = kd.train(settings(sifter={"kind": outside("sifter", SIFTER), "every": 3, "gate": "off"}))
+    run = kd.train(settings(sifter={"kind": outside("sifter", SIFTER), "every": 3}))
     epochs = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["trained"] for row in epochs if row["kind"] == "epoch"] == [8.0]  # of 36
 

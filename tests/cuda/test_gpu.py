@@ -127,7 +127,7 @@ def test_a_cached_run_is_the_live_run(train):
 
 
 def test_a_sifted_run_ends(train):
-    run = train("sifted", "sifter.kind=history", "sifter.keep=0.7", "sifter.gate=off")
+    run = train("sifted", "sifter.kind=history", "sifter.keep=0.7")
     assert run.rows()[-1]["step"] == STEPS
     assert run.losses()[-1] < 0.8 * run.losses()[0]
 
@@ -167,7 +167,7 @@ def test_compiled_models_say_the_same(train, kind):
     with stance:
         compiled = train("compiled", "teacher.compile=on", "student.compile=on")
     assert compiled.losses() == pytest.approx(train("live").losses(), rel=1e-3)
-    assert compiled.manifest()["choices"]["student"].endswith("+compiled")
+    assert compiled.manifest()["modes"]["student"].endswith("+compiled")
 
 
 def test_a_quantized_teacher_is_near(train, kind):

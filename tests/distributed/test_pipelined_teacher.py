@@ -47,12 +47,12 @@ def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
 
 
 @pytest.mark.slow
-def test_the_probe_tries_pipelined_teachers_and_a_run_resumes_without(train):
+def test_a_pipelined_teacher_runs_in_float32_and_a_run_resumes_without(train):
     auto = ("teacher.precision=auto", "teacher.attention=auto")
     killed = train("pipelined-auto", 2, "teacher.pipeline=2", *auto, env={"KD_DIE": "1:13"})
     assert killed.world.codes[1] == -9, killed.world.logs[1]
-    measured = json.loads((killed.folder / "manifest.json").read_text())["measured_ms"]["teacher"]
-    assert {"fp32+unfused", "bf16+unfused"} <= measured.keys()
+    modes = json.loads((killed.folder / "manifest.json").read_text())["modes"]
+    assert modes["teacher"] == "fp32+unfused"  # a divided teacher is not compared with itself in another precision
     resumed = train("pipelined-auto", 2, *auto)
     resumed.world.ended_well()
     assert len(resumed.rows("train")) == 20

@@ -71,7 +71,7 @@ def other_weights(other: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (nothing, ["do not read the same manifest.json"]),
+        (nothing, ["do not find the same checkpoint"]),
         (older, ["do not find the same checkpoint", "finds one of step"]),
         (other_weights, ["do not find the same checkpoint", "finds one of step 10"]),
     ],

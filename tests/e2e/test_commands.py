@@ -70,7 +70,8 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert not [name for name in names if name.endswith((".tmp", ".pt", ".pth", ".pkl"))]
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["classes"] == ["apple", "fig", "pear"]
-    assert manifest["choices"] == {"teacher": "fp32+unfused", "student": "fp32+unfused", "threads": "1"}
+    assert manifest["modes"] == {"teacher": "fp32+unfused", "student": "fp32+unfused"}
+    assert manifest["threads"] == 1
 
     evaluated = command("evaluate", run)
     assert evaluated.code == 0, evaluated

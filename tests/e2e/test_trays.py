@@ -55,7 +55,7 @@ def made(tmp_path_factory) -> dict:
         "teacher": {**tiny(2, 48), "precision": "fp32", "cache": {"views": 2}, "fit": fit},
         "student": tiny(),
         "losses": [{"kind": "binary_kl"}, {"kind": "bce", "weight": 0.5}],
-        "sifter": {"kind": "history", "keep": 0.7, "warmup": 2, "gate": "off"},
+        "sifter": {"kind": "history", "keep": 0.7, "warmup": 2},
         "optimizer": {"lr": 5e-3},
         "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
     }

@@ -25,7 +25,7 @@ from pieces import tiny
 from PIL import Image
 
 from kd.config import load, schema
-from kd.config.load import explain
+from kd.config.explain import explain
 from kd.core.errors import CorruptImage, KdError
 from kd.core.types import State
 from kd.deploy.serve.description import Description, describe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +29,13 @@ class Made(NamedTuple):
 def make(settings) -> Callable[..., Made]:
     """Build a run: `make("optimizer.lr=1", folder=path)`; what a job does, without its checks.
 
-    `recorded` are choices of an earlier start; `change` makes other teachers of those that the configuration names.
+    `change` makes other teachers of those that the configuration names.
     """
 
     def made(
         *overrides: str,
         folder: Path | None = None,
         logger: Any = None,
-        recorded: Mapping[str, Any] | None = None,
         change: Callable[[Teachers], Teachers] = lambda teachers: teachers,
     ) -> Made:
         recipe = resolve(config.load(settings, overrides), folder)
@@ -45,7 +44,7 @@ def make(settings) -> Callable[..., Made]:
         store = Memory() if folder is None else RunDir(folder, keep=recipe.record.keep)
         if isinstance(store, RunDir):
             store.open(recipe.record.yaml)
-        results = Results(store, logger or Console("", quiet=True), recorded or {})
+        results = Results(store, logger or Console("", quiet=True))
         setting = Setting(teachers, backend, recipe.backend)
         built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
         return Made(built.run, store, built.facts)

@@ -61,7 +61,7 @@ def test_sifting_and_the_cache_compile_nothing_after_the_warm_up(train, tmp_path
     # min_lr: where the learning rate ends so low that 1 - lr * decay rounds to 1, torch_xla makes a constant of it
     kept = f"teacher.cache.path={tmp_path / 'cache'}"
     run = train("xla", "run.steps=48", "run.every.log=12", "run.every.evaluate=48", "run.every.checkpoint=48",
-                "sifter.gate=off", "optimizer.min_lr=0.01", kept, *sifter)  # fmt: skip
+                "optimizer.min_lr=0.01", kept, *sifter)  # fmt: skip
     rows = run.rows()
     assert [row["step"] for row in rows] == [12, 24, 36, 48]
     assert [row["compiles"] for row in rows[1:]] == [rows[1]["compiles"]] * 3

@@ -37,9 +37,9 @@ from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
 from kd.setup.build import Parts, Results, assemble, distributed, run_length
-from kd.setup.gate import sift_context
 from kd.setup.loaders import split_batch
 from kd.setup.recipe import Recipe, Record, flatten
+from kd.setup.sifter import sift_context
 from kd.setup.student import build_criterion
 
 

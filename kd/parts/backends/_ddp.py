@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.core.errors import BackendError, KdError
+from kd.core.host import bf16_units
 from kd.core.types import Batch
 from kd.parts.backends._launch import read_launch, set_rendezvous
 from kd.parts.backends._optimizers import (
@@ -42,8 +43,7 @@ class DDPBackend:
     kind = ""
     init = ""
     """Name of the torch.distributed backend."""
-    fixed_mode = ""
-    """Empty: these devices run eagerly, so `auto` measures."""
+    compiles = False
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
         self.launch = read_launch()
@@ -58,6 +58,13 @@ class DDPBackend:
         self._module: nn.Module | None = None
         self._waits: list[float] = []
         self._last_wait = 0
+
+    @property
+    def auto_mode(self) -> str:
+        """bfloat16 where units multiply it. Attention: `benchmarks/mfu_*.csv` for CPUs, torch's own choice for GPUs."""
+        if self.device.type == "cuda":
+            return "bf16+fused" if torch.cuda.get_device_capability(self.device) >= (8, 0) else "fp32+fused"
+        return "bf16+unfused" if bf16_units() else "fp32+unfused"
 
     def setup(self) -> None:
         """Join the world and check that it has the size that the launcher set."""

@@ -16,8 +16,8 @@ class Options:
     """Options of the CPU backend."""
 
     threads: int = field(default=0, metadata={"low": 0})
-    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it, or fewer where the run's own
-    steps show that more gain little."""
+    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it. `--check` says where fewer are
+    faster."""
 
 
 class CPU(DDPBackend):

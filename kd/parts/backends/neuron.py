@@ -28,7 +28,12 @@ class Neuron(DDPBackend):
 
     kind = "neuron"
     init = "neuron"
-    fixed_mode = "bf16+unfused"  # fixed, because compiling each candidate would take minutes
+    compiles = True
+
+    @property
+    def auto_mode(self) -> str:
+        """Never measured: what the compiler is made for."""
+        return "bf16+unfused"
 
     def optimizer(
         self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any

@@ -62,7 +62,7 @@ class XLA:
         self.timeout_seconds = timeout_seconds
         self.device = torch.device("cpu")
         """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
-        self.fixed_mode = "fp32+unfused"
+        self.auto_mode, self.compiles = "fp32+unfused", True
         self._joined = False
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -82,7 +82,7 @@ class XLA:
             self._joined = True
         self.device = torch_xla.device()
         if xr.device_type() != "CPU":
-            self.fixed_mode = "bf16+unfused"
+            self.auto_mode = "bf16+unfused"
         present = self.reduce_sum(torch.ones(1, device=self.device))
         if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
             self.close()

@@ -76,7 +76,7 @@ def test_everything_wrong_is_in_one_report():
     assert found["losses[0].kind"].startswith("losses[0].kind: no part named 'kll' in losses. Allowed: bce, ")
     assert found["losses[0].kind"].endswith("Did you mean 'kl'?")
     assert found["optimiser"].endswith("Did you mean 'optimizer'?")
-    assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind, gate."
+    assert found["sifter"] == "sifter: is 'none'. A section with keys is expected: kind."
     assert len(found) == len(expected) + 3
 
 
@@ -500,9 +500,9 @@ def test_schema_is_frozen():
 
 
 def test_a_bare_off_is_a_word(settings):
-    assert config.load(settings, ["sifter.gate=off"]).sifter.gate == "off"
-    with pytest.raises(ConfigErrors, match=r"sifter\.gate: is True\. Allowed: one of auto, off"):
-        config.load(settings, ["sifter.gate=on"])
+    assert config.load(settings, ["student.compile=off"]).student.compile == "off"
+    with pytest.raises(ConfigErrors, match=r"student\.attention: is True\. Allowed: one of auto, fused, unfused"):
+        config.load(settings, ["student.attention=on"])
 
 
 # ------------------------------------------------------------------------------------------- secrets and references

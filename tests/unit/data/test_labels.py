@@ -154,7 +154,7 @@ def student(run):
 
 def test_without_labels_the_student_is_the_same(settings, photos):
     """The teacher's classes, sifting, cache, resume and report: the weights are those of the labelled run."""
-    common = {"teacher": {"cache": {"views": 2}}, "sifter": {"kind": "history", "gate": "off", "keep": 0.6}}
+    common = {"teacher": {"cache": {"views": 2}}, "sifter": {"kind": "history", "keep": 0.6}}
     bare = merged(settings, common)
     known = kd.train(merged(bare, {"run": {"name": "known"}}))
     none = merged(bare, {"run": {"name": "none"}, "data": {"labels": "none"}})

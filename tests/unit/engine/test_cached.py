@@ -59,7 +59,7 @@ def test_when_a_view_comes_back_no_teacher_is_run(make, tmp_path):
 
 def test_what_an_epoch_left_out_is_asked_for_when_it_comes(make, tmp_path):
     """Half of the images an epoch: a batch of hits and misses runs the teacher on the misses alone."""
-    half = (*VIEWS, "sifter.kind=random", "sifter.keep=0.5", "sifter.warmup=0", "sifter.anneal=0", "sifter.gate=off")
+    half = (*VIEWS, "sifter.kind=random", "sifter.keep=0.5", "sifter.warmup=0", "sifter.anneal=0")
     live, filling = make(*half, "data.views=2"), make(*half, *keys(tmp_path))
     train(live.run)
     train(filling.run)

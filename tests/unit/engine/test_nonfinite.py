@@ -163,7 +163,7 @@ def read_rows(folder) -> list[dict]:
 def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
     """Sifted by its losses, averaged; stopped after each step in turn; begun with the policy `error`."""
     more = ("run.epochs=4", "run.every.log=1", BAD, "optimizer.ema=0.9", "sifter.kind=history", "sifter.anneal=0")
-    whole = make(*more, SKIP, "sifter.gate=off", folder=tmp_path / "whole")
+    whole = make(*more, SKIP, folder=tmp_path / "whole")
     last = train(whole.run)
     whole.store.close()
     rows = read_rows(tmp_path / "whole")
@@ -175,11 +175,11 @@ def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
     )
     for at in (skipped[0] - 1, skipped[0], last.step - 1):
         folder, calls = tmp_path / f"stopped {at}", iter([False] * (at - 1) + [True])
-        stopped = make(*more, SKIP, "sifter.gate=off", folder=folder)
+        stopped = make(*more, SKIP, folder=folder)
         with pytest.raises(Interrupted):
             train(replace(stopped.run, stop=lambda calls=calls: next(calls, False)))
         stopped.store.close()
-        resumed = make(*more, SKIP, "sifter.gate=off", folder=folder)
+        resumed = make(*more, SKIP, folder=folder)
         assert replace(train(resumed.run), seconds=0.0) == replace(last, seconds=0.0)
         resumed.store.close()
         one, other = whole.store.restore()[1], resumed.store.restore()[1]

@@ -9,7 +9,7 @@ from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
 from kd.engine.loop import train
 from kd.engine.run import Scoring
 
-RELATIVE = ("sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=3")
+RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3")
 SIFTERS = {
     "history": ("sifter.kind=history", "sifter.keep=0.5"),
     "random": ("sifter.kind=random", "sifter.keep=0.5"),
@@ -63,7 +63,7 @@ def test_the_schedule_decays_to_its_end_and_the_epochs_are_logged(make, name):
 
 
 def test_the_teacher_runs_once_on_what_is_scored(make):
-    keys = ("sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=0", "sifter.beta_value=1")
+    keys = ("sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=1")
     made = make("run.epochs=3", *keys)
     state = train(made.run)
     assert state.images == 3 * 16
@@ -74,14 +74,12 @@ def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, st
     """Kept images carry the scoring pass's logits; asked again, the teacher would say the same."""
     made = make(
         "sifter.kind=relative",
-        "sifter.gate=off",
         "sifter.sift_delay=0",
         "data.batch_size=12",
         f"teacher.model={steady}",
     )
     asked = make(
         "sifter.kind=relative",
-        "sifter.gate=off",
         "sifter.sift_delay=0",
         "data.batch_size=12",
         f"teacher.model={steady}",
@@ -112,7 +110,7 @@ def test_scoring_leaves_the_student_as_it_was(make):
         "student.model=xcit_nano_12_p8_224",
         "student.args={embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}",
     )
-    sifted = make(*norm, "sifter.kind=relative", "sifter.gate=off", "sifter.sift_delay=0", "sifter.beta_value=0.01")
+    sifted = make(*norm, "sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=0.01")
     plain = make(*norm)
     assert sifted.run.sifter.plan(0, 0.0).steps == 3
     before = {name: tensor.clone() for name, tensor in sifted.run.distillation.state_dict().items()}

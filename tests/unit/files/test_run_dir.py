@@ -21,7 +21,6 @@ from kd.core.host import environment
 from kd.core.types import State
 from kd.files import checkpoint
 from kd.files.run_dir import RunDir
-from kd.setup.recipe import Choices
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,42 +42,16 @@ def kept(folder: RunDir) -> list[int]:
 
 
 def test_a_damaged_manifest_is_one_line(tmp_path):
-    (tmp_path / "manifest.json").write_bytes(b'{"choices": \xff')
+    (tmp_path / "manifest.json").write_bytes(b'{"modes": \xff')
     with pytest.raises(RunError, match=r"^run\.folder: .*manifest\.json' is damaged"):
         RunDir(tmp_path).manifest()
 
 
-@pytest.mark.parametrize("text", ["[]", '"x"', '{"choices": []}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", '"x"', '{"modes": []}', "[" * 100_000])
 def test_a_manifest_that_is_none_is_one_line(text, tmp_path):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(RunError, match=r"^run\.folder: .*manifest\.json' is damaged"):
         RunDir(tmp_path).manifest()
-
-
-def test_edited_choices_are_noticed(opened):
-    """A resumed run followed them without a word: other bits."""
-    opened.record(choices={"student": "fp32+unfused"}, data="abc")
-    opened.record(more=1)
-    file = opened.path / "manifest.json"
-    content = json.loads(file.read_text())
-    file.write_text(json.dumps({**content, "data": "def"}))  # what is compared elsewhere
-    assert opened.manifest() == {"choices": {"student": "fp32+unfused"}, "data": "def", "more": 1}
-    for choices in ({"student": "bf16+unfused"}, {}):
-        file.write_text(json.dumps({**content, "choices": choices}))
-        with pytest.raises(RunError, match=r"^run\.folder: .*`choices` were changed after they were recorded"):
-            opened.manifest()
-    del content["choices"]
-    file.write_text(json.dumps(content))
-    with pytest.raises(RunError, match="`choices` were changed"):
-        opened.manifest()
-
-
-@pytest.mark.parametrize(
-    "choices", [{"threads": "x"}, {"threads": []}, {"student": 3}, {"student": "fp99+fused"}, {"teacher": "fp32"}]
-)
-def test_choices_that_are_none_are_one_line(choices):
-    with pytest.raises(RunError, match=r"^run\.folder: manifest\.json holds choices that kd does not write"):
-        Choices.read(choices)
 
 
 @pytest.mark.parametrize("row", ['{"kind": "val"}', '{"step": 3}', '{"kind": "val", "step": "three"}'])
@@ -332,20 +305,20 @@ def test_half_written_checkpoints_of_a_killed_process_go(opened):
 
 
 def test_the_stored_config_and_facts_stay(opened):
-    opened.record(data="abc", choices={"student": "fp32+fused"})
+    opened.record(data="abc", modes={"student": "fp32+fused"})
     save(opened, 1)
     opened.close()
     opened.open("run: {name: other}\n")
     assert opened.stored_config() == "run: {}\n"
-    assert opened.manifest() == {"data": "abc", "choices": {"student": "fp32+fused"}}
+    assert opened.manifest() == {"data": "abc", "modes": {"student": "fp32+fused"}}
 
 
 def test_before_its_first_checkpoint_a_folder_can_be_taken_anew(opened):
-    opened.record(data="abc", choices={"student": "fp32+fused"})
+    opened.record(data="abc", modes={"student": "fp32+fused"})
     opened.log("train", State(step=1), {"loss": 1.0})
     opened.close()
-    opened.open("run: {}\n")  # the same run, perhaps on repaired data: what was measured still holds
-    assert opened.manifest() == {"choices": {"student": "fp32+fused"}}
+    opened.open("run: {}\n")  # the same run, perhaps on repaired data
+    assert opened.manifest() == {}
     opened.close()
     opened.open("run: {name: other}\n", ["optimizer.lr (1 -> 2)"])
     assert opened.stored_config() == "run: {name: other}\n"

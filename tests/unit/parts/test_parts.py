@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from kd.config.load import field_docs
+from kd.config.explain import field_docs
 from kd.core.errors import PartNotFound
 from kd.parts import registry
 

@@ -1,4 +1,4 @@
-"""The live teacher's kernel: when another form is worth trying, what is asked for by name, what is refused."""
+"""How models are executed: what `auto` means on a machine, what is asked for by name, what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -17,31 +16,33 @@ from pieces import Asks
 
 from kd import config
 from kd.core.errors import ConfigError, KdError, MissingExtra, ModelError
-from kd.core.facts import BackendFacts
+from kd.core.host import bf16_units
 from kd.engine.loop import train
 from kd.jobs.progress.console import Console
-from kd.models import compiled
 from kd.models.classifier import Classifier, Ensemble
+from kd.parts.backends.cpu import CPU
 from kd.parts.tasks import single_label
-from kd.setup import modes
-from kd.setup.build import build_backend, compare_threads
+from kd.setup.build import build_backend
 from kd.setup.data import open_sources
 from kd.setup.loaders import split_batch
-from kd.setup.modes import Chosen, ExecutionMode, Wanted, Workload, choose_mode, require
-from kd.setup.recipe import Choices, Session, resolve
-from kd.setup.teacher import Teachers, choose_teacher, load_teachers, validation_images
-from kd.setup.trial import attempt, clear_winner, fastest, milliseconds
-
-LONG = ("run.steps=1000000000", "student.compile=off")
-"""So many steps that everything is worth trying; built, never trained."""
+from kd.setup.modes import ExecutionMode, require
+from kd.setup.recipe import Session, resolve
+from kd.setup.teacher import (
+    LARGEST_ERROR,
+    Teachers,
+    choose_teacher,
+    load_teachers,
+    teacher_mode,
+    validation_images,
+)
 
 
 @pytest.fixture
 def built(make, capsys):
     """Build a run; return it, what the manifest gets, and what was printed."""
 
-    def built(*overrides, recorded=None, change=lambda teachers: teachers):
-        made = make(*overrides, logger=Console("tiny"), recorded=recorded, change=change)
+    def built(*overrides, change=lambda teachers: teachers):
+        made = make(*overrides, logger=Console("tiny"), change=change)
         return made.run, made.facts, capsys.readouterr().out
 
     return built
@@ -73,71 +74,83 @@ def cpu():
     return build_backend(minimal("backend.threads=1").backend)
 
 
-# ------------------------------------------------------------------------------------------------ worth trying
+# ------------------------------------------------------------------------------------------- a rule of facts
 
 
-FUSED, COMPILED = ExecutionMode("fp32", "fused"), ExecutionMode("fp32", "fused", compiled=True)
-EXPORTED = ExecutionMode("fp32", "onnxruntime")
+@pytest.mark.parametrize(("flags", "auto"), [("fpu avx512_bf16 sse", "bf16+unfused"), ("fpu avx512f", "fp32+unfused")])
+def test_auto_is_a_fact_of_the_processor(tmp_path, flags, auto):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nmodel name : any bf16\nflags : {flags}\n")
+    assert bf16_units(tmp_path) == auto.startswith("bf16")
+    assert not bf16_units(tmp_path / "nowhere")
 
 
-def wanted(*exported: ExecutionMode, compile: str = "off") -> Wanted:
-    """Nothing is left open in plain torch."""
-    return Wanted("fp32", "fused", compile, torch.nn.Identity(), exported)
+def automatic(monkeypatch, auto: str) -> None:
+    """Make this machine one on which `auto` is that mode."""
+    monkeypatch.setattr(CPU, "auto_mode", property(lambda backend: auto))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "form", "expected"),
-    [
-        (1499.0, "compiled", False),  # a minute is more than a 25th of it
-        (1500.0, "compiled", True),
-        (374.0, "onnxruntime", False),
-        (375.0, "onnxruntime", True),
-        (375.0, "openvino", True),
-        (0.0, "onnxruntime", False),
-        (190.0, "onnxruntime", False),  # the whole of configs/vit_food.yaml
-    ],
-)
-def test_a_trial_costs_a_25th_of_the_work_at_most(monkeypatch, cpu, seconds, form, expected):
-    monkeypatch.setattr(modes, "milliseconds", lambda work, backend: 1000 * seconds)  # of one trial, and there is one
-    other = COMPILED if form == "compiled" else ExecutionMode("fp32", form)
-    left = wanted(compile="auto") if form == "compiled" else wanted(other)
-    asked = []
-
-    def work(mode: ExecutionMode, images: int):
-        asked.append(mode)
-        return sleeping(0.0)
-
-    choose_mode(left, work, Workload(16, 16, 16), cpu)
-    assert (other in asked) is expected
+AUTO = ("teacher.precision=auto", "teacher.attention=auto", "student.attention=auto", "backend.precision=auto")
 
 
-def test_what_was_compiled_before_is_tried_in_a_shorter_run(monkeypatch, cpu, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled, "_locks", {})
-    monkeypatch.setattr(modes, "milliseconds", lambda work, backend: 250_000.0)
-    asked = []
+def test_auto_is_the_machines_mode_and_nothing_is_timed(monkeypatch, built):
+    automatic(monkeypatch, "bf16+fused")
+    run, facts, out = built(*AUTO)
+    assert facts["modes"] == {"teacher": "bf16+fused", "student": "bf16+fused"}
+    assert run.backend.autocast_dtype == torch.bfloat16
+    assert facts["teacher_error"]["of_std"] <= LARGEST_ERROR
+    assert "teacher: bf16+fused; its logits differ from torch float32's by" in out
+    again, other, _ = built(*AUTO)
+    assert (other["modes"], other["teacher_error"]) == (facts["modes"], facts["teacher_error"])
+    assert curve(run) == curve(again)
 
-    def chosen(images: int = 16) -> ExecutionMode:
-        def work(mode: ExecutionMode, count: int):
-            asked.append(mode)
-            return sleeping(0.0 if mode == COMPILED else 0.03)
 
-        return choose_mode(wanted(compile="auto"), work, Workload(images, 16, 16), cpu).mode
+def test_bfloat16_that_spoils_the_answers_is_refused(monkeypatch, built):
+    """A classifier whose logits are small differences of large numbers."""
 
-    assert chosen() == FUSED  # 250 s of work
-    assert COMPILED not in asked
-    assert chosen(16 * 6) == COMPILED  # as 1500
-    assert chosen() == COMPILED  # the libraries are there now
-    assert chosen(15) == FUSED
-    compiled.clear_libraries()
-    assert chosen() == FUSED
+    def spoilt(teachers: Teachers) -> Teachers:
+        with torch.no_grad():
+            teachers.model.network.head.bias += 300.0
+        return teachers
+
+    automatic(monkeypatch, "bf16+unfused")
+    _, facts, out = built(*AUTO, change=spoilt)
+    assert facts["modes"] == {"teacher": "fp32+unfused", "student": "bf16+unfused"}
+    assert facts["teacher_error"]["refused"] == "bf16+unfused"
+    assert facts["teacher_error"]["of_std"] > LARGEST_ERROR
+    line = next(
+        line for line in out.splitlines() if line.startswith("teacher: fp32+unfused: in bf16+unfused, its logits")
+    )
+    assert line.endswith("; 0.1 is allowed")
+    _, facts, _ = built(*AUTO, "teacher.precision=bf16", change=spoilt)  # by name it is taken, and said
+    assert facts["modes"]["teacher"] == "bf16+unfused"
+    assert facts["teacher_error"]["of_std"] > LARGEST_ERROR
+
+
+def test_a_model_that_torch_does_not_run_has_no_precision(monkeypatch, built):
+    automatic(monkeypatch, "bf16+unfused")
+
+    def foreign(teachers: Teachers) -> Teachers:
+        teachers.model.runtime = "a table"
+        return teachers
+
+    _, facts, out = built(*AUTO, change=foreign)
+    assert facts["modes"]["teacher"] == "fp32+unfused"
+    assert "teacher_error" not in facts
+    assert "teacher:" not in out
+
+
+def test_a_divided_teacher_is_not_compared_and_runs_in_float32(monkeypatch, cpu, settings):
+    automatic(monkeypatch, "bf16+unfused")
+    recipe = resolve(config.load(settings, [*AUTO, "teacher.shard=true"]))
+    data = open_sources(recipe.data)
+    model = load_teachers(recipe.teacher, data, {}).model
+    assert str(teacher_mode(recipe.teacher.section, model, cpu)) == "fp32+unfused"
 
 
 def test_the_work_of_a_run():
-    # 1,000 images in 5 epochs; on 2 ranks 2,500 each; in trials of 16 images and 80 ms: 12.5 s
     assert resolve(minimal("run.epochs=5")).loop.images(1000, 8) == 5000
     assert resolve(minimal("run.steps=30")).loop.images(1000, 8) == 240
-    assert Workload(2500, 16, 64).seconds(80.0) == 12.5
 
 
 @pytest.mark.parametrize(
@@ -155,117 +168,18 @@ def test_what_a_manifest_says_can_be_read(text, numerics, rebuilt):
     assert (mode.numerics, mode.rebuilt) == (numerics, rebuilt)
 
 
-def sleeping(seconds: float):
-    def work() -> torch.Tensor:
-        time.sleep(seconds)
-        return torch.ones(1)
-
-    return work
-
-
-def test_a_candidate_must_win_clearly():
-    plain = [20.0, 20.0, 20.0, 60.0]
-    assert clear_winner({"plain": plain, "other": [19.5, 19.5, 19.5, 19.5]}, 0.05) == "plain"
-    assert clear_winner({"plain": plain, "other": [19.0, 19.0, 19.0, 90.0], "third": [21.0]}, 0.05) == "other"
-    assert clear_winner({"plain": plain, "other": [10.0, 10.0, 21.0, 61.0]}, 0.05) == "plain"  # only in two of four
-    assert clear_winner({"plain": [20.0], "other": [18.0], "third": [17.0]}, 0.05) == "third"
-    assert clear_winner({"plain": [20.0, 20.0], "other": [25.0, 25.0]}, 0.0) == "plain"
-
-
-def test_candidates_are_compared_where_the_run_is_long_enough(monkeypatch, cpu):
-    monkeypatch.setattr(modes, "milliseconds", lambda work, backend: 20.0)
-    asked = []
-
-    def work(mode: ExecutionMode, images: int):
-        asked.append((mode, images))
-        return sleeping(0.0 if mode == EXPORTED else 0.03)
-
-    chosen = choose_mode(wanted(EXPORTED), work, Workload(10**8, 16, 64), cpu)
-    assert chosen.mode == EXPORTED  # thirty milliseconds against none
-    assert chosen.table.keys() == {FUSED, EXPORTED}
-    assert chosen.record.keys() == {"fp32+fused", "fp32+onnxruntime"}
-    assert "(64 images, 125000 s of work)" in chosen.summary
-    assert {(FUSED, 64), (EXPORTED, 64)} <= set(asked)  # as many images as a step has
-    assert choose_mode(wanted(EXPORTED), work, Workload(16, 16, 16), cpu) == Chosen(FUSED)
-    assert choose_mode(wanted(EXPORTED), work, Workload(0, 16, 64), cpu) == Chosen(FUSED)
-    divided = replace(wanted(EXPORTED), rebuilt=False)
-    assert choose_mode(divided, work, Workload(10**8, 16, 64), cpu) == Chosen(FUSED)
-
-
-def test_a_candidate_that_cannot_be_run_is_said_and_left(cpu):
-    def work(mode: ExecutionMode, images: int):
-        if mode == FUSED:
-            return sleeping(0.001)
+def test_what_is_named_and_cannot_be_run():
+    def fails() -> torch.Tensor:
         raise RuntimeError("no compiler here\nand a long explanation")
 
-    chosen = choose_mode(wanted(compile="auto"), work, Workload(10**9, 1, 1), cpu)
-    assert chosen.mode == FUSED
-    told = "fp32+fused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)"
-    assert told in chosen.summary
+    mode = ExecutionMode("fp32", "fused", compiled=True)
+    with pytest.raises(
+        ModelError, match=r"^student\.compile: 'fp32\+fused\+compiled' is asked for, but .*compiler here and"
+    ):
+        require(fails, "student.compile", mode)
 
 
-def test_where_measuring_would_compile_nothing_is_measured(cpu):
-    def work(mode: ExecutionMode, images: int):
-        def never() -> torch.Tensor:
-            raise AssertionError(f"{mode} was run")
-
-        return never
-
-    cpu.fixed_mode = "bf16+unfused"
-    left = Wanted("auto", "auto", "auto", torch.nn.Identity(), [EXPORTED])
-    assert choose_mode(left, work, Workload(10**9, 1, 1), cpu) == Chosen(ExecutionMode("bf16", "unfused"))
-
-
-def test_compiled_by_name_is_not_compared(cpu):
-    chosen = choose_mode(wanted(EXPORTED, compile="on"), lambda mode, images: sleeping(0.0), Workload(10**9, 1, 1), cpu)
-    assert chosen == Chosen(COMPILED)
-
-
-def test_what_is_named_and_cannot_be_run(cpu):
-    def fails() -> torch.Tensor:
-        raise RuntimeError("no compiler here")
-
-    assert attempt(fails, cpu) == "RuntimeError: no compiler here"
-    assert attempt(sleeping(0.0), cpu) == ""
-    with pytest.raises(ModelError, match=r"^student\.compile: 'fp32\+fused\+compiled' is asked for, but .*compiler"):
-        require(fails, "student.compile", COMPILED)
-    assert milliseconds(sleeping(0.005), cpu) >= 5
-    first_call = iter([0.7])  # as of a compiler; hopeless, if it were measured
-    slow_once = {"a": sleeping(0.02), "b": lambda: sleeping(next(first_call, 0.001))()}
-    assert fastest(slow_once, cpu, warm=True)[0] == "b"
-
-
-# --------------------------------------------------------------------------------------------- chosen in a run
-
-
-def test_threads_are_compared_in_a_long_run_of_plain_torch_alone(built):
-    run, _, _ = built()
-    for steps, student, expected in ((100, FUSED, True), (99, FUSED, False), (100, COMPILED, False)):
-        found = compare_threads(run, BackendFacts(cpu=True), steps, Choices(FUSED, student, threads=2))
-        assert (found is not run) is expected
-
-
-def test_in_a_short_run_nothing_is_tried(built):
-    _, facts, out = built("teacher.attention=auto", "run.epochs=5")
-    assert facts["choices"]["teacher"] in ("fp32+fused", "fp32+unfused")
-    assert facts["measured_ms"]["teacher"].keys() == {"fp32+fused", "fp32+unfused"}
-    assert "teacher_error" not in facts
-    assert "teacher:" not in out
-
-
-def test_in_a_long_run_the_runtimes_race(built):
-    pytest.importorskip("openvino", reason="pip install 'kd[openvino]'")
-    run, facts, out = built(*LONG, "teacher.compile=off")
-    names = {"fp32+unfused", "fp32+onnxruntime", "fp32+openvino"}
-    assert facts["measured_ms"]["teacher"].keys() == names
-    assert facts["choices"]["teacher"] in names
-    assert out.startswith(f"teacher: {facts['choices']['teacher']}: fp32+onnxruntime ")
-    assert "times as fast as fp32+unfused; fp32+openvino" in out
-    pinned, facts, out = built(*LONG, "teacher.compile=off", recorded=facts["choices"])
-    assert facts["measured_ms"] == {}
-    assert out == ""
-    answers = [made.teacher.model for made in (run, pinned)]
-    assert type(answers[0]) is type(answers[1])
+# ----------------------------------------------------------------------------------------------- in a run
 
 
 def curve(run) -> list[float]:
@@ -278,7 +192,7 @@ def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
     pytest.importorskip(runtime, reason="pip install 'kd[openvino]'")
     exact, _, _ = built()
     other, facts, out = built(f"teacher.runtime={runtime}")
-    assert facts["choices"]["teacher"] == f"fp32+{runtime}"
+    assert facts["modes"]["teacher"] == f"fp32+{runtime}"
     assert 0 <= facts["teacher_error"]["largest"] < 2e-5
     assert f"teacher: fp32+{runtime}; its logits differ from torch float32's by" in out
     # Rounding of the targets, 1e-7, through a few steps of AdamW.
@@ -288,7 +202,7 @@ def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
 def test_int8_says_how_far_it_is_off(built):
     _, facts, out = built("teacher.precision=int8")
     error = facts["teacher_error"]
-    assert facts["choices"]["teacher"] == "int8+onnxruntime"
+    assert facts["modes"]["teacher"] == "int8+onnxruntime"
     assert error["images"] == 13
     assert 1e-3 < error["of_std"] < 1.0
     assert f"by {error['largest']:.2g} at most, {error['of_std']:.2g} of their standard deviation (13 valid" in out
@@ -302,7 +216,7 @@ def test_the_error_is_that_of_the_logits(built, settings):
     images = validation_images(data.shown(data.val))
     assert images.shape == (13, 3, 16, 16)
     session = Session(backend, data, split_batch(data.section, 1, len(data.train)))
-    taught = choose_teacher(session, recipe.teacher.section, model, 0, None)
+    taught = choose_teacher(session, recipe.teacher.section, model)
     live = taught.live
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
@@ -323,7 +237,7 @@ def test_several_teachers_are_as_many_graphs(built):
         return replace(teachers, model=Ensemble([alone, other], [1.0, 3.0], average), members=[alone, other])
 
     _, facts, out = built("teacher.runtime=onnxruntime", change=ensemble)
-    assert facts["choices"]["teacher"] == "fp32+onnxruntime"
+    assert facts["modes"]["teacher"] == "fp32+onnxruntime"
     assert facts["teacher_error"]["largest"] < 2e-5
     assert "its logits differ from torch float32's" in out
 
@@ -335,9 +249,6 @@ def test_a_teacher_that_cannot_be_exported(built):
         ModelError, match=r"^teacher\.runtime: 'fp32\+onnxruntime' is asked for, but torch\.export cannot"
     ):
         built("teacher.runtime=onnxruntime", change=change)
-    _, facts, out = built(*LONG, "teacher.compile=off", change=change)
-    assert facts["choices"]["teacher"] == "fp32+unfused"
-    assert "fp32+onnxruntime cannot be run here (torch.export cannot express this network" in out
 
 
 @pytest.mark.slow
@@ -349,29 +260,23 @@ def test_without_a_compiler(written, tmp_path):
         "from kd.jobs.teach import obtain_teachers\n"
         "from kd.setup.build import Results, Setting, build_backend, build_run\n"
         "from kd.setup.data import open_sources; from kd.setup.recipe import resolve\n"
-        "for mode in ('auto', 'on'):\n"
-        "    overrides = [*sys.argv[2:], 'teacher.runtime=torch', 'teacher.compile=' + mode]\n"
-        "    recipe = resolve(config.load(sys.argv[1], overrides))\n"
-        "    data, backend = open_sources(recipe.data), build_backend(recipe.backend)\n"
-        "    setting = Setting(obtain_teachers(recipe.teacher, data, backend), backend, recipe.backend)\n"
-        "    results = Results(Memory(), Console(''))\n"
-        "    try:\n"
-        "        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)\n"
-        "        print(built.facts['choices']['teacher'])\n"
-        "    except KdError as error:\n"
-        "        print(error.exit_code, error)\n"
+        "recipe = resolve(config.load(sys.argv[1], ['teacher.compile=on']))\n"
+        "data, backend = open_sources(recipe.data), build_backend(recipe.backend)\n"
+        "setting = Setting(obtain_teachers(recipe.teacher, data, backend), backend, recipe.backend)\n"
+        "try:\n"
+        "    build_run(recipe.teacher, recipe.student, recipe.loop, setting, Results(Memory(), Console('')))\n"
+        "except KdError as error:\n"
+        "    print(error.exit_code, error)\n"
     )
     environment = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", script, written(), *LONG],
+        [sys.executable, "-c", script, written()],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    said, chosen, refused = done.stdout.splitlines()
-    assert said.startswith("teacher: fp32+unfused: fp32+unfused+compiled cannot be run here (InductorError")
-    assert chosen == "fp32+unfused"
+    refused = done.stdout.splitlines()[-1]
     assert refused.startswith("2 teacher.compile: 'fp32+unfused+compiled' is asked for, but InductorError")
 
 
@@ -401,11 +306,11 @@ def test_libraries_that_cannot_be_loaded_are_compiled_anew(written, tmp_path):
 def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     plain, _, _ = built()
     compiled, facts, out = built("teacher.compile=on", "student.compile=on")
-    assert facts["choices"] == dict.fromkeys(("teacher", "student"), "fp32+unfused+compiled") | {"threads": "1"}
+    assert facts["modes"] == dict.fromkeys(("teacher", "student"), "fp32+unfused+compiled")
     assert "teacher: fp32+unfused+compiled; its logits differ from torch float32's by" in out
     first = curve(compiled)
     torch.testing.assert_close(torch.tensor(curve(plain)), torch.tensor(first), rtol=1e-3, atol=1e-5)
-    again, _, _ = built("teacher.compile=on", "student.compile=on", recorded=facts["choices"])
+    again, _, _ = built("teacher.compile=on", "student.compile=on")
     assert curve(again) == first
     names = list(plain.distillation.state_dict())
     assert list(compiled.distillation.state_dict()) == names
@@ -560,7 +465,7 @@ def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path
         assert done.code == 0, done
     assert "teacher: int8+onnxruntime; its logits differ from torch float32's by" in done.out
     manifest = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
-    assert manifest["choices"]["teacher"] == "int8+onnxruntime"
+    assert manifest["modes"]["teacher"] == "int8+onnxruntime"
     assert manifest["teacher_error"].keys() == {"largest", "of_std", "images"}
     caches = sorted((tmp_path / "runs" / "caches").glob("*/manifest.json"))
     assert {json.loads(file.read_text())["precision"] for file in caches} == {"fp32", "int8+onnxruntime"}
@@ -568,4 +473,4 @@ def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path
     assert again.code == 0, again
     kept = json.loads((tmp_path / "runs" / "coarse" / "manifest.json").read_text())
     assert kept["teacher_error"] == manifest["teacher_error"]
-    assert kept["choices"] == manifest["choices"]
+    assert kept["modes"] == manifest["modes"]

@@ -279,5 +279,5 @@ def test_a_real_run_says_where_its_time_went(distilled):
         assert sum(n * row[f"ms_{name}"] for n, row in zip(steps, trained, strict=True)) == pytest.approx(
             of_rows, abs=0.1
         )
-    assert rows[0]["regions"].keys() >= {"choose teacher", "choose student", "choose sifter"}
+    assert rows[0]["regions"].keys() >= {"choose teacher", "choose student"}
     assert isinstance(json.loads((distilled / "findings.json").read_text()), list)

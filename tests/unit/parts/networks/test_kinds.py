@@ -118,7 +118,7 @@ def test_several_kinds_are_averaged(made, bare):
     run = train(bare, {**first, "also": others}, "several", "run.epochs=1", "teacher.cache.views=1")
     assert run.metrics["teacher_accuracy"] == 1.0
     manifest = json.loads((run.folder / "manifest.json").read_text())
-    assert manifest["choices"]["teacher"] == "fp32+unfused"
+    assert manifest["modes"]["teacher"] == "fp32+unfused"
 
 
 def test_the_same_network_answers_alike_in_torch_onnx_and_a_table(made, bare, photos):

@@ -1,4 +1,4 @@
-"""The gate: its arithmetic against the cost model of the literature, its measurement, and what it does to a run."""
+"""The sifter of a run: what it costs by the model of the literature, and a delay that leaves it nothing to do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kd.core.types import Costs, SiftContext
+from kd.jobs.advice import saving
 from kd.jobs.progress.console import Console
 from kd.parts.sifters import history, random, relative
 from kd.parts.sifters.none import Everything
-from kd.setup.gate import saving
 
 
 def context() -> SiftContext:
@@ -52,42 +52,18 @@ def test_a_run_that_waits_for_its_loader_gains_only_what_is_not_loaded():
     assert saved(history.build(history.Options(keep=0.5), context()), starved) == pytest.approx(0.5)
 
 
-def test_a_losing_sifter_is_turned_off_and_says_why():
-    sifter = relative.build(relative.Options(beta_value=0.4), context())
-    pays, text = saving("relative", sifter.cost(costs(0.0)), costs(0.0))
-    assert not pays
-    assert text.startswith("sifter 'relative' would make a sifted epoch 5 % longer (teacher 0.00, student forward 1.00")
-    assert "sifter.gate=off" in text
-
-
-def test_a_paying_sifter_stays():
-    sifter = history.build(history.Options(keep=0.6), context())
-    pays, text = saving("history", sifter.cost(costs(1.0)), costs(1.0))
-    assert pays
-    assert text.startswith("sifter 'history' will save 40 % of a sifted epoch's time")
-
-
-@pytest.mark.parametrize("decided", ["none", "relative", None])
-def test_the_decision_is_pinned(make, decided):
-    """Measured once a run: a resumed run, which finds the decision in its manifest, must not decide otherwise."""
-    run, _, facts = make("sifter.kind=relative", recorded={"sifter": decided} if decided else {})
-    made = facts["choices"]["sifter"]
-    assert made == (decided or made)
-    assert isinstance(run.sifter, relative.Relative if made == "relative" else Everything)
+def test_check_says_what_a_sifter_saves_or_costs():
+    loses = relative.build(relative.Options(beta_value=0.4), context())
+    text = saving("relative", loses.cost(costs(0.0)), costs(0.0))
+    assert text.startswith("'relative' makes a sifted epoch 5 % longer (teacher 0.00, student forward 1.00")
+    assert "sifter.kind=none" in text
+    pays = history.build(history.Options(keep=0.6), context())
+    assert saving("history", pays.cost(costs(1.0)), costs(1.0)).startswith("'history' saves 40 % of a sifted epoch's")
 
 
 @pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])
 def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(make, delay, found, capsys):
-    overrides = ("sifter.kind=relative", "sifter.gate=off", "run.steps=4", f"sifter.sift_delay={delay}")
+    overrides = ("sifter.kind=relative", "run.steps=4", f"sifter.sift_delay={delay}")
     run = make(*overrides, logger=Console("")).run
     assert isinstance(run.sifter, found)
     assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (delay == 4)
-
-
-def test_measuring_leaves_the_student_as_it_was(make):
-    args = "{embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}"
-    norm = ["student.model=xcit_nano_12_p8_224", f"student.args={args}"]
-    runs = [make(*norm, *extra).run for extra in ([], ["sifter.kind=history"])]
-    one, other = (run.distillation.state_dict() for run in runs)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(parameter.grad is None for parameter in runs[1].distillation.parameters())

@@ -1,0 +1,223 @@
+"""`--check`: which keys would make a run faster on this machine, timed in turns, as YAML to paste."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from kd.config.schema import RUNTIMES, TeacherSection
+from kd.config.validate import installed
+from kd.core.contracts import Backend, TeacherModel
+from kd.core.facts import BackendFacts
+from kd.core.types import Costs
+from kd.jobs.estimate import Measured, Models
+from kd.jobs.timing import fastest, seconds_of
+from kd.models.classifier import count_attention
+from kd.parts import registry
+from kd.setup.loaders import BatchSplit, default_workers
+from kd.setup.modes import ExecutionMode, Work, in_short, torch_mode
+from kd.setup.recipe import LoopPlan, Recipe, StudentPlan
+from kd.setup.sifter import sift_context
+from kd.setup.student import apply_mode
+from kd.setup.teacher import TeacherFactory, teacher_mode
+from kd.setup.trial import Trial, noise, trial_images
+
+FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
+"""What a compiled or exported form costs at each start of a run. Training steps of nine networks compile in 29 to 203 s
+on one busy core (`benchmarks/compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
+WORTH = 4.0
+"""Such a form is timed where its work in the run is this many times its cost: it must then save a quarter to pay."""
+MARGIN = 0.05
+"""Share of the time that a candidate must save in all turns but one: less is within what a neighbour does to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What timing a few candidates found."""
+
+    lines: tuple[str, ...] = ()
+    """`key: value   # reason` of the keys that would pay; empty where none does."""
+    failed: tuple[str, ...] = ()
+    """Candidates that cannot be run here, and why."""
+
+
+def advise(
+    recipe: Recipe, models: Models, split: BatchSplit, backend: Backend, facts: BackendFacts, found: Measured
+) -> list[str]:
+    """Time other ways to run the same configuration, and return lines for a person. One process.
+
+    A key that the configuration sets to something else than `auto` or `off` is left as it is.
+    """
+    loop, count, num_images = recipe.loop, trial_images(split.micro_batch, backend), len(models.teachers.data.train)
+    images, asked = loop.images(num_images, split.batch_size), 0
+    if recipe.teacher.needed:
+        asked = loop.teacher_images(num_images, split.batch_size)
+    fixed = found.fixed / split.micro_batch
+    made = [
+        compare_teachers(recipe.teacher.section, models, backend, count, asked * found.teacher / 1000),
+        compare_students(recipe.student, models, backend, count, images * (fixed + found.step) / 1000),
+    ]
+    if facts.cpu and not facts.threads:
+        made.append(compare_threads(loop, models, backend, count))
+    lines = [line for one in made for line in one.lines]
+    head = f"keys      nothing else that was timed in turns on {count} images is {100 * MARGIN:.0f} % faster here"
+    if lines:
+        head = f"keys      faster here, timed in turns on {count} images; paste what follows at the end of the file"
+    sifted = [f"sifter    {describe_sifter(recipe, models, split, backend, found)}"] if _sifts(loop) else []
+    return [head, *lines, *(f"          {text}" for one in made for text in one.failed), *sifted]
+
+
+def compare_teachers(section: TeacherSection, models: Models, backend: Backend, count: int, seconds: float) -> Compared:
+    """Time the teacher's forward in other modes; `seconds` is what the run gives to it."""
+    model = models.teachers.model
+    if model is None or model.runtime != "torch" or backend.compiles or section.exported(cpu=True):
+        return Compared()
+    rule = replace(teacher_mode(section, model, backend), compiled=False)
+    modes = torch_modes(rule, section.precision, section.attention, count_attention(model))
+    if not (section.shard or section.pipeline) and section.compile == "off":
+        modes += [*exported_forms(section, model, backend), replace(rule, compiled=True)]
+    factory, batch = (
+        TeacherFactory(section, model, backend, models.image_size),
+        noise(count, models.image_size, backend),
+    )
+
+    def work(mode: ExecutionMode) -> Work:
+        live = factory(mode)
+        return lambda: live(batch).main
+
+    return _compared(modes, work, seconds, "teacher", "teacher.precision")
+
+
+def compare_students(plan: StudentPlan, models: Models, backend: Backend, count: int, seconds: float) -> Compared:
+    """Time the student's training step in other modes; `seconds` is what the run gives to it."""
+    section, distillation = plan.section, models.distillation
+    if backend.compiles:
+        return Compared()
+    rule = torch_mode(plan.precision, section.attention, False, distillation, backend)
+    modes = torch_modes(rule, plan.precision, section.attention, count_attention(distillation))
+    modes += [replace(rule, compiled=True)] if section.compile == "off" else []
+    with ExitStack() as stack:
+
+        def work(mode: ExecutionMode) -> Work:
+            module = copy.deepcopy(distillation) if mode.compiled else distillation  # compiling cannot be undone
+            trial = stack.enter_context(Trial(module, models.live, backend, models.image_size, count))
+
+            def step() -> torch.Tensor:
+                apply_mode(mode, module, backend)
+                return trial.step()
+
+            return step
+
+        found = _compared(modes, work, seconds, "student", "backend.precision")
+    apply_mode(rule, distillation, backend)
+    return found
+
+
+def compare_threads(loop: LoopPlan, models: Models, backend: Backend, count: int) -> Compared:
+    """Time a step with all threads, half of them, a quarter, ... 1."""
+    most = torch.get_num_threads()
+    candidates = [most]
+    while candidates[-1] > 1:
+        candidates.append(candidates[-1] // 2)
+    with Trial(models.distillation, models.live, backend, models.image_size, count) as trial:
+
+        def work(threads: int) -> Work:
+            def step() -> torch.Tensor:
+                torch.set_num_threads(threads)
+                if models.teachers.model is not None and loop.teacher_share > 0.5:  # what most steps do
+                    trial.ask()
+                return trial.step()
+
+            return step
+
+        try:
+            best, table = fastest({number: work(number) for number in candidates}, margin=MARGIN)
+        finally:
+            torch.set_num_threads(most)
+    if best == most:
+        return Compared()
+    return Compared((f"backend.threads: {best}   # {table[most] / table[best]:.2f} times {most} threads",))
+
+
+def torch_modes(rule: ExecutionMode, precision: str, attention: str, layers: int) -> list[ExecutionMode]:
+    """Return the modes in torch that keys at `auto` leave open, the rule's first; `layers` have two kernels."""
+    precisions = ["fp32", "bf16"] if precision == "auto" else [rule.precision]
+    kernels = ["unfused", "fused"] if attention == "auto" and layers else [rule.kernel]
+    modes = [ExecutionMode(one, kernel) for one in precisions for kernel in kernels]
+    return [rule, *(mode for mode in modes if mode != rule)]
+
+
+def exported_forms(section: TeacherSection, model: TeacherModel, backend: Backend) -> list[ExecutionMode]:
+    """Return the graphs that may be compared with torch."""
+    if section.runtime != "auto" or backend.device.type != "cpu" or getattr(model, "features", ()):
+        return []
+    modes = [*(ExecutionMode("fp32", runtime) for runtime in RUNTIMES), ExecutionMode("bf16", "openvino")]
+    precisions = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)
+    return [mode for mode in modes if installed(mode.kernel) and mode.precision in precisions]
+
+
+def _compared(
+    modes: Sequence[ExecutionMode],
+    work: Callable[[ExecutionMode], Work],
+    seconds: float,
+    section: str,
+    precision: str,
+) -> Compared:
+    """Time modes, the rule's first; `precision` is its key. A form must save more in the run than it costs a start."""
+    rule, runs, costs, failed = modes[0], {}, {}, []
+    for mode in modes:
+        costs[mode] = FORM_SECONDS["compiled" if mode.compiled else mode.kernel] if mode.rebuilt else 0.0
+        if seconds < WORTH * costs[mode]:
+            continue
+        try:
+            made = work(mode)
+            first = seconds_of(made)
+            runs[mode] = made
+            costs[mode] = max(costs[mode], first) if mode.rebuilt else 0.0
+        except Exception as error:  # compilers, exporters and runtimes fail in their own ways
+            failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
+    best, table = fastest(runs, margin=MARGIN)
+    if best == rule or seconds * (1 - table[best] / table[rule]) <= costs[best]:
+        return Compared(failed=tuple(failed))
+    keys = {precision: best.precision} if best.precision != rule.precision else {}
+    if best.exported:
+        keys[f"{section}.runtime"] = best.kernel
+    elif best.kernel != rule.kernel:
+        keys[f"{section}.attention"] = best.kernel
+    if best.compiled:
+        keys[f"{section}.compile"] = '"on"'
+    reason = f"{section}: {best} is {table[rule] / table[best]:.2f} times as fast as {rule}"
+    reason += f", after {costs[best]:.0f} s at each start" if costs[best] else ""
+    return Compared(tuple(f"{key}: {value}   # {reason}" for key, value in keys.items()), tuple(failed))
+
+
+def _sifts(loop: LoopPlan) -> bool:
+    return loop.sifter.kind != "none"
+
+
+def describe_sifter(recipe: Recipe, models: Models, split: BatchSplit, backend: Backend, found: Measured) -> str:
+    """Return what the sifter of a run saves or costs, from the measured parts of a step."""
+    section, data, workers = recipe.loop.sifter, models.teachers.data, recipe.data.section.workers
+    count = default_workers(backend) if workers == "auto" else int(workers)
+    step = found.step + found.fixed / split.micro_batch
+    costs = Costs(recipe.loop.teacher_share * found.teacher, found.score, step, found.load / max(1, count), count > 0)
+    context = sift_context(len(data.train), data.labels, backend, split, recipe.loop.seed)
+    sifter = registry.build("sifters", section.kind, section.options, "sifter.kind", context=context)
+    return saving(section.kind, sifter.cost(costs), costs)
+
+
+def saving(kind: str, sifted: float, costs: Costs) -> str:
+    """Say what a sifter saves or costs; `sifted` is the cost of a sifted epoch, ms an image."""
+    share = 1 - sifted / costs.per_image()
+    measured = (
+        f"teacher {costs.teacher:.2f}, student forward {costs.forward:.2f}, step {costs.step:.2f}, "
+        f"loading {costs.load:.2f} ms an image"
+    )
+    if share > 0:
+        saves = f"'{kind}' saves {100 * share:.0f} % of a sifted epoch's time ({measured})"
+        return f"{saves}. Compare its accuracy with that of fewer epochs"
+    return f"'{kind}' makes a sifted epoch {-100 * share:.0f} % longer ({measured}). Set sifter.kind=none"

@@ -1,0 +1,105 @@
+"""`--check` advises: candidates are timed in turns, and only keys that pay are printed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kd import config
+from kd.jobs import advice
+from kd.jobs.advice import Compared, _compared, torch_modes
+from kd.jobs.forecast import forecast
+from kd.jobs.timing import clear_winner, fastest, milliseconds
+from kd.setup.modes import ExecutionMode
+from kd.setup.recipe import resolve
+
+RULE, FUSED = ExecutionMode("bf16", "unfused"), ExecutionMode("bf16", "fused")
+COMPILED, EXPORTED = ExecutionMode("bf16", "unfused", compiled=True), ExecutionMode("fp32", "openvino")
+
+
+def sleeping(seconds: float):
+    def work() -> torch.Tensor:
+        time.sleep(seconds)
+        return torch.ones(1)
+
+    return work
+
+
+def compared(seconds: float, **times: float) -> tuple[Compared, list[ExecutionMode]]:
+    """Compare modes that take so long; return also which of them were made."""
+    modes = {"rule": RULE, "fused": FUSED, "compiled": COMPILED, "exported": EXPORTED}
+    names, made = {modes[name]: taken for name, taken in times.items()}, []
+
+    def work(mode: ExecutionMode):
+        made.append(mode)
+        if names[mode] < 0:
+            raise RuntimeError("no compiler here\nand a long explanation")
+        return sleeping(names[mode])
+
+    return _compared(list(names), work, seconds, "teacher", "teacher.precision"), made
+
+
+def test_only_what_is_faster_is_advised():
+    assert compared(1e6, rule=0.01, fused=0.01)[0] == Compared()
+    (line,) = compared(1e6, rule=0.03, fused=0.005)[0].lines
+    key, _, reason = line.partition("   # ")
+    assert key == "teacher.attention: fused"
+    assert reason.startswith("teacher: bf16+fused is ")
+    assert reason.endswith(" times as fast as bf16+unfused")
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(239.0, False), (240.0, True)])
+def test_a_form_is_timed_where_it_can_pay(seconds, tried):
+    """A minute of compiling in work of four minutes."""
+    found, made = compared(seconds, rule=0.03, compiled=0.005)
+    assert (COMPILED in made) == tried
+    assert (found.lines != ()) == tried
+
+
+def test_a_form_must_save_more_than_it_costs():
+    assert compared(240.0, rule=0.03, compiled=0.027)[0] == Compared()  # a tenth of 240 s, and a minute at each start
+    keys = [line.split("   #")[0] for line in compared(1e6, rule=0.03, exported=0.005)[0].lines]
+    assert keys == ["teacher.precision: fp32", "teacher.runtime: openvino"]
+
+
+def test_what_cannot_be_run_is_said_and_left():
+    found, _ = compared(1e6, rule=0.005, compiled=-1.0)
+    said = "teacher: bf16+unfused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)"
+    assert found == Compared(failed=(said,))
+
+
+def test_keys_that_are_named_are_left_alone():
+    assert torch_modes(RULE, "auto", "unfused", 2) == [RULE, ExecutionMode("fp32", "unfused")]
+    assert torch_modes(RULE, "bf16", "auto", 2) == [RULE, FUSED]
+    assert torch_modes(RULE, "bf16", "auto", 0) == [RULE]
+    assert len(torch_modes(RULE, "auto", "auto", 2)) == 4
+
+
+def test_a_candidate_must_win_clearly():
+    plain = [20.0, 20.0, 20.0, 60.0]
+    assert clear_winner({"plain": plain, "other": [19.5, 19.5, 19.5, 19.5]}, 0.05) == "plain"
+    assert clear_winner({"plain": plain, "other": [19.0, 19.0, 19.0, 90.0], "third": [21.0]}, 0.05) == "other"
+    assert clear_winner({"plain": plain, "other": [10.0, 10.0, 21.0, 61.0]}, 0.05) == "plain"  # only in two of four
+    assert clear_winner({"plain": [20.0], "other": [18.0], "third": [17.0]}, 0.05) == "third"
+    assert clear_winner({"plain": [20.0, 20.0], "other": [25.0, 25.0]}, 0.0) == "plain"
+
+
+def test_a_first_call_that_compiles_is_not_measured():
+    assert milliseconds(sleeping(0.005)) >= 5
+    first_call = iter([0.7])  # hopeless, if it were measured
+    slow_once = {"a": sleeping(0.02), "b": lambda: sleeping(next(first_call, 0.001))()}
+    assert fastest(slow_once, warm=True)[0] == "b"
+
+
+def test_what_check_prints_can_be_pasted(settings, monkeypatch):
+    """The keys are YAML that a file takes; the models are as they were before."""
+    line = "teacher.attention: fused   # 1.30 times"
+    monkeypatch.setattr(advice, "_compared", lambda *given: Compared((line,), ("form: cannot be run here",)))
+    settings["sifter"] = {"kind": "history"}
+    lines = forecast(resolve(config.load(settings))).splitlines()
+    start = lines.index(line) - 1
+    assert lines[start].startswith("keys      faster here")
+    assert any(one.startswith("sifter    'history' ") for one in lines[start:])
+    assert config.load({**settings, "teacher.attention": "fused"}).teacher.attention == "fused"
