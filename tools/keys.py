@@ -1,7 +1,7 @@
 """Write docs/keys.md: every key of a configuration, as `kd help` explains it.
 
-    python tools/keys.py           # writes the page
-    python tools/keys.py --print   # prints it
+python tools/keys.py           # writes the page
+python tools/keys.py --print   # prints it
 """
 
 from __future__ import annotations

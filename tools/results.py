@@ -11,7 +11,6 @@ listed for up to three raw rows, else its median with the range; `+` sums it. Be
 from __future__ import annotations
 
 import csv
-import itertools
 import re
 import statistics
 import sys
@@ -22,11 +21,13 @@ ROOT = Path(__file__).parents[1]
 LISTED = 3  # raw values in a cell; of more a reader wants the middle
 TITLE = """# Results
 
-Written by `python tools/results.py` from the files in `benchmarks/`. Each has command, commit, machine, versions and date in its header,
-and one raw measurement a row. A cell lists up to three raw values (as a rule the seeds); of more it has the median and the range.
+Written by `python tools/results.py` from the files in `benchmarks/`. Each has command, commit, machine, versions and
+date in its header, and one raw measurement a row. A cell lists up to three raw values (as a rule the seeds); of more it
+has the median and the range.
 
-Machines: `amd-epyc-2cores` has two cores of an AMD EPYC, on 2026-11-21 with AVX2, later with AVX-512 and bfloat16 units;
-`intel-xeon-2cores` has AMX. Both were shared unless a note says otherwise. **Compare ratios within one file, not times of two.**
+Machines: `amd-epyc-2cores` has two cores of an AMD EPYC, on 2026-11-21 with AVX2, later with AVX-512 and bfloat16
+units; `intel-xeon-2cores` has AMX. Both were shared unless a note says otherwise. **Compare ratios within one file, not
+times of two.**
 """
 
 
@@ -90,8 +91,10 @@ def page() -> str:
         name = path.name.removesuffix(f"_{header['hardware']}_{header['date']}.csv")
         facts = f"`{header['command']}`, commit {header['commit']}, {header['hardware']}, {header['date']}."
         note = [f"*{header['note']}*", ""] if "note" in header else []
-        parts.append("\n".join([f"## {name}", "", f"{header['what']}.", "", facts, "", *note, *table(header, rows), ""]))
-    return "\n".join(itertools.chain(parts))
+        parts.append(
+            "\n".join([f"## {name}", "", f"{header['what']}.", "", facts, "", *note, *table(header, rows), ""])
+        )
+    return "\n".join(parts)
 
 
 def main() -> None:

@@ -1,0 +1,52 @@
+"""Two pages are written by tools: what is committed is what they print."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def tool(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["keys", "results"])
+def test_the_committed_page_is_what_the_tool_prints(name):
+    assert (ROOT / "docs" / f"{name}.md").read_text() == tool(name).page(), f"run python tools/{name}.py"
+
+
+def test_every_file_says_what_it_is():
+    for path in (ROOT / "benchmarks").glob("*.csv"):
+        header, rows = tool("results").read(path)
+        assert {"what", "show", "command", "commit", "hardware", "versions", "date"} <= set(header), path.name
+        assert path.name.endswith(f"_{header['hardware']}_{header['date']}.csv")
+        assert rows, path.name
+
+
+@pytest.mark.parametrize(
+    ("texts", "summed", "wanted"),
+    [
+        (["1", "2", "3"], False, "1, 2, 3"),
+        (["2", "2"], False, "2"),
+        (["1", "2", "3", "10"], False, "2.5 (1 to 10)"),
+        (["1", "2"], True, "3"),
+        (["True", "True", ""], False, "True"),
+        (["", ""], False, ""),
+    ],
+)
+def test_a_cell_shows_its_raw_values(texts, summed, wanted):
+    assert tool("results").cell(texts, summed) == wanted
+
+
+def test_rows_are_grouped_and_filtered():
+    raw = (("a", "1", "9"), ("a", "2", "4"), ("b", "2", "5"))
+    rows = [{"arm": arm, "epoch": epoch, "ms": ms} for arm, epoch, ms in raw]
+    lines = [*tool("results").table({"show": "arm: ms | epoch=2"}, rows)]
+    assert lines == ["| arm | ms |", "|---|---:|", "| a | 4 |", "| b | 5 |"]
