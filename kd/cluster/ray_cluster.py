@@ -19,7 +19,7 @@ def connect(where: str) -> None:
     """Connect this process to the cluster, once."""
     if ray.is_initialized():
         return
-    address, remedy = os.environ["RAY_ADDRESS"], "Start with kd-launch, or see docs/cluster.md"
+    address, remedy = os.environ["RAY_ADDRESS"], "Start with kd-launch, or see docs/scale.md"
     # Ray puts its own handler in the place of ours, which writes a checkpoint.
     handler = signal.getsignal(signal.SIGTERM)
     try:

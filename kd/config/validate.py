@@ -104,7 +104,7 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
         yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
     elif cluster and not os.environ.get("RAY_ADDRESS"):
         wrong = "is ray, but the variable RAY_ADDRESS names no cluster"
-        remedy = "Start with kd-launch or as in docs/cluster.md, or set data.loader=local"
+        remedy = "Start with kd-launch or as in docs/scale.md, or set data.loader=local"
         yield ConfigError("data.loader", wrong, "HOST:PORT", remedy)
 
 

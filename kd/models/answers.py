@@ -62,7 +62,7 @@ def read(path: str, where: str) -> Answers:
     file = Path(path).expanduser()
     ending = file.suffix.lower()
     if ending not in ENDINGS:
-        remedy = "See docs/teachers.md"
+        remedy = "See docs/guide.md"
         if ending == ".npy":
             remedy = "It names no images: write np.savez('FILE.npz', logits=..., names=..., classes=...)"
         raise ModelError(where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", remedy)
@@ -70,7 +70,7 @@ def read(path: str, where: str) -> Answers:
         found = {".safetensors": _safetensors, ".npz": _npz, ".csv": _csv, ".tsv": _csv}[ending](file)
     except FAILURES as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        allowed = "logits or embeddings, with names; see docs/teachers.md"
+        allowed = "logits or embeddings, with names; see docs/guide.md"
         raise ModelError(where, f"'{path}' cannot be read as answers ({reason})", allowed, "Write it anew") from error
     names, val_names = ([posixpath.normpath(name) for name in each] for each in (found.names, found.val_names))
     found = replace(found, names=names, val_names=val_names)

@@ -90,7 +90,7 @@ def _answer(job: list[Any], ids: range) -> HostRows:
 def by_hosts(job: PredictionJob, hosts: set[str], start: int) -> Iterator[list[Row]]:
     """Yield the rows of all images from `start` on, in order; add the hosts that have helped to `hosts`."""
     if not os.environ.get("RAY_ADDRESS"):
-        remedy = "Start one with `ray start --head`, or see docs/cluster.md"
+        remedy = "Start one with `ray start --head`, or see docs/scale.md"
         raise ConfigError(WHERE, "the variable RAY_ADDRESS names no cluster", "HOST:PORT", remedy)
     connect(WHERE)
     reference, ours = ray.put(job), decoding_versions(*RUNTIMES)

@@ -1,7 +1,7 @@
 """Timeline: the time of a run by the loop's spans, always recorded.
 
 Every entry into a span and every exit charges the time since the last one to the innermost open span. So the parts sum
-to the wall-clock, and a span inside another is not counted twice. docs/findings.md says what each span measures.
+to the wall-clock, and a span inside another is not counted twice. docs/faster.md shows how to read them.
 """
 
 from __future__ import annotations

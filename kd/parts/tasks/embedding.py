@@ -124,7 +124,7 @@ class Evaluator:
 
     A row has `agreement`, with labels also `knn` and `probe`, and the same of each teacher: `teacher_knn`,
     `teacher_knn_2`, ... Where a loss maps the student into the teacher's space, also `recall`, `teacher_recall` and
-    `found`: see `recalled`. docs/teachers.md says what they are.
+    `found`: see `recalled`. docs/guide.md says what they are.
     """
 
     chance = 0.0

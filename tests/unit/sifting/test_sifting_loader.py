@@ -488,7 +488,7 @@ def test_a_sifting_that_saves_nothing_is_a_warning(scoring, training, saves, cap
             clock[0] += scoring
             return super().loss(model, transformed_batch, original_batch)
 
-    rows = data(8 * 4 * 24)  # scoring and training are timed for 24 batches each (docs/sifting.md); half are trained
+    rows = data(8 * 4 * 24)  # scoring and training are timed for 24 batches each (docs/faster.md); half are trained
     loader = sifting(DataLoader(rows, batch_size=8), loss=Slow())
     for _ in loader:
         clock[0] += training
