@@ -1,6 +1,6 @@
 """The families of transformers with a classifier, made small from their own configuration classes, with random weights.
 
-`python tests/unit/parts/networks/families.py PHOTOGRAPHS` prints how far each family is from transformers, for the imported kd.
+`python tests/unit/parts/networks/families.py PHOTOGRAPHS` prints each family for the imported kd.
 """
 
 from __future__ import annotations
