@@ -42,6 +42,11 @@ def base(photos: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def slow(*values: Any, id: str | None = None) -> Any:
+    """A case of `parametrize` that runs in `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
 def given(teacher: Path) -> dict[str, Any]:
     """The section of a teacher that is there."""
     return {"model": str(teacher), "attention": "unfused", "precision": "fp32"}

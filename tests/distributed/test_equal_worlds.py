@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pieces import slow
 from world_runs import STEPS
 
 MICROS = "data.micro_batch=3"
@@ -44,6 +45,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
     assert values[0]["teacher_accuracy"] == values[1]["teacher_accuracy"]
 
 
+@pytest.mark.slow
 def test_vectors_of_all_ranks_are_searched(plain):
     keys = (MICROS, "losses=[{kind: cosine}]", "student.args.drop_rate=0", "optimizer.kind=sgd", "optimizer.lr=0.05")
     one, two = plain(1, *keys), plain(2, *keys)
@@ -55,7 +57,7 @@ def test_vectors_of_all_ranks_are_searched(plain):
 
 
 # with one patch most weights are of a convolution: the network then keeps channels last in memory
-@pytest.mark.parametrize(("ranks", "patch", "share"), [(2, 8, 1 / 2), (3, 8, 1 / 3), (2, 16, 0.71)])
+@pytest.mark.parametrize(("ranks", "patch", "share"), [(2, 8, 1 / 2), slow(3, 8, 1 / 3), slow(2, 16, 0.71)])
 def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     keys = (f"student.args.patch_size={patch}", "optimizer.ema=0.9")
     whole, sharded = plain(ranks, *keys), plain(ranks, *keys, "optimizer.zero=true")
@@ -72,6 +74,7 @@ def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
     assert mib[1] / mib[0] == pytest.approx(share, rel=0.35)  # whole tensors are dealt out, and these are few
 
 
+@pytest.mark.slow
 def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
     """Weights and statistics of batch norm, of which a mean of three equal numbers would have other bits."""
     frozen = "student.tuning={freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 99, layer_decay: 0.75}"

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 from outside.failing import VICTIM
+from pieces import slow
 from test_resume import same_bits
 
 SOAK = bool(os.environ.get("KD_SOAK"))
 FAULTS = ("gone", "flaky", "replaced", "shortened")
-FEW = [("gone", "skip", 2, 2), ("flaky", "error", 0, 2), ("replaced", "skip", 2, 1), ("shortened", "skip", 0, 1)]
+FEW = [slow("gone", "skip", 2, 2), ("flaky", "error", 0, 2), ("replaced", "skip", 2, 1), ("shortened", "skip", 0, 1)]
 ALL = list(itertools.product(FAULTS, ("error", "skip"), (0, 2), (1, 2)))
 
 

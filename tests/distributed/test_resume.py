@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from pieces import without_clocks
+from pieces import slow, without_clocks
 from ranks import environment, free_port, start
 from test_equal_worlds import difference
 from world_runs import STEPS
@@ -41,13 +41,13 @@ def same_bits(one, other) -> bool:
     ("ranks", "overrides", "die", "step"),
     [
         pytest.param(1, LONE, "0:13", 10, id="one rank, AdamW, average"),
-        pytest.param(1, SGD, "0:24", 5, id="one rank, SGD, between micro-batches"),
+        slow(1, SGD, "0:24", 5, id="one rank, SGD, between micro-batches"),
         pytest.param(2, ZERO, "1:13", 10, id="two ranks, ZeRO, average"),
         pytest.param(2, SIFTED, "1:13", 10, id="two ranks, sifted, in the middle of an epoch"),
-        pytest.param(1, CONVOLVED, "0:13", 10, id="one rank, channels last"),
-        pytest.param(2, (*CONVOLVED, "optimizer.zero=true"), "1:13", 10, id="two ranks, ZeRO, channels last"),
-        pytest.param(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
-        pytest.param(2, TUNED, "1:13", 10, id="two ranks, ZeRO, frozen for a while, rates of layers"),
+        slow(1, CONVOLVED, "0:13", 10, id="one rank, channels last"),
+        slow(2, (*CONVOLVED, "optimizer.zero=true"), "1:13", 10, id="two ranks, ZeRO, channels last"),
+        slow(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
+        slow(2, TUNED, "1:13", 10, id="two ranks, ZeRO, frozen for a while, rates of layers"),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, die, step):
@@ -73,6 +73,7 @@ def test_a_killed_run_resumes_to_the_same_bits(train, plain, ranks, overrides, d
     assert resumed.rows("val")[-1]["nll"] == undisturbed.rows("val")[-1]["nll"]
 
 
+@pytest.mark.slow
 def test_three_sifted_ranks_make_equal_steps_and_resume(train, plain):
     # Not to the bit: DDP lays its buckets out anew after its first step, and three ranks' sum depends on the layout.
     killed = train("three", 3, *SIFTED, env={"KD_DIE": "0:8"})
@@ -87,6 +88,7 @@ def test_three_sifted_ranks_make_equal_steps_and_resume(train, plain):
     assert difference(resumed.checkpoint(), undisturbed.checkpoint()) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_a_world_of_another_size(train, plain):
     # without dropout, whose draws belong to a rank: then only the order of sums differs
     overrides = ("optimizer.zero=true", "student.args.drop_rate=0", "optimizer.lr=3e-4")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+from pieces import slow
 from ranks import HERE, start
 from test_resume import same_bits
 from world_runs import Trained
@@ -13,7 +14,7 @@ from world_runs import Trained
 SHARD = "teacher.shard=true"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_logits_are_the_whole_teachers_to_the_last_bit(tmp_path, ranks):
     start("sharding:main", [tmp_path], ranks, path=(HERE,)).ended_well()
     facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -30,7 +31,7 @@ def test_logits_are_the_whole_teachers_to_the_last_bit(tmp_path, ranks):
         assert again == shares, "a forward left gathered weights behind"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_a_run_with_a_sharded_teacher_is_the_same_run(train, plain, ranks):
     more = ("teacher.micro_batch=2", "data.micro_batch=4" if ranks == 3 else "data.micro_batch=3")
     whole, sharded = plain(ranks, *more), train(f"sharded-{ranks}", ranks, SHARD, *more)
@@ -46,6 +47,7 @@ def test_a_run_with_a_sharded_teacher_is_the_same_run(train, plain, ranks):
     assert f"{held['rank']:.2f} of {held['whole']:.2f} MiB on this rank" in sharded.world.logs[0]
 
 
+@pytest.mark.slow
 def test_a_sharded_teacher_runs_in_float32_and_a_run_resumes_unsharded(train):
     auto = ("teacher.precision=auto", "teacher.attention=auto", "backend.precision=auto", "run.every.evaluate=10")
     killed = train("sharded-auto", 2, SHARD, *auto, env={"KD_DIE": "1:13"})

@@ -56,6 +56,7 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
     assert len(list(tmp_path.glob("teachers/*/export"))) == 1
 
 
+@pytest.mark.slow
 def test_a_fit_without_progress_is_not_waited_for(fit_file, tmp_path):
     argv = [fit_file, OURS, "backend.timeout_seconds=2"]
     stopped = start("kd.cli.training:teach", argv, env={"KD_SIGNAL": "SIGTERM:train:50"})

@@ -71,6 +71,7 @@ def starts(exported: Path, images: Path, target: Path, *options: str) -> subproc
     return subprocess.Popen(argv, cwd=target.parent, text=True, **pipes)
 
 
+@pytest.mark.slow
 def test_sigterm_and_the_same_command_with_and_without_hosts(cluster, exported, photos, tmp_path, command):
     listed, target = tmp_path / "listed.txt", tmp_path / "rows.csv"
     listed.write_text("\n".join(str(path) for path in sorted(photos.rglob("*.jpg")) * 100))

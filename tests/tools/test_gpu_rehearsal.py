@@ -53,6 +53,7 @@ row = {"what": str(len(list(work.glob("*.csv")))), "value": 1, "unit": "", "note
 """
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_takes_its_own_time_and_the_csv_is_written_after_each(tmp_path, monkeypatch):
     """As a test that waits for a GPU's other rank would."""
     script = tmp_path / "part.py"
