@@ -13,16 +13,18 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from kd.core import options
 from kd.core.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
+from kd.core.options import field_docs
 from kd.jobs.signals import signals
 
 if TYPE_CHECKING:
     from kd.config.schema import Config
 
-Settings = TypeVar("Settings")
+Built = TypeVar("Built")
 EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -94,10 +96,50 @@ class Shows(argparse.Action):
         parser.exit(guarded(lambda: print(self.const(), flush=True)))
 
 
-def taken(cls: type[Settings], options: argparse.Namespace, **others: object) -> Settings:
+def taken(cls: type[Built], given: argparse.Namespace, **others: object) -> Built:
     """Build a dataclass from the options of the same names, and from others."""
-    named = {field.name: getattr(options, field.name) for field in fields(cls) if hasattr(options, field.name)}  # type: ignore[arg-type]
+    named = {field.name: getattr(given, field.name) for field in fields(cls) if hasattr(given, field.name)}  # type: ignore[arg-type]
     return cls(**{**named, **others})
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add an option for each field of a dataclass that `kd.core.options.option` declares; `taken` builds it again.
+
+    The string under the field is the help, to which the default is added.
+    """
+    docs = field_docs(cls)
+    for one in fields(cls):
+        if "option" not in one.metadata:
+            continue
+        metavar, parse, flag = (one.metadata["option"][key] for key in ("metavar", "parse", "flag"))
+        name, default = flag or f"--{one.name.replace('_', '-')}", one.default
+        text = docs[one.name].removesuffix(".").replace("%", "%%")
+        text = text[:1].lower() + text[1:] if text[1:2].islower() else text
+        more: dict[str, Any] = {"dest": one.name, "default": None if default is MISSING else default}
+        if isinstance(default, bool):
+            more["action"] = argparse.BooleanOptionalAction if default else "store_true"
+            text += " (default: yes)" * default
+        else:
+            more |= {"metavar": metavar, "type": _type(parse) if parse else str}
+            text += f" (default {default})" if default not in (MISSING, None, "") and "(default" not in text else ""
+        parser.add_argument(name, help=text, **more)
+
+
+def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type for argparse, which shows the text of its own error alone."""
+
+    def typed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return typed
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from `low` to `high`."""
+    return _type(options.whole_number(low, high))
 
 
 def explained(prefix: str = "") -> str:
@@ -162,14 +204,3 @@ def import_quickly(package: str) -> None:
             gc.freeze()
     finally:
         gc.enable()
-
-
-def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
-        return int(text)
-
-    return parse

@@ -10,14 +10,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kd.cli.command import guarded, new_parser, taken, whole_number
+from kd.cli.command import add_fields, guarded, new_parser, taken, whole_number
+from kd.cluster.requests import Hosting, Job
 from kd.core.errors import ConfigError, ConfigErrors
 from kd.files.json_file import read_json
-
-if TYPE_CHECKING:
-    from kd.cluster.requests import Hosting
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
@@ -41,13 +39,7 @@ def _train(argv: Sequence[str]) -> int:
         "job. Also: kd-launch deploy EXPORT, kd-launch transform EXPORT IMAGES.",
         "kd-launch food.yaml data.root=s3://BUCKET/food --instance ml.p4d.24xlarge --count 4 --spot --dry-run",
     )
-    parser.add_argument("--instance", metavar="TYPE", default="", help="instance type of the trainers")
-    parser.add_argument("--count", metavar="N", type=COUNT, default=1, help="how many trainers (default 1)")
-    parser.add_argument("--data-group", metavar="TYPE:N", type=_data_group, help="hosts that only decode images")
-    parser.add_argument("--backend", metavar="KIND", default="", help="backend.kind: cuda, smddp, xla or neuron")
-    parser.add_argument("--spot", action="store_true", help="spot instances; the job resumes after an interruption")
-    parser.add_argument("--hours", metavar="H", type=float, default=24.0, help="longest run time (default 24)")
-    parser.add_argument("--volume", metavar="GIB", type=COUNT, default=100, help="disk of each instance (default 100)")
+    add_fields(parser, Job)
     parser.add_argument("--extra", metavar="FILE", type=Path, help="JSON laid over the request: VpcConfig, Tags, ...")
     parser.add_argument("--follow", action=argparse.BooleanOptionalAction, default=True, help="print the job's log")
     text = "try the job on this machine: dnn=1,data=2"
@@ -59,7 +51,7 @@ def _train(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd import config
-        from kd.cluster.requests import Job, training_request
+        from kd.cluster.requests import training_request
         from kd.config.flat import file_keys, flat
 
         keys = flat(options.config, options.overrides)
@@ -173,8 +165,7 @@ def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: s
 
 
 def _add_hosting_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--instance", metavar="TYPE", required=True, help="instance type")
-    parser.add_argument("--count", metavar="N", type=COUNT, default=1, help="how many instances (default 1)")
+    add_fields(parser, Hosting)
     parser.add_argument("--name", default="", help="of all that is created (default: the run's name and the time)")
     _add_account_options(parser, "KD_SERVE_IMAGE", "Dockerfile")
 
@@ -198,8 +189,6 @@ def _complete(options: argparse.Namespace) -> None:
 
 
 def _hosting(options: argparse.Namespace, model: str) -> Hosting:
-    from kd.cluster.requests import Hosting
-
     _complete(options)
     name = options.name or _unique_name(model)
     return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz")
@@ -237,10 +226,3 @@ def _local_groups(text: str) -> dict[str, int]:
     if sum(map(int, groups.values())) > 250:
         raise argparse.ArgumentTypeError(f"'{text}' has more than 250 hosts")
     return {name: int(count) for name, count in groups.items()}
-
-
-def _data_group(text: str) -> tuple[str, int]:
-    kind, colon, count = text.partition(":")
-    if not kind or not colon:
-        raise argparse.ArgumentTypeError(f"'{text}' is not TYPE:N, such as ml.c5.18xlarge:2")
-    return kind, COUNT(count)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kd.core.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
+from kd.core.options import option, whole_number
 
 if TYPE_CHECKING:
     from kd.core.facts import FileKey
@@ -40,6 +41,14 @@ METRICS = {
 """Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
 SPOT_WAIT_SECONDS = 24 * 3600  # how long a job may wait for spot capacity, beside its run time
 PATTERN = re.compile(r"[{*?\[]")
+COUNT = whole_number(1, 999_999)
+
+
+def _data_group(text: str) -> tuple[str, int]:
+    kind, colon, count = text.partition(":")
+    if not kind or not colon:
+        raise ValueError(f"'{text}' is not TYPE:N, such as ml.c5.18xlarge:2")
+    return kind, COUNT(count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +62,20 @@ class Job:
     image: str
     role: str
     output: str  # `s3://bucket/prefix` for results and checkpoints
-    instance: str
-    count: int = 1
-    data_group: tuple[str, int] | None = None  # instance type and count of the hosts that only decode images
-    backend: str = ""
-    spot: bool = False
-    hours: float = 24.0  # longest run time
-    volume: int = 100  # GiB of disk of each instance
+    instance: str = option("", "TYPE")
+    """Instance type of the trainers."""
+    count: int = option(1, "N", COUNT)
+    """How many trainers."""
+    data_group: tuple[str, int] | None = option(None, "TYPE:N", _data_group)
+    """Instance type and number of hosts that only decode images."""
+    backend: str = option("", "KIND")
+    """`backend.kind`: cuda, smddp, xla or neuron."""
+    spot: bool = option(False)
+    """Spot instances; the job resumes after an interruption."""
+    hours: float = option(24.0, "H", float)
+    """Longest run time."""
+    volume: int = option(100, "GIB", COUNT)
+    """Disk of each instance."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Laid over the request: VpcConfig, Tags, ... Its sections and lists are joined to those of the request."""
 
@@ -200,8 +216,10 @@ class Hosting:
     image: str  # with kd-serve: `Dockerfile`
     role: str
     model: str  # `s3://.../model.tar.gz`
-    instance: str
-    count: int = 1
+    instance: str = option("", "TYPE")
+    """Instance type."""
+    count: int = option(1, "N", COUNT)
+    """How many instances."""
 
 
 def hosting_requests(hosting: Hosting) -> dict[str, dict[str, Any]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
-import textwrap
 import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kd.config.schema import Config
+from kd.core.options import field_docs
 from kd.parts import registry
 
 
@@ -44,16 +41,6 @@ def _explain_parts(f: dataclasses.Field[Any], where: str) -> Iterator[tuple[str,
     for name in f.metadata["only"] or registry.names(folder):
         for key, allowed, default, meaning in _explain(registry.options_type(folder, name, where), where):
             yield key, allowed, default, f"[kind: {name}] {meaning}"
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for node, following in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            docs[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
-    return docs
 
 
 def types_of(cls: type) -> dict[str, Any]:

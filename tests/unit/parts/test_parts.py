@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 
-from kd.config.explain import field_docs
 from kd.core.errors import PartNotFound
+from kd.core.options import field_docs
 from kd.parts import registry
 
 PARTS = [(folder, name) for folder in registry.FOLDERS for name in registry.names(folder)]

@@ -1,0 +1,46 @@
+"""Options that a dataclass declares once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from kd.cli.command import add_fields, new_parser, taken
+from kd.core.options import option, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Options of a command."""
+
+    inner: str = "not an option"
+    count: int = option(2, "N", whole_number(1, 9))
+    """How many, at most 5 % of all."""
+    body_seconds: float = option(10.0, "S", float, flag="--body-timeout")
+    """Of a body."""
+    quiet: bool = option(False)
+    """Log no requests."""
+    onnx: bool = option(True)
+    """JSON stays as it is."""
+
+
+def test_fields_are_options_and_their_docs_the_help():
+    parser = new_parser("kd-wanted", "x", "kd-wanted", with_config=False)
+    add_fields(parser, Wanted)
+    assert taken(Wanted, parser.read([])) == Wanted()
+    words = ["--count", "3", "--body-timeout", "2", "--quiet", "--no-onnx"]
+    assert taken(Wanted, parser.read(words)) == Wanted(count=3, body_seconds=2.0, quiet=True, onnx=False)
+    help_text = " ".join(parser.format_help().split())
+    assert "--count N how many, at most 5 % of all (default 2)" in help_text
+    assert "--onnx, --no-onnx JSON stays as it is (default: yes)" in help_text
+    assert "inner" not in help_text
+
+
+@pytest.mark.parametrize("text", ["0", "10", "x", "1.5", "-1", "٣"])
+def test_a_wrong_value_is_one_line(text, capsys):
+    parser = new_parser("kd-wanted", "x", "kd-wanted", with_config=False)
+    add_fields(parser, Wanted)
+    with pytest.raises(SystemExit):
+        parser.read([f"--count={text}"])
+    assert f"'{text}' is not a whole number from 1 to 9" in capsys.readouterr().err
