@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import sys
 import time
@@ -28,18 +27,13 @@ import kd
 from _record import write
 from kd.jobs.cache import cache
 from kd.jobs.teach import teach
-from kd.study.report.svg import Frame, Series, lines
+from kd.study.report.svg import Frame, Series, lines, standalone
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
 PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
 VIEWS = 8
 ROWS = Path("runs", "patience.jsonl")
-STYLE = """
-svg { --accent: #2f6fde; --labels: #d9822b; --soft: #667085; --rule: #e4e7ec; font: 12px system-ui, sans-serif }
-@media (prefers-color-scheme: dark) { svg { --accent: #6ea8ff; --labels: #f0ab63; --soft: #98a2b3; --rule: #2b313b } }
-.grid { stroke: var(--rule) } text { fill: var(--soft) } .line { fill: none; stroke-width: 2 }
-.dashed { stroke-dasharray: 2 5 }
-"""
+COLORS = {"--accent": "#2f6fde", "--labels": "#d9822b", "--soft": "#667085"}
 
 
 def one_run(teacher: Path, student: str, seed: int, epochs: int) -> dict[str, Any]:
@@ -92,7 +86,7 @@ def curve(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """Return the curves as an SVG file that follows the reader's light or dark theme."""
+    """Return the curves as an SVG file."""
     series = []
     for name, color in (("distilled", "--accent"), ("labels", "--labels")):
         points = curve([row for row in rows if row["student"] == name])
@@ -102,8 +96,6 @@ def plot(rows: list[dict[str, Any]]) -> str:
     teacher = statistics.mean(row["teacher"] for row in rows if row["teacher"])
     ends = [min(series[0].x), max(series[0].x)]
     series.append(Series("teacher", "--soft", ends, [teacher] * 2, dashed=True))
-    drawn = lines(series, 640, 300, "epochs", "%")
-    drawn = re.sub(r' data-chart="[^"]*"', "", drawn).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     low, high = min(min(one.y) for one in series), max(max(one.y) for one in series)
     margin = 0.06 * (high - low)  # as `lines` has it
     frame = Frame(640, 300, ends[0], ends[1], low - margin, high + margin)
@@ -117,8 +109,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
         for one in students
         for x, y in zip(one.x, one.y, strict=True)
     ]
-    head, _, rest = drawn.partition(">")
-    return f"{head}><style>{STYLE}</style>{rest.removesuffix('</svg>')}{''.join(marks)}</svg>\n"
+    return standalone(lines(series, 640, 300, "epochs", "%"), COLORS, "".join(marks))
 
 
 def main() -> None:

@@ -50,3 +50,9 @@ def test_rows_are_grouped_and_filtered():
     rows = [{"arm": arm, "epoch": epoch, "ms": ms} for arm, epoch, ms in raw]
     lines = [*tool("results").table({"show": "arm: ms | epoch=2"}, rows)]
     assert lines == ["| arm | ms |", "|---|---:|", "| a | 4 |", "| b | 5 |"]
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("docs/*.svg"), *ROOT.glob("benchmarks/*.svg")], ids=lambda path: path.stem)
+def test_a_picture_has_its_colours_in_it(path):
+    """Image viewers know no CSS variables, and draw them black."""
+    assert "var(" not in path.read_text()

@@ -8,11 +8,17 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30  # room around the plot, pixels
 WIDE = 600  # pixels above which a chart is not shrunk to a narrow page, but scrolls in it
+ALONE = (
+    "<style>text{fill:#475467;font:13px sans-serif}.grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}"
+    '.dashed{stroke-dasharray:2 5}</style><rect width="100%" height="100%" fill="#fff"/>'
+)
+"""What a chart that is a file brings of its own: a page has it in its style."""
 POINTS = 400  # points of a line at most; more are thinned evenly
 
 
@@ -220,3 +226,13 @@ def _svg(frame: Frame, parts: Sequence[str], numbers: str) -> str:
     box = f'viewBox="0 0 {frame.width} {frame.height}" style="max-width:{frame.width}px"'
     kind = "chart wide" if frame.width > WIDE else "chart"
     return f'<svg class="{kind}" role="img" {box}{data}>{"".join(parts)}</svg>'
+
+
+def standalone(drawn: str, colors: Mapping[str, str], more: str = "") -> str:
+    """Return a chart as an SVG file, with `more` drawn over it.
+
+    Its variables become the colours, and the ground white: image viewers know no CSS variables and draw them black.
+    """
+    drawn = re.sub(r' data-chart="[^"]*"', "", drawn).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    drawn = drawn.replace(">", f">{ALONE}", 1).replace("</svg>", f"{more}</svg>\n")
+    return re.sub(r"var\((--[\w-]+)\)", lambda name: colors[name[1]], drawn)

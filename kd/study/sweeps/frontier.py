@@ -30,7 +30,7 @@ from kd.setup.data import open_sources
 from kd.setup.recipe import BASELINE, resolve
 from kd.setup.teacher import load_fitted
 from kd.study.finished import best_student
-from kd.study.report.svg import Series, esc, lines
+from kd.study.report.svg import Series, esc, lines, standalone
 from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials
 
@@ -39,10 +39,7 @@ SECONDS = 2.0
 """For which the clock runs at most, times the number of models."""
 WIDTH, HEIGHT, LINE = 720, 360, 18
 """Of the picture, and the height of a line below it, pixels."""
-STYLE = (
-    "<style>svg{--c1:#2f6fde;--rest:#98a2b3;--c2:#d9822b;--teacher:#8e5bd0;background:#fff}.grid{stroke:#e4e7ec}"
-    "text{fill:#475467;font:13px sans-serif}.line{fill:none;stroke-width:2}.dashed{stroke-dasharray:2 5}</style>"
-)
+COLORS = {"--c1": "#2f6fde", "--rest": "#98a2b3", "--c2": "#d9822b", "--teacher": "#8e5bd0"}
 NOTE = (
     "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
     "weights included. frontier: no other student is as accurate and faster, or as fast and more accurate."
@@ -126,8 +123,7 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
     made = lines(series, WIDTH, HEIGHT, "ms of CPU time an image", column.unit, log=True)
     made = made.replace(f' {HEIGHT}"', f' {HEIGHT + LINE * (len(names) + 1)}"', 1)  # of the viewBox
-    made = made.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(">", f">{STYLE}", 1)
-    return made.replace("</svg>", "".join(texts) + "</svg>")
+    return standalone(made, COLORS, "".join(texts))
 
 
 def named(values: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from kd.core.scores import Column
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.study.sweeps import frontier
-from kd.study.sweeps.frontier import cells, members, named, picture, timed, write
+from kd.study.sweeps.frontier import COLORS, cells, members, named, picture, timed, write
 from kd.study.sweeps.space import Space, student_alike
 from kd.study.sweeps.sweep import sweep
 from kd.study.sweeps.trials import Trials
@@ -102,7 +102,7 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     for (ms, score, style), one in zip(sorted(drawn), sorted(expected), strict=True):
         assert ms == pytest.approx(one[0], rel=0.01)
         assert score == pytest.approx(one[1], abs=0.005)
-        assert one[2] in style
+        assert COLORS[one[2]] in style
     texts = [one.text for one in root.iter(f"{SVG}text")]
     for row in rows:
         line = next(text for text in texts if text.startswith(f"{row['number']}  a<b width="))
@@ -112,7 +112,7 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
 def test_the_line_has_no_student_above_it():
     rows = rows_of(1, 9)
     root = ElementTree.fromstring(picture(rows, {}, ACCURACY))
-    assert "--teacher)" not in ElementTree.tostring(root, encoding="unicode")
+    assert COLORS["--teacher"] not in ElementTree.tostring(root, encoding="unicode")
     stairs = max((one.get("points").split() for one in root.iter(f"{SVG}polyline")), key=len)
     corners = [tuple(map(float, point.split(","))) for point in stairs]
     assert len(corners) == 2 * sum(row["frontier"] for row in rows) - 1
