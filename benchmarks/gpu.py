@@ -143,7 +143,8 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from float32's."""
     from kd.config.schema import TeacherSection
     from kd.jobs.timing import milliseconds
-    from kd.models.load import Spec, load
+    from kd.models.load import load
+    from kd.models.spec import Spec
     from kd.parts import registry
     from kd.setup.modes import ExecutionMode, in_short
     from kd.setup.teacher import PLAIN, TeacherFactory

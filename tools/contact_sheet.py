@@ -9,7 +9,7 @@ import argparse
 
 from PIL import Image
 
-from kd.parts.datasets._food.dishes import PAINTERS, render
+from kd.parts.datasets._food.menu import PAINTERS, render
 
 
 def main() -> None:

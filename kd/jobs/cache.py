@@ -15,6 +15,7 @@ from kd.config import Config
 from kd.core.contracts import Backend, Source
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
+from kd.data.batches import ask
 from kd.data.loader import LocalLoader
 from kd.jobs.teach import obtain_teachers
 from kd.models.answers import Answers, write
@@ -187,7 +188,8 @@ def _names(source: Source) -> list[str]:
 def _answers(opened: _Opened, source: Source, live: LiveTeacher | NoTeacher) -> Tensor:
     split = shown_split(opened.session, source, torch.arange(len(source)), opened.timeout_seconds)
     batches = opened.session.backend.put(split.loader.epoch(split.plan, 0))
-    return torch.cat([_only(live(batch)).cpu() for batch in batches])[: len(source)]
+    answers = ask(live, batches, opened.session.backend.device)
+    return torch.cat([_only(answer.outputs) for answer in answers])[: len(source)]
 
 
 def _only(outputs: Outputs) -> Tensor:

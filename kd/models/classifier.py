@@ -21,7 +21,7 @@ Average = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class Preprocessing:
     """The preprocessing that came with a model: what its own library makes of a whole image."""
 
     library: str
@@ -38,7 +38,7 @@ class Classifier(nn.Module):
     """
 
     runtime, reads_ids = "torch", False
-    home: Home | None = None  # None: it came without preprocessing
+    preprocessing: Preprocessing | None = None  # None: it came without preprocessing
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kd.core.contracts import Source
 from kd.core.errors import ModelError, did_you_mean
-from kd.core.evaluation import Task
-from kd.models.classifier import Classifier, Home
+from kd.models.classifier import Classifier, Preprocessing
+from kd.models.spec import Spec
 from kd.models.timm_folder import (
     ARCHITECTURE,
-    PROBLEM_TYPES,
     WEIGHTS,
     data_config,
     folder_classes,
@@ -31,59 +29,6 @@ from kd.models.timm_folder import (
 )
 
 FITTED = "Use a teacher fitted on this data, or `kd-teach` to fit one"
-
-
-@dataclass(frozen=True, slots=True)
-class Images:
-    """What a teacher that answers by image id must know of the dataset."""
-
-    train: Source
-    val: Source
-    seed: int  # of the run; the views depend on it
-    views: int  # how many views a training image has; 0: a fresh one every epoch
-    transform: dict[str, Any]  # what a training image goes through, as JSON values
-    test: Source | None = None
-
-    def shown(self) -> dict[str, Any]:
-        """Return all that the pixels of the views depend on beside the files, as JSON values."""
-        return {"views": self.views, "seed": self.seed, "transform": self.transform}
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Which model, with which weights, for which classes."""
-
-    where: str  # config path of the section, `student` or `teacher`, for messages
-    model: str
-    args: dict[str, Any]
-    classes: Sequence[str] | None
-    """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
-    needed, and no classifier."""
-    checkpoint: str = ""  # a .safetensors file or a folder
-    pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
-    free_size: bool = False
-    """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
-    exact_head: bool = False  # the pretrained head must have these very classes in this order; otherwise it is replaced
-    images: Images | None = None  # for a teacher that answers by an image's name
-    task: Task | None = None
-    """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
-
-    @property
-    def logits(self) -> bool:
-        """Whether it has a classifier; without one, a head that the weights bring is left out."""
-        return self.classes is None or len(self.classes) > 0
-
-    def require_meaning(self, problem_type: str) -> None:
-        """Require that logits mean what the losses take them for.
-
-        `problem_type` is that of a config.json of transformers or of kd; empty, or another word: nobody knows.
-        """
-        if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
-            return
-        if problem_type != self.task.problem_type:
-            have, wanted = PROBLEM_TYPES[problem_type], PROBLEM_TYPES.get(self.task.problem_type, self.task.name)
-            wrong = f"'{self.model}' was trained for {have} an image ({problem_type}), but the losses are for {wanted}"
-            raise ModelError(f"{self.where}.model", wrong, "The same for both", "Take another teacher, or other losses")
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
@@ -119,7 +64,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
-    made.home = _home(config) if spec.exact_head and pretrained else None
+    made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made
 
 
@@ -145,12 +90,12 @@ def _laid_out(network: nn.Module) -> nn.Module:
     return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def _home(config: dict[str, Any]) -> Home:
+def _preprocessing(config: dict[str, Any]) -> Preprocessing:
     from timm.data import create_transform
 
     keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
     shown = ", ".join(f"{key} {config[key]}" for key in keys if key in config)
-    return Home("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
+    return Preprocessing("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
 
 
 def _source(spec: Spec) -> str:

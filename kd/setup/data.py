@@ -15,7 +15,7 @@ from kd.config.schema import Augment, DataSection
 from kd.core.contracts import Backend, Noted, Source
 from kd.core.errors import ConfigError, DataError
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
-from kd.models.load import Images
+from kd.models.spec import DatasetSpec
 from kd.parts import registry
 
 log = logging.getLogger("kd")
@@ -77,9 +77,9 @@ class Data:
         """Return the same with a teacher's classes, where its images have no labels."""
         return self if self.labelled else replace(self, teacher_classes=tuple(classes))
 
-    def images(self) -> Images:
+    def images(self) -> DatasetSpec:
         """Return what a teacher that answers by image id must know of the dataset."""
-        return Images(self.train, self.val, self.plan.seed, self.plan.views, self.transform(), self.test)
+        return DatasetSpec(self.train, self.val, self.plan.seed, self.plan.views, self.transform(), self.test)
 
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""

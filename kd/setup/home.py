@@ -13,7 +13,7 @@ from torch import Tensor
 from kd.core.errors import ModelError
 from kd.core.types import Outputs
 from kd.data.views import Views
-from kd.models.classifier import Home, Pick
+from kd.models.classifier import Pick, Preprocessing
 from kd.models.teacher import FAILURES, LiveTeacher
 from kd.setup.recipe import TeacherPlan
 from kd.setup.teacher import Teachers, pixels_of, readable
@@ -46,8 +46,8 @@ def compare(plan: TeacherPlan, teachers: Teachers, device: torch.device) -> list
 
 @torch.inference_mode()
 def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: torch.device) -> Compared:
-    home: Home | None = getattr(member, "home", None)
-    if home is None and not any(isinstance(one, Pick) for one in member.modules()):
+    own: Preprocessing | None = getattr(member, "preprocessing", None)
+    if own is None and not any(isinstance(one, Pick) for one in member.modules()):
         return Compared(where, "", {})
     pictures, ids = readable(shown.source)
     model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as an evaluation makes it
@@ -60,11 +60,11 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
     if kept and plan.task.logits == "softmax":
         values["kept"] = kept[0]
         texts.append(f"{kept[0]:.1%} of its probability belongs to the data's {ours.logits.shape[1]} classes")
-    if home is not None:
-        values |= _differences(_vectors(ours), _at_home(where, model, home, pictures, device), ours.logits.shape[1] > 0)
-        texts.append(_words(home, values))
+    if own is not None:
+        values |= _differences(_vectors(ours), _at_home(where, model, own, pictures, device), ours.logits.shape[1] > 0)
+        texts.append(_words(own, values))
         if values.get("equal", 1.0) < LEAST_EQUAL and plan.section.min_accuracy != 0:
-            raise _refused(where, home, values)
+            raise _refused(where, own, values)
     return Compared(where, "; ".join(texts), values)
 
 
@@ -72,15 +72,17 @@ def _share(pick: Any, logits_BC: Tensor) -> float:
     return logits_BC.float().softmax(1)[:, pick.columns].sum(1).mean().item()
 
 
-def _at_home(where: str, model: Any, home: Home, pictures: Sequence[Image.Image], device: torch.device) -> Tensor:
+def _at_home(
+    where: str, model: Any, own: Preprocessing, pictures: Sequence[Image.Image], device: torch.device
+) -> Tensor:
     weight, found = next(model.network.parameters()), []
     for picture in pictures:
-        pixels = home.prepare(picture).to(device, weight.dtype)[None]
+        pixels = own.prepare(picture).to(device, weight.dtype)[None]
         try:
             found.append(_vectors(model.outputs(pixels)))
         except FAILURES as error:
             height, width = pixels.shape[2:]
-            wrong = f"fails on the {width}x{height} pixels that its own preprocessing makes ({home.keys}): {error}"
+            wrong = f"fails on the {width}x{height} pixels that its own preprocessing makes ({own.keys}): {error}"
             raise ModelError(f"{where}.model", wrong, "", "Correct its preprocessing") from error
     return torch.cat(found)
 
@@ -97,16 +99,16 @@ def _differences(ours_BC: Tensor, home_BC: Tensor, classes: bool) -> dict[str, f
     )
 
 
-def _words(home: Home, values: dict[str, float]) -> str:
+def _words(own: Preprocessing, values: dict[str, float]) -> str:
     images = round(values["images"])
-    text = f"with the preprocessing of {home.library} its answers on {images} validation images differ by at most "
+    text = f"with the preprocessing of {own.library} its answers on {images} validation images differ by at most "
     text += f"{values['of_std']:.2g} of their standard deviation"
     return text + (f"; the top class is the same on {round(values['equal'] * images)}" if "equal" in values else "")
 
 
-def _refused(where: str, home: Home, values: dict[str, float]) -> ModelError:
+def _refused(where: str, own: Preprocessing, values: dict[str, float]) -> ModelError:
     remedy = (
         "Set data.image_size and data.eval_crop nearer to those keys; with teacher.min_accuracy=0 it is taken as it is"
     )
-    allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {home.keys}"
-    return ModelError(f"{where}.model", _words(home, values), allowed, remedy)
+    allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
+    return ModelError(f"{where}.model", _words(own, values), allowed, remedy)

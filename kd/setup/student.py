@@ -16,7 +16,7 @@ from kd.core.seeds import seed_from
 from kd.core.types import Dims
 from kd.engine.criterion import Criterion, Distillation, Term
 from kd.models.classifier import Classifier, feature_shapes, set_attention
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.models.teacher import require_repeatable
 from kd.parts import registry
 from kd.setup.modes import ExecutionMode, require, torch_mode

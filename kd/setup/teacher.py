@@ -21,7 +21,7 @@ from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
 from kd.models.classifier import Ensemble, set_attention
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.parts import registry
 from kd.setup.data import Data

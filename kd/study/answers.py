@@ -11,15 +11,14 @@ import torch
 
 from kd.core.contracts import Dataset
 from kd.core.seeds import evenly_spaced
-from kd.core.types import Batch
+from kd.data.batches import ask, batches_of
 from kd.data.views import Views
 from kd.parts.tasks.single_label import temperature
 
-BATCH = 50  # images of a forward
 LOOKED, SHOWN = 500, 12  # images among which the surest mistakes are looked for; mistakes
 
 
-def ask(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device) -> dict[str, Any]:
+def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device) -> dict[str, Any]:
     """Run models over so many images of a split as evaluation shows them, in float32; 0: all.
 
     Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and
@@ -31,24 +30,20 @@ def ask(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.de
     content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
     logits: list[torch.Tensor] = []
     seconds = dict.fromkeys(models, 0.0)
-    for start in range(0, len(sampled), BATCH):
-        samples = [(id, shown.load(id, 0)) for id in sampled[start : start + BATCH]]
-        samples = [(id, sample) for id, sample in samples if sample.readable and sample.label >= 0]
-        if not samples:
+    for every in batches_of(shown, sampled):
+        batch = every.take((every.label >= 0).nonzero()[:, 0])
+        if not len(batch.ids):
             continue
-        pixels = torch.stack([sample.pixels for _, sample in samples]).to(device)
-        labels = torch.tensor([sample.label for _, sample in samples])
-        ids = torch.tensor([id for id, _ in samples], device=device)
-        content["ids"] += [id for id, _ in samples]
-        content["label"] += labels.tolist()
+        content["ids"] += batch.ids.tolist()
+        content["label"] += batch.label.tolist()
         for name, model in models.items():
-            with torch.no_grad():
-                batch: Any = pixels if name == "student" else Batch.of(pixels, labels.to(device), ids)
-                start = time.process_time()
-                answer_BC = model(batch).logits.float()
-                seconds[name] += time.process_time() - start
-                best = answer_BC.softmax(-1).max(-1)
-                logits += [answer_BC.cpu()] if name == "student" else []
+            takes_pixels = name == "student"
+            start = time.process_time()
+            (answer,) = ask((lambda one: model(one.image)) if takes_pixels else model, [batch], device)  # noqa: B023
+            seconds[name] += time.process_time() - start
+            logits_BC = answer.outputs.logits.float()
+            best = logits_BC.softmax(-1).max(-1)
+            logits += [logits_BC] if takes_pixels else []
             content[name] += best.indices.tolist()
             content[f"{name}_share"] += [round(share, 4) for share in best.values.tolist()]
     content["student_sure"] = _calibrated(torch.cat(logits), torch.tensor(content["label"])) if logits else []
@@ -67,7 +62,7 @@ def _calibrated(logits_NC: torch.Tensor, label_N: torch.Tensor) -> list[float]:
 
 def mistakes(student: Any, shown: Views, classes: Sequence[str], device: torch.device) -> dict[str, np.ndarray]:
     """Return images of a split that a student gets wrong, uint8 [S, S, 3], its surest mistakes first, by a title."""
-    found = ask({"student": student}, shown, LOOKED, device)
+    found = ask_all({"student": student}, shown, LOOKED, device)
     wrong = [i for i, label in enumerate(found["label"]) if label != found["student"][i]]
     wrong.sort(key=lambda i: -found["student_share"][i])
     pictures = {}

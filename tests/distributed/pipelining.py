@@ -10,7 +10,8 @@ from sharding import CASES, CLASSES, _unsettle
 
 from kd.core.errors import BackendError
 from kd.core.types import Batch
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
 

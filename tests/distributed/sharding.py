@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kd.core.types import Batch
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, is_on_meta, on_meta
 from kd.parts import registry
 

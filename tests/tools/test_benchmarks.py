@@ -11,7 +11,8 @@ import yaml
 
 from kd import config
 from kd.config.flat import plain
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.study.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -16,6 +16,7 @@ from kd.core.intervals import around, resampled, wilson
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
 from kd.core.text import percent
+from kd.data.batches import batches_of
 from kd.deploy.export.calibrate import divide_logits, exchanged
 from kd.deploy.shift import Reference, measure
 from kd.models.classifier import Classifier, Network
@@ -79,13 +80,11 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
     """
     shown = data.views()[0] if training else data.shown(data.val)
     ids = evenly_spaced(len(shown), limit or len(shown))
-    found = 0
-    for first in range(0, len(ids), BATCH):
-        samples = [sample for sample in (shown.load(id, 0) for id in ids[first : first + BATCH]) if sample.readable]
-        if samples:
-            found += len(samples)
-            yield np.stack([s.pixels.numpy() for s in samples]), np.array([s.label for s in samples])
-    if not found:
+    images = 0
+    for batch in batches_of(shown, ids, BATCH):
+        images += len(batch.ids)
+        yield batch.image.numpy(), batch.label.numpy()
+    if not images:
         split = "training" if training else "validation"
         raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
 

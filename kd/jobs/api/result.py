@@ -19,6 +19,7 @@ from kd.core.host import environment
 from kd.core.seeds import evenly_spaced
 from kd.core.text import html_table
 from kd.core.types import State
+from kd.data.batches import batches_of
 from kd.data.loader import evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.jobs.api.arguments import Arguments, batch_of
@@ -150,9 +151,8 @@ class Pixels:
             return
         dataset = MapDataset(items, self.arguments.seed, split, labels)
         ids = evenly_spaced(len(dataset), limit or len(dataset))
-        for first in range(0, len(ids), BATCH):
-            samples = [dataset.load(id, 0) for id in ids[first : first + BATCH]]
-            yield torch.stack([sample.pixels for sample in samples]), np.array([sample.label for sample in samples])
+        for batch in batches_of(dataset, ids, BATCH):
+            yield batch.image, batch.label.numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
         """Return normalized images [B, 3, S, S] as uint8.

@@ -27,7 +27,7 @@ from kd.core.facts import DatasetFacts
 from kd.core.host import cores
 from kd.core.types import Decoded, Label
 from kd.parts.datasets._decode import read_image
-from kd.parts.datasets._food.dishes import PAINTERS
+from kd.parts.datasets._food.menu import PAINTERS
 from kd.parts.datasets._food.paint import VERSION, file_name
 
 

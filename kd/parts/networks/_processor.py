@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 
 from kd.core.errors import ModelError
-from kd.models.classifier import Home
-from kd.models.load import Spec
+from kd.models.classifier import Preprocessing
+from kd.models.spec import Spec
 
 SIZES = ("do_resize", "do_center_crop", "do_pad", "do_thumbnail", "do_align_long_axis")
 """Switches of size and crop: kd shows every model the same square, resized bicubically."""
@@ -36,7 +36,7 @@ class Preparation:
     mean: tuple[float, ...]  # of each channel of an image in 0..1
     std: tuple[float, ...]
     order: tuple[int, ...]  # the channel of the image that stands at each position of the model's input
-    home: Home
+    preprocessing: Preprocessing
 
 
 def read_processor(spec: Spec, hub: Any) -> Any:
@@ -73,8 +73,8 @@ def measure(spec: Spec, processor: Any) -> Preparation:
     mean = -offset * std
     mean, std = _written(processor, mean, std)
     back = np.argsort(order)  # of each channel of the image
-    home = Home("transformers", lambda image: _prepared(spec, processor, image), _keys(processor, KEYS))
-    return Preparation(size, tuple(mean[back].tolist()), tuple(std[back].tolist()), tuple(order.tolist()), home)
+    own = Preprocessing("transformers", lambda image: _prepared(spec, processor, image), _keys(processor, KEYS))
+    return Preparation(size, tuple(mean[back].tolist()), tuple(std[back].tolist()), tuple(order.tolist()), own)
 
 
 def _noise(side: int) -> Image.Image:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError
 from kd.core.evaluation import Task
 from kd.models.classifier import Pick
-from kd.models.load import Spec, check_classes
+from kd.models.load import check_classes
+from kd.models.spec import Spec
 from kd.parts.registry import named_module
 
 

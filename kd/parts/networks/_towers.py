@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kd.core.errors import MissingExtra, ModelError
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.parts.networks._processor import Preparation, measure, read_processor
 
 CLASSIFIER = "ForImageClassification"  # in the name of a class with a classifier

@@ -22,7 +22,7 @@ from kd.core.errors import ModelError
 from kd.core.facts import file_key
 from kd.core.types import Outputs
 from kd.models.answers import Answers, below, read
-from kd.models.load import Images, Spec
+from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits
 
 CHECKED = 64  # answers that are checked at a time
@@ -138,7 +138,7 @@ def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, so
             raise ModelError(error.where, f"{error.wrong}: '{source.name(id)}'", error.allowed, error.remedy) from error
 
 
-def _unseen(table: Answers, images: Images) -> tuple[str, ...]:
+def _unseen(table: Answers, images: DatasetSpec) -> tuple[str, ...]:
     """Say which augmentation the student sees and the answers do not."""
     shown = images.transform
     plain = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "policy": ""}
@@ -161,7 +161,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
     return torch.tensor(found)
 
 
-def _check_views(where: str, table: Answers, images: Images) -> None:
+def _check_views(where: str, table: Answers, images: DatasetSpec) -> None:
     """Require that answers for views belong to the views of this run."""
     shown = json.loads(json.dumps(images.shown()))
     if not table.made_for:

@@ -20,8 +20,8 @@ from kd.core.errors import ModelError
 from kd.core.facts import file_key
 from kd.core.types import Outputs
 from kd.models.classifier import resized
-from kd.models.load import Spec
 from kd.models.runtimes import graph_files, open_session
+from kd.models.spec import Spec
 from kd.models.teacher import fails
 from kd.models.timm_folder import folder_config
 from kd.parts.networks import _shared as shared

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from kd.core.facts import NetworkFacts
 from kd.models.classifier import Classifier
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

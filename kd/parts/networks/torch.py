@@ -23,7 +23,8 @@ from kd.core.errors import ModelError
 from kd.core.facts import NetworkFacts, file_key
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier, Network, main_output
-from kd.models.load import Spec, read_tensors
+from kd.models.load import read_tensors
+from kd.models.spec import Spec
 from kd.models.teacher import FAILURES, fails
 from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.parts.networks import _shared as shared

@@ -9,7 +9,7 @@ from typing import Any
 
 from kd.core.errors import ModelError
 from kd.core.facts import file_key
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.parts.networks import _towers as towers
 from kd.parts.networks._shared import named
 
@@ -43,7 +43,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         auto = {"clip": "CLIPVisionModelWithProjection", "siglip": "SiglipVisionModel"}.get(config.model_type)
         model = towers.loaded(spec, hub, auto or "AutoModel", vision if auto else config)
     teacher = towers.TowerTeacher(wrap(model, pick=pick), num_classes=len(names), classes=names, **common)
-    teacher.home = own.home
+    teacher.preprocessing = own.preprocessing
     return teacher
 
 

@@ -20,7 +20,7 @@ from kd.core.errors import ModelError
 from kd.core.facts import file_key
 from kd.models.answers import read_vectors
 from kd.models.classifier import Classifier
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.parts.networks._shared import named, read_names
 from kd.parts.networks._towers import Tower, library, loaded, preprocessing, quiet, read_config, vision_config
 
@@ -108,7 +108,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     architecture = {"zero_shot": type(config).__name__, "scale": scale}
     network = Nearest(Tower(model, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
     teacher = Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)
-    teacher.home = own.home
+    teacher.preprocessing = own.preprocessing
     return teacher
 
 

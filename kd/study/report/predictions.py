@@ -22,7 +22,7 @@ from kd.models.teacher import LiveTeacher
 from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_fitted
-from kd.study.answers import ask
+from kd.study.answers import ask_all
 from kd.study.audit.lists import FOLDER, present, read_repeats
 from kd.study.finished import Trust, best_student
 from kd.study.report.record import Answers, Picture
@@ -93,7 +93,7 @@ def _predict(
     models: dict[str, Any] = {"student": student.to(device).eval()}
     if teacher is not None:
         models["teacher"] = LiveTeacher(teacher, device).validation()
-    return ask(models, data.views()[1], images, device)
+    return ask_all(models, data.views()[1], images, device)
 
 
 def _leaked(ids: Sequence[int], splits: Mapping[str, Source], path: Path) -> list[int]:

@@ -17,7 +17,8 @@ from kd import config
 from kd.core.errors import ConfigError, DataError, KdError, ModelError
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Criterion
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.parts import registry
 from kd.parts.datasets._decode import Column, hold_out, label_images
 from kd.parts.tasks.single_label import compare, score

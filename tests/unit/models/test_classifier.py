@@ -10,7 +10,8 @@ from torch import nn
 from torchvision.transforms import v2
 
 from kd.models.classifier import Classifier, set_attention
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 
 CLASSES = ("a", "b", "c", "d", "e")
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}

@@ -7,7 +7,8 @@ import torch
 
 from kd.core.types import Batch
 from kd.models.classifier import Ensemble, digest
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher
 from kd.parts.tasks.single_label import SingleLabel
 

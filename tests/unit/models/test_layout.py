@@ -9,7 +9,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.models.timm_folder import export_files
 
 SMALL = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}

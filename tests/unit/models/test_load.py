@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kd.core.errors import ModelError
 from kd.models.classifier import Classifier, digest
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.models.timm_folder import export_files, folder_classes
 
 NAME = "vit_tiny_patch16_224"

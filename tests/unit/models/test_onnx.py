@@ -14,7 +14,8 @@ from kd.core.errors import MissingExtra, ModelError
 from kd.deploy.export.parity import EAGER, GraphOutputs, check_exact
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.parts.tasks.single_label import SingleLabel
 
 CLASSES = ("apple", "fig", "pear")

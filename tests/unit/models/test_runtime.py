@@ -17,8 +17,9 @@ from kd.core.errors import ModelError
 from kd.core.types import Batch
 from kd.models.classifier import Classifier
 from kd.models.compiled import compile_forward
-from kd.models.load import Spec, load
+from kd.models.load import load
 from kd.models.runtimes import Exported, exported
+from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher
 
 CLASSES = ("apple", "fig", "pear")

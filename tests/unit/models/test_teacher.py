@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kd.core.types import Batch
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, count_parameters
 
 CLASSES = ("a", "b", "c")

@@ -15,7 +15,8 @@ from kd import config
 from kd.config import Config
 from kd.data.store import identity
 from kd.models.classifier import Ensemble
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data

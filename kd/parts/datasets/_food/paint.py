@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from kd.parts.datasets._food.dishes import PAINTERS, render
+from kd.parts.datasets._food.menu import PAINTERS, render
 
 VERSION = 1  # raised whenever the same settings would give other pictures
 

@@ -16,7 +16,8 @@ from kd.deploy.export import int8
 from kd.deploy.export.int8 import DYNAMIC, LEAST, STATIC, Exam, Rung
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.models.load import Spec, load
+from kd.models.load import load
+from kd.models.spec import Spec
 from kd.parts.tasks.single_label import SingleLabel
 
 NNCF = pytest.mark.skipif(

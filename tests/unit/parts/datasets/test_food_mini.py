@@ -16,7 +16,7 @@ from PIL import Image
 
 from kd.core.errors import DataError
 from kd.parts.datasets import food_mini
-from kd.parts.datasets._food.dishes import render
+from kd.parts.datasets._food.menu import render
 from kd.parts.datasets._food.paint import main as paint_share
 from kd.parts.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
 

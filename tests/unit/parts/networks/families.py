@@ -182,7 +182,7 @@ FLAT = {"do_resize": False, "do_center_crop": False, "do_pad": False}
 
 def load(folder: Path, features: tuple[str, ...] = ()) -> Any:
     """Load a teacher as kd does."""
-    from kd.models.load import Spec
+    from kd.models.spec import Spec
     from kd.parts import registry
 
     spec = Spec("teacher", str(folder), {}, CLASSES, pretrained=True, exact_head=True)

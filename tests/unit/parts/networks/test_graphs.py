@@ -11,7 +11,7 @@ import torch
 
 from kd.core.errors import KdError
 from kd.models.classifier import resized
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.parts import registry
 
 onnx = pytest.importorskip("onnx")

@@ -17,7 +17,7 @@ import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
 from kd.jobs.check import check
-from kd.models.load import Spec
+from kd.models.spec import Spec
 from kd.parts.networks._shared import named
 from kd.setup.data import open_sources
 from kd.setup.home import compare
