@@ -38,7 +38,7 @@ from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_fitted
-from kd.study.answers import ask
+from kd.study.answers import ask_all
 from kd.study.finished import best_student, opened_run
 from kd.study.report.pair import Half
 from kd.study.report.record import Answers
@@ -62,7 +62,7 @@ def asked(path: Path, test: bool) -> Answers:
         assert teacher is not None
         device = torch.device("cpu")
         models: dict[str, Any] = {"student": student.eval(), "teacher": LiveTeacher(teacher, device).validation()}
-        found = ask(models, data.views()[1], 0, device)
+        found = ask_all(models, data.views()[1], 0, device)
     lists = (found["label"], found["student"], found["teacher"])
     more = {"student_sure": found["student_sure"], "cpu_ms": found["cpu_ms"]}
     return Answers(tuple(data.classes), *lists, of=found["of"], **more)

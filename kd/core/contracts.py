@@ -1,9 +1,9 @@
 """The protocols between the parts of kd. Read this first; those of a task are in `kd/core/evaluation.py`.
 
 The engine depends on these protocols only. A part is one file in the folder of its contract (`tasks/`, `losses/`,
-`sifters/`, `datasets/`, `teachers/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields
+`sifters/`, `datasets/`, `networks/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields
 are its YAML keys, with a docstring under each, and `build(options, ...)`. Where others must know something of the
-options, `facts(options)` returns it as a value of `kd.core.types`.
+options, `facts(options)` returns it as a value of `kd.core.facts`.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import KdError
-from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, State
+from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample
 
 
 @runtime_checkable
@@ -37,17 +37,21 @@ class Source(Protocol):
     @property
     def classes(self) -> Sequence[str]:
         """Class names; the position is the label. Empty without labels."""
+        ...
 
     def __len__(self) -> int: ...
 
     def label(self, id: int) -> Label:
         """Return the label of one image without decoding it, or its set of labels; see `kd.core.types.Label`."""
+        ...
 
     def name(self, id: int) -> str:
         """Return a readable name of this image (a path, a key), for messages."""
+        ...
 
     def prepare(self) -> None:
         """Create missing images (render, unpack), on rank 0 before any is decoded; listing must work without it."""
+        ...
 
     def decode(self, id: int) -> Decoded:
         """Return the image as RGB, 8 bits a channel, and the CRC-32 of its encoded bytes.
@@ -56,6 +60,7 @@ class Source(Protocol):
             CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
             DataError: they cannot be read. It ends the run.
         """
+        ...
 
 
 @runtime_checkable
@@ -64,6 +69,7 @@ class Stamped(Protocol):
 
     def stamp(self, id: int) -> int:
         """Return 64 bits made of the times of the image's file when it was listed: a hint to read and compare it."""
+        ...
 
 
 @runtime_checkable
@@ -93,6 +99,7 @@ class Loader(Protocol):
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of all steps of the plan, from optimizer step `start` on."""
+        ...
 
 
 class Score(Protocol):
@@ -104,9 +111,11 @@ class Score(Protocol):
         They are those of all ranks, float32 [global batch] on the CPU, in the plan's order. The batches come back with
         the teacher's outputs, so that the step reuses them.
         """
+        ...
 
     def cut(self) -> None:
         """Mark the end of the computation that assembles batches; XLA cuts its graph here."""
+        ...
 
 
 class Sifter(Protocol):
@@ -121,6 +130,7 @@ class Sifter(Protocol):
             epoch: counts from 0.
             progress: share of the run that is done when the epoch begins, 0 to 1.
         """
+        ...
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
         """Yield full batches of one shape from `batches`, equally many on every rank.
@@ -130,24 +140,29 @@ class Sifter(Protocol):
             score: the scoring pass.
             start: optimizer steps of the epoch that are already done.
         """
+        ...
 
     def first(self, start: int) -> int:
         """Return the step of the plan at which the loader must begin, for optimizer step `start` of the epoch."""
+        ...
 
     def cost(self, costs: Costs) -> float:
         """Return the milliseconds per image of the dataset in a sifted epoch; it decides whether sifting pays."""
+        ...
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
         """Record the unweighted losses [B] of a step; must not wait for the device."""
+        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that a resumed run needs. All ranks must call it."""
+        ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
 
 
 class TeacherModel(Protocol):
-    """A frozen model: `teachers/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
+    """A frozen model: `networks/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
 
     `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
     `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
@@ -163,16 +178,20 @@ class TeacherModel(Protocol):
     @property
     def network(self) -> nn.Module:
         """What is cast to `teacher.precision`; normalization stays float32."""
+        ...
 
     @property
     def classes(self) -> Sequence[str]:
         """Class names, in the order of the logits; empty: it has no classes, only features."""
+        ...
 
     def identity(self) -> dict[str, Any]:
         """Return all that the answers depend on, as JSON values; `teacher` is a hash of the weights or answers."""
+        ...
 
     def __call__(self, image: Tensor) -> Outputs:
         """Answer for uint8 images [B, 3, H, W], as the data delivers them."""
+        ...
 
 
 class Teacher(Protocol):
@@ -181,14 +200,17 @@ class Teacher(Protocol):
     @property
     def images(self) -> int:
         """Number of images that its forward has run on, on this rank."""
+        ...
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Add stored outputs to batches that are still on the host."""
+        ...
 
     def __call__(self, batch: Batch) -> Outputs: ...
 
     def flush(self) -> None:
         """Store outputs that are still on the device; called where the loop waits for the device anyway."""
+        ...
 
 
 class Loss(Protocol):
@@ -230,27 +252,35 @@ class Backend(Protocol):
         Raises:
             BackendError: fewer processes joined than the launcher started, or the device is missing.
         """
+        ...
 
     def seed(self, seed: int) -> None:
         """Seed the generators of this process, including the device's."""
+        ...
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Move batches to the device, ahead of their use where possible."""
+        ...
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Broadcast rank 0's weights and set up the gradient all-reduce, for example by DDP."""
+        ...
 
     def check_divided(self, stages: int) -> None:
         """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0 stages: be sharded."""
+        ...
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Shard a frozen module on the meta device, and load rank 0's `source`. All ranks must call it."""
+        ...
 
     def pipeline(self, module: nn.Module) -> nn.Module:
         """Split a frozen module on the CPU into one pipeline stage per rank. All ranks must call it."""
+        ...
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Skip the gradient all-reduce: used for all but the last micro-batch of a step (gradient accumulation)."""
+        ...
 
     def autocast(self) -> AbstractContextManager[Any]: ...
 
@@ -258,6 +288,7 @@ class Backend(Protocol):
         self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
         """Build the optimizer; `zero` shards its state over the ranks (ZeRO-1)."""
+        ...
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device.
@@ -265,57 +296,42 @@ class Backend(Protocol):
         The norm is equal on all ranks. A step in which it is not finite changes neither weights nor state; the host
         does not wait to find out.
         """
+        ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the complete state on rank 0 (others: empty), as an unsharded optimizer's. All ranks must call it."""
+        ...
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned, on this number of ranks or another one."""
+        ...
 
     def counters(self) -> dict[str, float]:
         """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
+        ...
 
     def communication_ms(self) -> float:
         """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        ...
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""
+        ...
 
     def reduce_mean(self, tensor: Tensor) -> Tensor:
         """Return the mean over ranks (all-reduce SUM, then divide)."""
+        ...
 
     def reduce_sum(self, tensor: Tensor) -> Tensor: ...
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite `tensors` with those of rank 0."""
+        ...
 
     def barrier(self) -> None: ...
 
     def explain(self, error: Exception) -> KdError | None:
         """Return a user's error for a failed collective (another rank has ended), or None for any other error."""
+        ...
 
     def close(self) -> None: ...
-
-
-class Logger(Protocol):
-    """Shows the progress of a run; never waits for the device."""
-
-    def step(self, state: State, progress: float) -> None: ...
-
-    def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
-
-    def info(self, text: str) -> None:
-        """Show a line; an empty text shows nothing."""
-
-
-class RunStore(Protocol):
-    """Storage for metrics and checkpoints of a run; rank 0 writes one folder."""
-
-    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
-        """Write a row of metrics: `kind` is "train" or "val"."""
-
-    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
-        """Write a checkpoint atomically: after a crash, the old or the new one exists."""
-
-    def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest complete checkpoint, or None for a new run."""

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kd.core.contracts import Backend, Loader, Logger, RunStore, Sifter, Teacher
+from kd.core.contracts import Backend, Loader, Sifter, Teacher
 from kd.core.evaluation import Evaluator
+from kd.core.recording import Logger, RunStore
 from kd.core.types import Batch, State, TeacherOutputs
 from kd.engine.criterion import Distillation
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kd.core.contracts import Logger
 from kd.core.errors import RunError
 from kd.core.facts import BackendFacts
 from kd.core.host import cores
+from kd.core.recording import Logger
 from kd.core.types import Loading, State
 from kd.engine.monitor import system
 from kd.engine.monitor.timeline import APART, Timeline

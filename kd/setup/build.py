@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from kd.config.schema import BackendSection
-from kd.core.contracts import Backend, Loader, Logger, RunStore, Sifter, Source, Teacher, TeacherModel
+from kd.core.contracts import Backend, Loader, Sifter, Source, Teacher, TeacherModel
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import BackendFacts
+from kd.core.recording import Logger, RunStore
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
