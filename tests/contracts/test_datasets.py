@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -258,22 +259,33 @@ def test_fingerprint_depends_on_the_listing_and_not_on_the_folder(built):
     assert built.val.fingerprint != built.train.fingerprint
 
 
-def test_spawned_process_sees_the_same(built, tmp_path):
-    ids = readable(built)
-    (tmp_path / "source.pickle").write_bytes(pickle.dumps(built.train))
-    code = (
-        "import pickle, sys\n"
-        "source = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "for id in sys.argv[2:]:\n"
-        "    print(source.name(int(id)), source.label(int(id)), source.decode(int(id)).image.tobytes().hex())\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "source.pickle"), *map(str, ids)]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=120
-    )
-    source = built.train
+READER = """
+import json, pickle, sys
+for line in sys.stdin:
+    file, ids = json.loads(line)
+    source = pickle.load(open(file, "rb"))
+    found = [f"{source.name(id)} {source.label(id)} {source.decode(id).image.tobytes().hex()}" for id in ids]
+    print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[subprocess.Popen[str]]:
+    """A process of its own that unpickles sources and reads them."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", READER], cwd=Path(__file__).parents[2], **pipes) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def test_spawned_process_sees_the_same(built, reader, tmp_path):
+    ids, source = readable(built), built.train
+    (tmp_path / "source.pickle").write_bytes(pickle.dumps(source))
+    reader.stdin.write(json.dumps([str(tmp_path / "source.pickle"), ids]) + "\n")
+    reader.stdin.flush()
     wanted = [f"{source.name(id)} {source.label(id)} {source.decode(id).image.tobytes().hex()}" for id in ids]
-    assert run.stdout.splitlines() == wanted
+    assert json.loads(reader.stdout.readline()) == wanted
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 TOOL = Path(__file__).parents[2] / "tools" / "soak.py"
 UNTRIED = {
     "skipped": "import pytest\n\n@pytest.mark.skip\ndef test_one():\n    pass\n",

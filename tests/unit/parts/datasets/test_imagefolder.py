@@ -107,7 +107,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path):
 def test_what_is_said_without_pillow_heif():
     """The tests that need its absence, in a process that does not find it."""
     here = Path(__file__).parent
-    chosen = [here, here.parent / "setup" / "test_before_a_run.py"]
+    chosen = [here, here.parents[1] / "jobs" / "test_before_a_run.py"]
     code = "import pytest, sys; sys.modules['pillow_heif'] = None; sys.exit(pytest.main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", "-k", "heic or left_out or not_read", *chosen]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
