@@ -173,12 +173,12 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
 def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Export a student that was trained here and compare ONNX Runtime with PyTorch."""
-    from kd.deploy.export.export import Options
     from kd.deploy.export.export import export as job
+    from kd.deploy.export.options import ExportOptions
 
     folder = train(scale, work, "exported", "run.steps=2")
     start = time.perf_counter()
-    made = job(folder, work / "export", Options(max_drop=1.0, images=32))
+    made = job(folder, work / "export", ExportOptions.of(max_drop=1.0, images=32))
     return [row("kd-export", time.perf_counter() - start, "s", "; ".join(made.lines))]
 
 

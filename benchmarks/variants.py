@@ -92,7 +92,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
 def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
     """Return the compared export of a student; train and export it where it is not there yet."""
     import kd
-    from kd.deploy.export.export import Options, export
+    from kd.deploy.export.export import ExportOptions, export
 
     target = given.work / f"{name}_{seed}" / "export"
     if (target / "manifest.json").is_file():
@@ -102,7 +102,7 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
     if name != "xcit":
         keys += [f"data.root={given.cifar10 / 'train'}"]
     run = kd.train(CONFIGS / config if config else yaml.safe_load(ON_LABELS), *keys)
-    options = Options(compare=True, max_drop=1.0, images=given.images)
+    options = ExportOptions.of(compare=True, max_drop=1.0, images=given.images)
     return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
 
 

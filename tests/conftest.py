@@ -217,9 +217,9 @@ def distilled(photos, teacher, once) -> Path:
 @pytest.fixture(scope="session")
 def exported(distilled, once) -> Path:
     """What `kd-export --int8 --pt2` writes for `distilled`. Do not write into it."""
-    from kd.deploy.export.export import Options, export
+    from kd.deploy.export.export import ExportOptions, export
 
-    options = Options(int8=True, pt2=True, max_drop=0.2)
+    options = ExportOptions.of(int8=True, pt2=True, max_drop=0.2)
     return once("exported", lambda folder: export(distilled, folder / "export", options).folder)
 
 
@@ -227,7 +227,7 @@ def exported(distilled, once) -> Path:
 def embedded(photos, teacher, once) -> Path:
     """A finished run folder of an embedding student, with its export. Do not write into it."""
     from kd import config
-    from kd.deploy.export.export import Options, export
+    from kd.deploy.export.export import ExportOptions, export
     from kd.jobs.train import train
 
     def build(folder: Path) -> Path:
@@ -235,7 +235,7 @@ def embedded(photos, teacher, once) -> Path:
         settings["teacher"] = {**given(teacher), "cache": {"views": 1}}
         settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
         run = train(config.load(settings)).folder
-        export(run, options=Options(int8=True, max_drop=0.2))
+        export(run, options=ExportOptions.of(int8=True, max_drop=0.2))
         return run
 
     return once("embedded", build)

@@ -9,12 +9,12 @@ import sys
 import threading
 from argparse import BooleanOptionalAction
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from kd.cli.command import Parser, add_trust, guarded, new_parser, taken, whole_number
+from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken, whole_number
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, table, variant_rows
+from kd.deploy.export.options import GROUPS, NAMES, ExportOptions
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
@@ -28,10 +28,9 @@ def export(argv: Sequence[str] | None = None) -> int:
     options = _export_parser().read(argv)
 
     def command() -> None:
-        from kd.deploy.export.export import Options, export
+        from kd.deploy.export.export import export
 
-        options.compare = options.compare or bool(options.budget)
-        wanted = taken(Options, options)
+        wanted = ExportOptions.of(**{name: getattr(options, name) for name in (*NAMES, "license")})
         exported = export(options.run, options.to, wanted, options.overrides, options.trust, options.teacher)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
@@ -47,7 +46,7 @@ def export(argv: Sequence[str] | None = None) -> int:
                 why = "without a network of your own, and without the map into the teacher's space"
                 print(f"left out: pytorch/model.tar.gz, which runs the weights in timm, {why}")
         print(f"load it:  {exported.load}")
-        if options.onnx:
+        if wanted.graphs.onnx:
             print(f"serve it: kd-serve {exported.folder}")
 
     return guarded(command)
@@ -67,31 +66,9 @@ def _export_parser() -> Parser:
     add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
-    add("--onnx", action=BooleanOptionalAction, default=True, help="write model.onnx (default: yes)")
-    text = "also a graph in int8: the first that loses at most --max-drop (dynamic, then post-training)"
-    add("--int8", action="store_true", help=text)
-    add("--openvino", action="store_true", help="also openvino.xml; needs kd[openvino]")
-    text = "of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"
-    add("--index", action="store_true", help=text)
-    add("--pt2", action="store_true", help="also model.pt2 for torch.export.load")
-    text = "fit a temperature on validation images, so that confidences are right on average (default: yes)"
-    add("--calibrate", action=BooleanOptionalAction, default=True, help=text)
-    text = "say which answers are sure: at most this share of them wrong, such as 0.02"
-    add("--defer", metavar="X", type=float, default=0.0, help=text)
-    add("--defer-share", metavar="X", type=float, default=0.0, help="instead: this share of images is unsure")
+    for group in (*GROUPS.values(), ExportOptions):
+        add_fields(parser, group)
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
-    add("--license", metavar="ID", default="", help="licence to state in the model card, e.g. apache-2.0")
-    text = "measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"
-    add("--compare", action="store_true", help=text)
-    text = "pick the most accurate that answers within this, such as 10ms (its p50); implies --compare"
-    add("--budget", metavar="TIME", type=_milliseconds, default=0.0, help=text)
-    text = "on which an image is computed for the pick (default 1, as kd-serve does)"
-    add("--threads", metavar="N", type=whole_number(1, 4096), default=1, help=text)
-    text = "points of accuracy that int8 may lose on the validation images (default 1)"
-    add("--max-drop", metavar="POINTS", type=_points, default=0.01, help=text)
-    add("--tolerance", metavar="X", type=_positive, default=1e-3, help="logits may differ by this much (default 1e-3)")
-    text = "images compared, evenly spaced; 0: all (default 2000)"
-    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     return parser
 
@@ -151,20 +128,6 @@ def _serve_parser() -> Parser:
     add("--quiet", action="store_true", help="log no requests")
     add("--log-format", choices=["text", "json"], default="text", help="json: an object a line")
     return parser
-
-
-def _milliseconds(text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)(ms|s)", text)
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time such as 10ms or 0.5s")
-    return float(match[1]) * (1000 if match[2] == "s" else 1)
-
-
-def _points(text: str) -> float:
-    with suppress(ValueError):
-        if float(text) > -1e9:  # false for NaN
-            return float(text) / 100
-    raise argparse.ArgumentTypeError(f"'{text}' is not a number of points such as 0.5")
 
 
 def _cores(text: str) -> int:

@@ -41,3 +41,14 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def positive(text: str) -> float:
+    """Return a number above 0; ValueError: it is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:  # false for NaN; beyond lies only what somebody mistyped
+        raise ValueError(f"'{text}' is not a number above 0")
+    return value

@@ -35,7 +35,7 @@ from kd.setup.teacher import Teachers
 from kd.study.report.summary import Trained, samples_of, skipped_text
 
 if TYPE_CHECKING:
-    from kd.deploy.export.export import Exported
+    from kd.deploy.export.subject import WrittenExport
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class Result(Trained):
 
     report: str = ""
 
-    def export(self, target: str | Path | None = None, **options: Any) -> Exported:
+    def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
         """Export the best student, as `kd-export` does; the code that the run names is run.
 
-        `target` None: `export` in the run folder. `options`: fields of `export.subject.Options`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.options`, such as `int8=True`.
         """
-        from kd.deploy.export.export import Options, export  # most runs end without one
+        from kd.deploy.export.export import ExportOptions, export  # most runs end without one
 
-        return export(self.folder, Path(target) if target else None, Options(**options), trust=True)
+        return export(self.folder, Path(target) if target else None, ExportOptions.of(**options), trust=True)
 
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""

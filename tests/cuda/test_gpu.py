@@ -24,7 +24,7 @@ from ranks import World, start  # noqa: E402
 
 from kd import config  # noqa: E402
 from kd.core.errors import KdError  # noqa: E402
-from kd.deploy.export.export import Options, export  # noqa: E402
+from kd.deploy.export.export import ExportOptions, export  # noqa: E402
 from kd.jobs.train import train as job  # noqa: E402
 
 STEPS = 8
@@ -181,5 +181,5 @@ def test_a_quantized_teacher_is_near(train, kind):
 
 
 def test_the_export_answers_as_the_student(train, tmp_path):
-    made = export(train("live").folder, tmp_path / "export", Options(tolerance=1e-3))
+    made = export(train("live").folder, tmp_path / "export", ExportOptions.of(tolerance=1e-3))
     assert (made.folder / "model.onnx").is_file()

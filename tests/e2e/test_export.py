@@ -12,21 +12,13 @@ import time
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import timm
 import torch
-from pieces import CLASSES, merged, paint
 from PIL import Image
-from safetensors.torch import load_file
 
-from kd import config
-from kd.core.errors import ModelError
-from kd.deploy.export import graphs as _graphs
 from kd.deploy.export.export import export
-from kd.jobs.train import train
-from kd.models import runtimes
 
 
 def files(folder: Path) -> set[str]:
@@ -68,19 +60,6 @@ def test_timm_and_onnxruntime_agree_on_the_whole_validation_split(exported, phot
     assert parity["max_difference"] < 1e-4
 
 
-def test_the_card_tells_the_runs_numbers(exported):
-    card, row = (exported / "README.md").read_text(), json.loads((exported / "kd.json").read_text())["metrics"]
-    assert card.startswith("---\ntags: [image-classification")
-    text = " ".join(card.split())
-    assert f"| this student | {100 * row['accuracy']:.1f} % (" in text
-    assert f"| teacher | {100 * row['teacher_accuracy']:.1f} % (" in text
-    assert "- this student against teacher: accuracy " in text
-    assert f"agreement {100 * row['agreement']:.1f} % (same answer as the teacher)" in text
-    assert "3 classes: apple, fig, pear" in text
-    assert "Licence: not stated" in text
-    assert "| model.onnx | " in text
-
-
 def test_the_card_of_a_teacher_has_its_own_scores(distilled, embedded, command, tmp_path):
     cards = []
     for run, more in ((distilled, ()), (distilled, ("--teacher",)), (embedded, ("--teacher",))):
@@ -113,74 +92,10 @@ def test_what_the_command_prints_and_where_the_archives_lie(distilled, command, 
     assert "\nlicense: apache-2.0\n" in (target / "README.md").read_text()
 
 
-def test_confidences_are_right_on_average_and_answers_as_they_were(settings, command, tmp_path):
-    """A student of `wttm`, whose probabilities are far too even, on images of which a fifth lies in a wrong folder."""
-    root = tmp_path / "images"
-    paint(root / "train", (12, 12, 12), seed=1)
-    paint(root / "val", (40, 40, 40), seed=2)
-    for number in range(12):
-        one, other = (root / "val" / name / f"{number:02d}.jpg" for name in CLASSES[:2])
-        one.rename(root / "moved.jpg")
-        other.rename(one)
-        (root / "moved.jpg").rename(other)
-    settings["data"]["root"], settings["losses"] = str(root), [{"kind": "wttm"}]
-    run = train(config.load(merged(settings, {"run": {"epochs": 6, "folder": str(tmp_path / "runs")}}))).folder
-    plain, kept = tmp_path / "plain", tmp_path / "calibrated"
-    assert command("export", run, "--to", plain, "--no-calibrate").code == 0
-    answer = command("export", run, "--to", kept)
-    assert answer.code == 0, answer
-    facts = json.loads((kept / "kd.json").read_text())["calibration"]
-    assert facts["images"] == 120
-    assert facts["calibrated_ece"] < 0.5 * facts["ece"], facts
-    assert f"calibrated: logits divided by {facts['temperature']:.3g}" in answer.out
-    assert f"divided by {facts['temperature']:.3g}, fitted on 120" in (kept / "README.md").read_text()
-    images = np.stack([pixels_of(path) for path in sorted((root / "val").rglob("*.jpg"))])
-    before, after = (
-        onnxruntime.InferenceSession(folder / "model.onnx").run(None, {"image": images})[0] for folder in (plain, kept)
-    )
-    np.testing.assert_allclose(after * facts["temperature"], before, rtol=1e-4, atol=1e-5)
-    old, new = (load_file(folder / "model.safetensors") for folder in (plain, kept))
-    assert {name for name in old if not torch.equal(old[name], new[name])} == {"head.weight", "head.bias"}
-    versions = [json.loads((folder / "manifest.json").read_text())["version"] for folder in (plain, kept)]
-    assert versions[0] != versions[1]
-    assert "calibration" not in json.loads((plain / "kd.json").read_text())
-
-
-def test_few_images_are_not_calibrated_on(distilled, command, tmp_path):
-    answer = command("export", distilled, "--to", tmp_path / "student")
-    assert "not calibrated: 13 validation images have a label" in answer.out
-
-
 def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):
     answer = command("export", distilled, "--to", tmp_path / "student", "--no-onnx", "data.root=/nowhere")
     assert answer.code == 0, answer
     assert files(tmp_path / "student") == {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
-
-
-def test_a_difference_above_the_tolerance_is_refused(distilled, refused, tmp_path):
-    told = refused("export", distilled, "--to", tmp_path / "student", "--tolerance", "1e-12")
-    assert told.startswith("export.model.onnx: its values differ from PyTorch's by up to ")
-    assert "At most 1e-12 (--tolerance)" in told
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_broken_graph_is_refused(distilled, tmp_path, monkeypatch):
-    """A real file of which one weight in ten is wrong; only the comparison can notice."""
-    write = runtimes.write_onnx
-
-    def broken(program, path, output):
-        write(program, path, output)
-        graph = onnx.load(path)
-        largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
-        values = onnx.numpy_helper.to_array(largest).copy()
-        values.ravel()[::10] += 1
-        largest.CopyFrom(onnx.numpy_helper.from_array(values, largest.name))
-        onnx.save(graph, path)
-
-    monkeypatch.setattr(_graphs.runtimes, "write_onnx", broken)
-    with pytest.raises(ModelError, match=r"^export\.model\.onnx: its values differ from PyTorch's by up to"):
-        export(distilled, tmp_path / "student")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_data_is_refused(distilled, refused, tmp_path, photos):
@@ -258,8 +173,3 @@ def test_what_a_killed_export_leaves_goes_with_the_next(distilled, command, tmp_
     assert command(*words).code == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["student"]
     assert not list((tmp_path / "temporary").glob("kd-*"))
-
-
-def test_options_that_exclude_each_other(distilled, refused, tmp_path):
-    told = refused("export", distilled, "--to", tmp_path / "student", "--no-onnx", "--int8")
-    assert told.startswith("--no-onnx: all other graphs are made from model.onnx.")

@@ -24,7 +24,7 @@ import kd
 from kd import config
 from kd.cluster import handler
 from kd.core.errors import KdError, ModelError
-from kd.deploy.export.export import Options, export
+from kd.deploy.export.export import ExportOptions, export
 from kd.jobs.train import train
 
 
@@ -65,7 +65,7 @@ def made(tmp_path_factory) -> dict:
 def trays(made) -> Path:
     """The finished run with its export. Do not write into it."""
     folder = train(config.load(made)).folder
-    export(folder, options=Options(int8=True, max_drop=0.5))
+    export(folder, options=ExportOptions.of(int8=True, max_drop=0.5))
     return folder
 
 
@@ -208,7 +208,7 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
     run = train(config.load({**withheld, "losses": [{"kind": "binary_kl"}]}))
     assert {"kl", "agreement"} <= run.metrics.keys()
     assert "map" not in run.metrics
-    export(run.folder, options=Options())
+    export(run.folder, options=ExportOptions.of())
     manifest = json.loads((run.folder / "export/manifest.json").read_text())
     assert [one["threshold"] for one in manifest["output"]["thresholds"].values()] == [0.5] * 3
     assert manifest["parity"]["model.onnx"]["mAP"] == pytest.approx(1)  # PyTorch's answers count as right

@@ -83,18 +83,11 @@ def test_what_loses_too_much_is_in_the_table_and_not_in_the_folder(distilled, co
     assert describe(tmp_path / "student").file == "model.onnx"
 
 
-@pytest.mark.usefixtures("brief")
-def test_a_budget_that_nothing_reaches(distilled, refused, tmp_path):
-    told = refused("export", distilled, "--to", tmp_path / "student", "--budget", "0.001ms", "--max-drop", "20")
-    assert told.startswith("--budget: no file answers within 0.001 ms on 1 threads and loses at most 20.0 %.")
-    assert not (tmp_path / "student").exists()
-
-
-def test_words_that_are_no_budget(distilled, refused, tmp_path):
+def test_words_that_are_no_number(distilled, refused, command):
     for word in ("10", "ms", "0ms", "-1ms"):
         assert "is not a time such as 10ms" in refused("export", distilled, f"--budget={word}")
-    told = refused("export", distilled, "--to", tmp_path / "a", "--compare", "--threads", "4096")
-    assert told.startswith("--threads: is 4096.")
+    for wrong in (("--max-drop", "nan"), ("--max-drop", "half"), ("--tolerance", "nan"), ("--images", "-1")):
+        assert command("export", distilled, *wrong).code == 2
 
 
 def test_data_that_is_away(distilled, refused, tmp_path):

@@ -3,23 +3,67 @@
 Temperature scaling of Guo et al. 2017, "On Calibration of Modern Neural Networks" (arXiv:1706.04599), section 4.2: the
 T > 0 that `kd.parts.tasks.single_label.temperature` finds on images that were not trained on. The weights of the last
 layer, which is linear, are divided by T. The class that is answered stays the same.
+
+Of a student that is calibrated already, a fitted temperature is noise and makes it worse. So one is taken only where
+its gain, counted on images that did not choose it, has a 95 % interval above 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from timm.layers import Linear
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from kd.models.classifier import Network
-from kd.parts.tasks.single_label import temperature
+from kd.core.intervals import around, resampled
+from kd.core.text import percent
+from kd.deploy.export.parity import eager_runner
+from kd.models.classifier import Classifier, Network
+from kd.parts.tasks.single_label import calibration_error, temperature
 
 LINEAR = (nn.Linear, Linear)
+FEWEST_LABELLED = 100
+"""Labelled images below which no temperature is fitted: of fewer, each half has a handful of wrong answers, and the
+interval of the gain is wider than any gain."""
 
 
-def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
+def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
+    """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
+
+    Return temperature, images and the calibration error before and after, the latter on images that did not choose the
+    temperature (see `cross_fitted`), as JSON values, and a line about them; nothing and the reason where nothing was
+    changed.
+    """
+    answer = eager_runner(student)
+    batches: list[tuple[np.ndarray, np.ndarray]] = []
+    pixels = np.zeros(0)
+    for pixels, labels in images:
+        batches.append((answer(pixels), labels))
+    logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*batches, strict=True))
+    logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
+    mistakes = int((logits_NC.argmax(1) != label_N).sum())
+    if len(label_N) < FEWEST_LABELLED or not mistakes:
+        reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
+        return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
+    divided_NC = cross_fitted(logits_NC, label_N)
+    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, divided_NC))
+    low, high = gain(logits_NC, divided_NC, label_N)
+    if low <= 0:
+        gained = f"log-likelihood gains {low:.4f} to {high:.4f} nats an image (95 %)"
+        return {}, f"not calibrated: a temperature fitted on one half does not surely help the other ({gained})"
+    found = temperature(logits_NC, label_N)
+    if reason := _divide(student, found, pixels, batches[-1][0]):
+        return {}, f"not calibrated: {reason}"
+    line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
+    line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
+    return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
+
+
+def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
     """Return logits [N, C], each divided by a temperature that was fitted on the half in which its image is not.
 
     So what is said of them holds for images that chose nothing. The halves are every second image.
@@ -29,6 +73,26 @@ def exchanged(logits_NC: Tensor, label_N: Tensor) -> Tensor:
     for half_N in (first_N, ~first_N):
         divided_NC[~half_N] /= temperature(logits_NC[half_N], label_N[half_N])
     return divided_NC
+
+
+def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float, float]:
+    """Return the 95 % interval of the mean gain in log-likelihood, nats an image, by the bootstrap."""
+    before_N, after_N = (F.cross_entropy(each.double(), label_N, reduction="none") for each in (logits_NC, divided_NC))
+    gain_N = (before_N - after_N).numpy()
+    return around(gain_N.mean(), resampled(lambda picks: gain_N[picks].mean(), len(gain_N)))
+
+
+def _divide(student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarray) -> str:
+    """Divide a student's logits, and compare with those of `pixels` before; return why it cannot be done, or ""."""
+    network = student.network
+    name = type(network.inner if isinstance(network, Network) else network).__name__
+    weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    if not divide_logits(network, by):
+        return f"the last layer of {name} is not one nn.Linear"
+    if not np.allclose(eager_runner(student)(pixels) * by, logits, rtol=1e-3, atol=1e-3):
+        network.load_state_dict(weights)
+        return f"the logits of {name} are not what its last linear layer returns"
+    return ""
 
 
 def divide_logits(network: nn.Module, by: float) -> bool:

@@ -11,85 +11,83 @@ from typing import Any
 
 from kd import config
 from kd.config.schema import BackendSection, DataSection, StudentSection
-from kd.core.errors import ConfigError, RunError
-from kd.core.host import cores, environment, processor, versions
+from kd.core.errors import RunError
+from kd.core.host import environment, versions
 from kd.core.references import written
-from kd.core.text import variant_rows
 from kd.deploy.export import graphs, variants
-from kd.deploy.export.card import WITH_TIMM, Card, render
+from kd.deploy.export.card import ModelCard, loading
 from kd.deploy.export.graphs import Made
+from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
-from kd.deploy.export.subject import Exported, Images, Options, Subject
+from kd.deploy.export.subject import ReadImages, Subject, WrittenExport
 from kd.deploy.export.teacher_subject import teacher_of
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
-from kd.models.teacher import count_parameters
 from kd.models.timm_folder import export_files, is_timm
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data
-from kd.setup.recipe import BASELINE, resolve
+from kd.setup.recipe import BASELINE, Recipe, resolve
 from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
+
+VERSION_DIGITS = 12  # of the weights' hash: two exports of one name are told apart, and a person can read it out
 
 
 def export(
     path: Path,
     target: Path | None = None,
-    options: Options | None = None,
+    options: ExportOptions | None = None,
     overrides: Sequence[str] = (),
     trust: bool = False,
     teacher: bool = False,
-) -> Exported:
+) -> WrittenExport:
     """Export the best student of a run folder, or its teacher.
 
     `target` None: `export` in the run folder, `export-teacher` for the teacher. `overrides`: `key=value` over the run's
     configuration, such as where its data lies now. `trust`: import modules that the run names, and read images wherever
     it says.
     """
-    folder, settings = opened_run(path, trust)
-    require_files(path, settings.data)
-    recipe = resolve(config.load(config.to_dict(settings), overrides) if overrides else settings)
-    manifest = folder.manifest()
-    if not manifest.get("classes"):
-        raise RunError("run", f"'{path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
-    options, section = options or Options(), recipe.data.section
+    options = options or ExportOptions()
+    folder, stored = opened_run(path, trust)
+    require_files(path, stored.data)
+    recipe = resolve(config.load(config.to_dict(stored), overrides) if overrides else stored)
     target = target or path / ("export-teacher" if teacher else "export")
     refuse_other(target)  # before minutes of work, not after
-    vouched = Trust.of(trust, overrides, section)
+    options.require(recipe.student.task)
+    vouched = Trust.of(trust, overrides, recipe.data.section)
     vouched.check_student(recipe.student)
-    if options.onnx or options.pt2:  # they are compared on images
+    if options.graphs.any:  # they are compared on images
         vouched.check_folder(recipe.data)
-    expected = manifest.get("data") or ("" if vouched.images else "not recorded")
-    student, provenance = best_student(folder, recipe.student, section, manifest["classes"])
-    if options.index:
-        _check_index(student, options)
-        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
-    subject = Subject(
-        recipe=recipe,
-        student=student,
-        classes=manifest["classes"],
-        data=manifest.get("data", "not recorded"),
-        provenance=provenance,
-        baseline=RunDir(path / BASELINE).metrics("val"),
-        scored=(folder.scored(), RunDir(path / BASELINE).scored()),
-        origin=_origin(recipe.student.section, student),
-        images=partial(_images, recipe.data, recipe.backend, manifest["classes"], expected),
-    )
+    subject = _subject(folder, recipe, vouched, options.graphs.index)
     return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
-def _check_index(student: Classifier, options: Options) -> None:
-    if student.num_classes:
-        wrong = "this student answers with classes, not with vectors"
-        raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
-    if not options.onnx and not options.pt2:
-        wrong = "maps the vectors in the graphs, and with --no-onnx there is none"
-        raise ConfigError("--index", wrong, "", "Leave out --no-onnx")
+def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
+    """Read the best student of a run; with `index` also what maps its vectors into the teacher's space."""
+    manifest = folder.manifest()
+    if not manifest.get("classes"):
+        raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
+    classes, data = manifest["classes"], manifest.get("data", "not recorded")
+    student, provenance = best_student(folder, recipe.student, recipe.data.section, classes)
+    if index:
+        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
+    alone = RunDir(folder.path / BASELINE)
+    return Subject(
+        recipe=recipe,
+        student=student,
+        classes=classes,
+        data=data,
+        provenance=provenance,
+        baseline=alone.metrics("val"),
+        scored=(folder.scored(), alone.scored()),
+        origin=_origin(recipe.student.section, student),
+        images=partial(_images, recipe.data, recipe.backend, classes, data if vouched.images else ""),
+    )
 
 
 @contextmanager
-def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[Images]:
+def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], expected: str) -> Iterator[ReadImages]:
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):
@@ -99,88 +97,41 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
         yield partial(shown_images, data)
 
 
-def write(subject: Subject, target: Path, options: Options) -> Exported:
+def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
     """Write a student with its graphs, manifest and card; nothing is left where one of them is refused."""
-    student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
-    task, section = recipe.student.task, recipe.data.section
-    if options.compare and not 1 <= options.threads <= cores():
-        allowed = f"1 to {cores()}, which this process may use"
-        raise ConfigError("--threads", f"is {options.threads}", allowed, "Measure where the endpoint will run")
+    options.require(subject.recipe.student.task)
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options)
-        if made.calibration:
-            provenance |= {"digest": digest(student.network), "calibration": made.calibration}
-        labels = subject.classes if task.logits else ()
-        content, weights = export_files(student, labels, section.eval_crop, task.problem_type)
-        facts = {
-            "format": 1,
-            "name": recipe.record.name,
-            "version": provenance["digest"][:12] + ("-index" if student.project is not None else ""),
-            "input": _input(student, section),
-            "output": _output(student, made),
-            "parity": made.parity,
-            **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
-            "validation": made.validation,
-            "environment": _environment(),
-        }
-        complete(draft, content, weights, provenance, facts)
-        if options.compare:
-            facts |= variants.compare(draft, made.qualities, made.image, options)
-        timm_builds_it = is_timm(student.network)
-        used = _commands(target.name, options.onnx, timm_builds_it)
-        more = {"version": facts["version"], "variants": variant_rows(facts)}
-        card = _card(subject, made, license=options.license, commands=used, **more)
-        (draft / "README.md").write_text(render(card), encoding="utf-8")
+        facts = _write_weights(subject, made, draft)
+        if options.pick.measures:
+            facts |= variants.compare(draft, made.qualities, made.image, options.pick, options.check.max_drop)
+        card = ModelCard(subject, made, facts, target.name, options.license)
+        (draft / "README.md").write_text(card.render(), encoding="utf-8")
         seal(draft, facts)
-    return Exported(target, made.lines, _loading(str(target), timm_builds_it), facts)
+    return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
 
 
-def _card(subject: Subject, made: Made, **own: Any) -> Card:
-    recipe, student = subject.recipe, subject.student
-    section, task = recipe.data.section, recipe.student.task
-    decides = task.scores.own[0].key
-    return Card(
-        name=recipe.record.name,
-        student=written(recipe.student.section.model),
-        student_parameters=count_parameters(student),
-        teacher=written(recipe.teacher.section.model),
-        losses=[loss.kind for loss in recipe.student.losses],
-        data=f"{section.kind}, content hash {subject.data[:12]}",
-        labels=subject.classes if task.logits else (),
-        thresholds=made.thresholds,
-        defer=made.defer,
-        calibration=made.calibration,
-        width=0 if task.logits else student.num_features,
-        index=student.project is not None,
-        metrics=subject.provenance["metrics"],
-        baseline=max(subject.baseline, key=lambda row: row[decides], default={}),
-        graphs=made.parity,
-        eager_ms=made.eager_ms,
-        processor=processor(),
-        size=section.image_size,
-        crop=section.eval_crop,
-        weights_from=subject.origin,
-        scores=task.scores,
-        scored=subject.scored[0],
-        baseline_scored=subject.scored[1],
-        **own,
-    )
-
-
-def _commands(folder: str, onnx: bool, timm: bool) -> dict[str, str]:
-    """Return how an export is used, by title."""
-    found = {WITH_TIMM if timm else "In PyTorch, with the code of the network": _loading(folder, timm)}
-    if onnx:
-        found["As an endpoint, without torch"] = (
-            f"kd-serve {folder}\ncurl --data-binary @image.jpg -H 'content-type: image/jpeg' localhost:8080/invocations"
-        )
-    return found
-
-
-def _loading(folder: str, timm: bool) -> str:
-    if timm:
-        return f"timm.create_model('local-dir:{folder}', pretrained=True)"
-    return f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
+def _write_weights(subject: Subject, made: Made, draft: Path) -> dict[str, Any]:
+    """Write weights, config.json and kd.json, so that graphs can be served; return the facts for manifest.json."""
+    student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
+    task, section = recipe.student.task, recipe.data.section
+    if made.calibration:
+        provenance |= {"digest": digest(student.network), "calibration": made.calibration}
+    labels = subject.classes if task.logits else ()
+    content, weights = export_files(student, labels, section.eval_crop, task.problem_type)
+    facts = {
+        "format": 1,
+        "name": recipe.record.name,
+        "version": provenance["digest"][:VERSION_DIGITS] + ("-index" if student.project is not None else ""),
+        "input": _input(student, section),
+        "output": _output(student, made),
+        "parity": made.parity,
+        **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
+        "validation": made.validation,
+        "environment": _environment(),
+    }
+    complete(draft, content, weights, provenance, facts)
+    return facts
 
 
 def _origin(section: StudentSection, student: Classifier) -> str:

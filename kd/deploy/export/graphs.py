@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.core.errors import ConfigError
-from kd.core.evaluation import Task
 from kd.deploy.export import defer, int8, parity, variants
-from kd.deploy.export.defer import Rule
-from kd.deploy.export.parity import EAGER
-from kd.deploy.export.subject import Images, Options, Subject
-from kd.deploy.export.variants import ONNX, Quality
+from kd.deploy.export.calibrate import calibrate
+from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.parity import EAGER, GraphOutputs
+from kd.deploy.export.subject import ReadImages, Subject
+from kd.deploy.export.variants import ONNX, Quality, Variant
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 
 CALIBRATION_IMAGES = 1000
+"""At most, for one temperature: the interval of a single number narrows with the root of the images only, while the
+time to ask PyTorch grows with the images."""
 INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
@@ -38,100 +39,113 @@ class Made:
     defer: dict[str, Any] = field(default_factory=dict)
     """When it is not sure: see `kd.deploy.export.defer.choose`; empty: it does not say."""
     calibration: dict[str, Any] = field(default_factory=dict)
-    """What `parity.calibrate` found; empty: the logits are those of the run."""
+    """What `calibrate` found; empty: the logits are those of the run."""
     qualities: dict[str, Quality] = field(default_factory=dict)
-    """Of each file that an endpoint can serve, where they are compared."""
+    """Of each file that an endpoint can serve, where they are measured."""
     image: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first of those with which they were compared, uint8 [3, S, S]."""
-    rungs: list[int8.Rung] = field(default_factory=list)  # of the ladder to int8, those that were tried
+    rungs: list[int8.Rung] = field(default_factory=list)  # ways to int8 that were tried
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each graph answered on validation images: see `kd.deploy.shift.Reference`."""
 
 
-def write(subject: Subject, folder: Path, options: Options) -> Made:
+def write(subject: Subject, folder: Path, options: ExportOptions) -> Made:
     """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer."""
-    if not options.onnx and (options.int8 or options.openvino or options.compare):
-        raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
-    rule = Rule(options.defer, options.defer_share)
-    rule.check(task, options.onnx or options.pt2)
-    if not options.onnx and not options.pt2:
+    if not options.graphs.any:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
-    if options.onnx:  # before the images are read
+    if options.graphs.onnx:  # before the images are read
         for name in ("onnx", "onnxscript", "onnxruntime"):
             runtimes.require(name, "--onnx")
     student.eval()
-    calibration, calibrated = {}, ""
+    made, notes = Made(), []
     with subject.images() as images:
-        if options.calibrate and task.logits == "softmax":
-            few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
-            calibration, calibrated = parity.calibrate(student, images(few))
-        size = subject.recipe.data.section.image_size
-        runners = _write(folder, student, size, options)
-        rungs = _quantized(subject, folder, images, options)
-        names = [name for name in (INT8, int8.STATIC) if (folder / name).is_file()]
-        runners |= {name: variants.Variant.at(folder / name).runner() for name in names}
-        answers = parity.compare(student, runners, images(options.images))
-    made = Made(eager_ms=answers.cpu_ms[EAGER], calibration=calibration, image=answers.first, rungs=rungs)
-    made.thresholds = task.thresholds(answers.outputs[EAGER], answers.labels, classes)
+        if options.sure.calibrate and task.logits == "softmax":
+            few = min(options.check.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
+            made.calibration, line = calibrate(student, images(few))
+            notes.append(line)
+        runners = _write_float(folder, student, subject.recipe.data.section.image_size, options)
+        made.rungs, failed = _write_int8(subject, folder, images, options)
+        written = [name for name in (INT8, int8.STATIC) if (folder / name).is_file()]
+        runners |= {name: Variant.at(folder / name).runner() for name in written}
+        outputs = parity.compare(student, runners, images(options.check.images))
+    made.eager_ms, made.image = outputs.cpu_ms[EAGER], outputs.first
+    made.thresholds = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
     for name in runners:
-        made.parity[name], line = _accepted(name, answers, task, options)
-        made.validation[name] = answers.reference(name, task, classes, bool(calibration)).record()
-        size = sum(path.stat().st_size for path in variants.files(folder / name))
-        made.lines.append(f"{name:16s} {size / 1e6:6.2f} MB  {line} (PyTorch {made.eager_ms:.2f})")
-        if options.compare and name != PT2:
-            made.qualities[name] = variants.quality(name, answers, task)
-    made.lines += [rung.line() for rung in rungs] + ([calibrated] if calibrated else [])
-    made.lines += _left_out() if options.compare else []
-    made.defer = defer.choose(rule, answers.outputs, answers.labels, made.thresholds, classes)
+        _judge(made, subject, folder / name, outputs, options)
+    made.lines += [rung.line() for rung in made.rungs] + notes + failed
+    made.lines += _left_out() if options.pick.measures else []
+    made.defer = defer.choose(options.sure.rule, outputs.outputs, outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
     return made
 
 
-def _accepted(name: str, answers: parity.GraphOutputs, task: Task, options: Options) -> tuple[dict[str, Any], str]:
-    """Return what is recorded of a graph, and a line about it."""
-    scores, difference, images = answers.scores(name, task), answers.difference(name), len(answers.labels)
-    what = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}"
+def _judge(made: Made, subject: Subject, path: Path, outputs: GraphOutputs, options: ExportOptions) -> None:
+    """Require that an exact graph is exact, and record what a graph answered."""
+    name, task = path.name, subject.recipe.student.task
+    scores, difference, images = outputs.scores(name, task), outputs.difference(name), len(outputs.labels)
     if name in EXACT:
-        parity.check_exact(name, scores, difference, options.tolerance, images)
-    rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(answers.cpu_ms[name], 3)}
-    line = f"{what}, {scores.summary}, {answers.cpu_ms[name]:.2f} ms CPU an image"
-    return {"images": images, **scores.facts, **rounded}, line
+        parity.check_exact(name, scores, difference, options.check.tolerance, images)
+    rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(outputs.cpu_ms[name], 3)}
+    made.parity[name] = {"images": images, **scores.facts, **rounded}
+    made.validation[name] = outputs.reference(name, task, subject.classes, bool(made.calibration)).record()
+    megabytes = sum(file.stat().st_size for file in variants.files(path)) / 1e6
+    line = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}, {scores.summary}, "
+    line += f"{outputs.cpu_ms[name]:.2f} ms CPU an image (PyTorch {made.eager_ms:.2f})"
+    made.lines.append(f"{name:16s} {megabytes:6.2f} MB  {line}")
+    if options.pick.measures and name != PT2:
+        made.qualities[name] = variants.quality(path, outputs, task)
 
 
-def _write(folder: Path, student: Classifier, size: int, options: Options) -> dict[str, parity.Runner]:
-    """Write the graphs and return a function that runs each, by file name."""
+def _write_float(folder: Path, student: Classifier, size: int, options: ExportOptions) -> dict[str, parity.Runner]:
+    """Write the graphs in float32 and bf16, and return a function that runs each, by file name."""
     runners: dict[str, parity.Runner] = {}
     program = runtimes.export_program(runtimes.reparameterized(student), size)
-    if options.pt2:
+    if options.graphs.pt2:
         torch.export.save(program, folder / PT2)
         runners[PT2] = runtimes.program_runner(folder / PT2)
     names = []
-    if options.onnx:
+    if options.graphs.onnx:
         runtimes.write_onnx(program, folder / ONNX, runtimes.LOGITS if student.num_classes else runtimes.EMBEDDING)
         names.append(ONNX)
-    if options.openvino or (options.compare and runtimes.installed("openvino")):
+    if options.graphs.openvino or (options.pick.measures and runtimes.installed("openvino")):
         runtimes.write_openvino(folder / ONNX, folder / OPENVINO)
         names.append(OPENVINO)
-    if options.compare and runtimes.has_bf16():
+    if options.pick.measures and runtimes.has_bf16():
         runtimes.write_openvino(folder / ONNX, folder / BF16, half=True)
         names.append(BF16)
-    return {**runners, **{name: variants.Variant.at(folder / name).runner() for name in names}}
+    return {**runners, **{name: Variant.at(folder / name).runner() for name in names}}
 
 
-def _quantized(subject: Subject, folder: Path, images: Images, options: Options) -> list[int8.Rung]:
-    """Write the int8 graphs that are asked for; return what was tried, where one of them must hold."""
+def _write_int8(
+    subject: Subject, folder: Path, images: ReadImages, options: ExportOptions
+) -> tuple[list[int8.Rung], list[str]]:
+    """Write the int8 graphs that are asked for, or measured; return what was tried, and a line for what failed.
+
+    `--int8` must end in one that holds. Of `--compare` alone they are candidates: one that fails is left out, and the
+    finished graphs in float32 stay.
+    """
     nncf = all(runtimes.installed(name) for name in ("nncf", "openvino"))
     views = partial(images, training=True)
-    if options.int8:
-        exam = int8.Exam.of(subject.recipe.student.task, subject.student, partial(images, options.images))
-        return int8.climb(folder, exam, views, options.max_drop, both=options.compare and nncf)
-    if options.compare:
-        runtimes.write_int8(folder / ONNX, folder / INT8)
-        if nncf:
-            int8.post_training(folder / ONNX, folder / int8.STATIC, views)
-    return []
+    if options.graphs.int8:
+        exam = int8.Exam.of(subject.recipe.student.task, subject.student, partial(images, options.check.images))
+        return int8.climb(folder, exam, views, options.check.max_drop, both=options.pick.measures and nncf), []
+    if not options.pick.measures:
+        return [], []
+    candidates = {INT8: partial(runtimes.write_int8, folder / ONNX, folder / INT8)}
+    if nncf:
+        candidates[int8.STATIC] = partial(int8.post_training, folder / ONNX, folder / int8.STATIC, views)
+    failed = []
+    for name, make in candidates.items():
+        try:
+            make()
+        except Exception as error:  # of any type: runtimes and NNCF have their own
+            for path in variants.files(folder / name):
+                path.unlink(missing_ok=True)
+            reason = " ".join(str(error).split())[:200]
+            failed.append(f"left out: {name}, because quantizing failed ({type(error).__name__}: {reason})")
+    return [], failed
 
 
 def _left_out() -> list[str]:

@@ -30,14 +30,11 @@ from kd.core.intervals import around, paired, resampled
 from kd.core.scores import GraphScores
 from kd.core.text import percent
 from kd.deploy.export.parity import eager_runner
-from kd.deploy.export.variants import ONNX, Variant
+from kd.deploy.export.variants import LEAST_INT8, ONNX, Variant
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 
 DYNAMIC, STATIC = "model.int8.onnx", "openvino.int8.xml"
-LEAST = 0.5
-"""Share of the weights that dynamic quantization must make int8. Of a network of convolutions it quantizes the head
-alone (lcnet_050: under half), so that the file is neither smaller nor faster and its drop of 0.0 says nothing."""
 VIEWS = 300
 """Training views on which NNCF finds ranges: its own default. With SmoothQuant and so many, two ViTs with planted
 outliers lost 0.0 and 0.65 points of 40 (benchmarks/int8_planted*.csv)."""
@@ -62,7 +59,7 @@ class Rung:
 
     def holds(self, max_drop: float) -> bool:
         """Return whether it loses at most so much, and is int8 in more than name."""
-        return self.drop <= max_drop and self.share >= LEAST
+        return self.drop <= max_drop and self.share >= LEAST_INT8
 
     def line(self) -> str:
         """Return it as a line for a person."""
@@ -71,7 +68,7 @@ class Rung:
             f"int8, {self.name}: {self.title} {percent(self.score)}, drop {100 * self.drop:.2f} points "
             f"(95 %: {low:.2f} to {high:.2f}), as trained {percent(self.agreement)}, {self.bytes / 1e6:.2f} MB"
         )
-        return text + (f"; {percent(self.share)} of the weights are int8" if self.share < LEAST else "")
+        return text + (f"; {percent(self.share)} of the weights are int8" if self.share < LEAST_INT8 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ def climb(folder: Path, exam: Exam, views: Views, max_drop: float, both: bool = 
     rungs = [dynamic, exam("post-training", folder / STATIC)]
     if any(rung.holds(max_drop) for rung in rungs):
         return rungs
-    few = {one.name: f" ({percent(one.share)} of the weights)" for one in rungs if one.share < LEAST}
+    few = {one.name: f" ({percent(one.share)} of the weights)" for one in rungs if one.share < LEAST_INT8}
     tried = ", ".join(f"{one.name} {100 * one.drop:.2f}{few.get(one.name, '')}" for one in rungs)
     wrong = f"no int8 graph holds it: on {len(exam.labels)} validation images they lose {tried} points"
     allowed = f"A drop of at most {100 * max_drop:g} points"
@@ -155,7 +152,7 @@ def _require_nncf(dynamic: Rung, max_drop: float) -> None:
         if not runtimes.installed(name):
             lost = f"dynamic int8 loses {100 * dynamic.drop:.2f} points, "
             lost += f"at most {100 * max_drop:g} are allowed (--max-drop)"
-            if dynamic.share < LEAST:
+            if dynamic.share < LEAST_INT8:
                 lost = f"dynamic int8 leaves convolutions in float32, {percent(1 - dynamic.share)} of the weights"
             wrong = f"{lost}, and post-training quantization needs {name}, which is not installed"
             raise MissingExtra("--int8", wrong, "", "pip install 'kd[nncf]'")

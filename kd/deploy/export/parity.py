@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +14,16 @@ from kd.core.evaluation import Task
 from kd.core.intervals import around, resampled, wilson
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
-from kd.core.text import percent
 from kd.data.batches import batches_of
-from kd.deploy.export.calibrate import divide_logits, exchanged
 from kd.deploy.shift import Reference, measure
-from kd.models.classifier import Classifier, Network
+from kd.models.classifier import Classifier
 from kd.models.speed import cpu_ms
-from kd.parts.tasks.single_label import calibration_error, temperature
 from kd.setup.data import Data
 
 Runner = Callable[[np.ndarray], np.ndarray]
-BATCH = 16
-FEWEST_LABELLED = 100  # images with a label below which no temperature is fitted
-TIMED_SECONDS = 4.0  # for timing all graphs of an export
+BATCH = 16  # images that every graph answers at once: outputs do not depend on it, and memory stays small
+TIMED_SECONDS = 4.0
+"""For timing all graphs of an export in turns: a few hundred answers of a small student, a few of a large one."""
 EAGER = ""  # the name of PyTorch among the graphs
 
 
@@ -105,41 +101,6 @@ def compare(
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
     took = cpu_ms({name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS)
     return GraphOutputs(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
-
-
-def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
-    """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
-
-    Return temperature, images and the calibration error before and after, the latter on images that did not choose the
-    temperature (see `exchanged`), as JSON values, and a line about them; nothing and the reason where nothing was
-    changed.
-    """
-    answer = eager_runner(student)
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
-    pixels = np.zeros(0)
-    for pixels, labels in images:
-        seen.append((answer(pixels), labels))
-    logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*seen, strict=True))
-    logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
-    mistakes = int((logits_NC.argmax(1) != label_N).sum())
-    if len(label_N) < FEWEST_LABELLED or not mistakes:
-        reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
-        return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
-    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, exchanged(logits_NC, label_N)))
-    if after >= before:
-        errors = f"calibration error {percent(before)} -> {percent(after)}"
-        return {}, f"not calibrated: a temperature fitted on one half does not help the other ({errors})"
-    found, network = temperature(logits_NC, label_N), student.network
-    name = type(network.inner if isinstance(network, Network) else network).__name__
-    weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
-    if not divide_logits(network, found):
-        return {}, f"not calibrated: the last layer of {name} is not one nn.Linear"
-    if not np.allclose(answer(pixels) * found, seen[-1][0], rtol=1e-3, atol=1e-3):
-        network.load_state_dict(weights)
-        return {}, f"not calibrated: the logits of {name} are not what its last linear layer returns"
-    line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
-    line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
-    return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
 
 
 def eager_runner(student: Classifier) -> Runner:

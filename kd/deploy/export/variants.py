@@ -20,7 +20,7 @@ from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.core.text import percent
 from kd.deploy.export import parity
-from kd.deploy.export.subject import Options
+from kd.deploy.export.options import PickOptions
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.files.manifest import GRAPHS
@@ -28,8 +28,11 @@ from kd.models import runtimes
 
 ONNX = "model.onnx"
 SECONDS = 12.0
-"""For which each server is asked, at most."""
-QUALITY = 90
+"""For which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms."""
+JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
+LEAST_INT8 = 0.5
+"""Share of the weights that an int8 file must have in int8. Of a network of convolutions dynamic quantization makes the
+head alone int8 (as little as 0.6 %), so that the file is float32 by another name and its drop of 0.0 says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Quality:
     agreement: float
     """With the student as trained: share of equal answers, or what the task compares."""
     images: int
+    int8_share: float = 1.0
+    """Of the weights, where the file is int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,13 @@ class MeasuredVariant:
     """By number of threads: one image at a time on so many; for `images_per_second` as many at a time as threads."""
 
     def holds(self, max_drop: float) -> bool:
-        """Return whether it loses at most so much; float32 was compared with PyTorch image by image."""
-        return self.variant.precision == "float32" or self.quality.drop <= max_drop
+        """Return whether it loses at most so much and is what its name says.
+
+        float32 was compared with PyTorch image by image.
+        """
+        return self.variant.precision == "float32" or (
+            self.quality.drop <= max_drop and self.quality.int8_share >= LEAST_INT8
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return all of it as JSON values, for manifest.json."""
@@ -105,15 +115,17 @@ class MeasuredVariant:
         return {"runtime": one.runtime, "precision": one.precision, "bytes": one.bytes, **quality, "speed": speed}
 
 
-def quality(name: str, answers: parity.GraphOutputs, task: Task) -> Quality:
-    """Return how right a graph is, from what it and PyTorch answered."""
-    scores, eager = answers.scores(name, task), answers.scores(parity.EAGER, task)
-    key, images = scores.decides, len(answers.labels)
+def quality(path: Path, outputs: parity.GraphOutputs, task: Task) -> Quality:
+    """Return how right the graph in a file is, from what it and PyTorch answered."""
+    name = path.name
+    scores, eager = outputs.scores(name, task), outputs.scores(parity.EAGER, task)
+    key, images = scores.decides, len(outputs.labels)
     value = scores.facts[key]
     agreement = scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else value
     unit = next((one.unit for one in task.scores.own if one.title == scores.title), "")
     drop = eager.facts[key] - value
-    return Quality(scores.title, unit, value, answers.interval(name, task), drop, agreement, images)
+    share = runtimes.int8_share(path) if GRAPHS[name].precision == "int8" and path.suffix == ".onnx" else 1.0
+    return Quality(scores.title, unit, value, outputs.interval(name, task), drop, agreement, images, share)
 
 
 def measure(
@@ -128,7 +140,7 @@ def measure(
         threads: numbers of threads.
     """
     file = io.BytesIO()
-    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=QUALITY)
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=JPEG_QUALITY)
     speeds: dict[str, dict[int, Latency]] = {name: {} for name in qualities}
     for count in threads:
         alone = bench.ask(folder, list(qualities), file.getvalue(), count, 1, SECONDS)
@@ -138,18 +150,20 @@ def measure(
     return [MeasuredVariant(Variant.at(folder / name), one, speeds[name]) for name, one in qualities.items()]
 
 
-def compare(draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, options: Options) -> dict[str, Any]:
-    """Measure all graphs of an export that can be served, and remove those that lose more than `options.max_drop`.
+def compare(
+    draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, options: PickOptions, max_drop: float
+) -> dict[str, Any]:
+    """Measure all graphs of an export that can be served, and remove those that lose more than `max_drop`.
 
     Returns:
         `variants`, `pick` and how it was picked, for manifest.json.
     """
     rows = measure(draft, qualities, image, sorted({1, options.threads, cores()}))
-    found = {one.variant.name: {**one.facts(), "written": one.holds(options.max_drop)} for one in rows}
-    chosen = pick(rows, options.threads, options.max_drop, options.budget)
-    for path in (path for one in rows if not one.holds(options.max_drop) for path in one.variant.paths):
+    found = {one.variant.name: {**one.facts(), "written": one.holds(max_drop)} for one in rows}
+    chosen = pick(rows, options.threads, max_drop, options.budget)
+    for path in (path for one in rows if not one.holds(max_drop) for path in one.variant.paths):
         path.unlink()
-    picked = {"threads": options.threads, "budget_ms": options.budget, "max_drop": options.max_drop}
+    picked = {"threads": options.threads, "budget_ms": options.budget, "max_drop": max_drop}
     return {"variants": found, "pick": chosen, "picked": picked}
 
 

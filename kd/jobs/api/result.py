@@ -27,7 +27,7 @@ from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kd.deploy.export.export import Exported
+    from kd.deploy.export.subject import WrittenExport
 
 BATCH = 16
 OFF = 0.05
@@ -67,7 +67,7 @@ class Distilled:
         std: Sequence[float],
         classes: Sequence[str] = (),
         **options: Any,
-    ) -> Exported:
+    ) -> WrittenExport:
         """Export the student as `kd-export` does: weights, graphs for `kd-serve` and `kd-predict`, model card.
 
         The graph takes 8-bit pixels and normalizes them. Each graph is compared with PyTorch on images of `val`, whose
@@ -78,14 +78,14 @@ class Distilled:
             mean: of each channel, for pixels in 0..1, as the transform of `val` normalizes.
             std: standard deviation of each channel, likewise.
             classes: names in the order of the logits; empty: the `classes` of the training dataset, or numbered.
-            options: fields of `kd.deploy.export.export.Options`, such as `int8=True`.
+            options: fields of `kd.deploy.export.options.ExportOptions` by their own names, such as `int8=True`.
 
         Raises:
             ConfigError: images that are no square RGB pixels, or were normalized otherwise.
             ModelError: a graph does not answer as PyTorch does.
             RunError: something else lies at `folder`, or the disk is full.
         """
-        from kd.deploy.export.export import Options, Subject, write  # most callers do not export
+        from kd.deploy.export.export import ExportOptions, Subject, write  # most callers do not export
 
         origin, names = self.origin, list(classes or self.origin.classes)
         if len(names) != len(origin.classes):
@@ -109,7 +109,7 @@ class Distilled:
             origin="those of the module that was passed to kd.distill",
             images=lambda: nullcontext(pixels.batches),
         )
-        return write(subject, Path(folder), Options(**options))
+        return write(subject, Path(folder), ExportOptions.of(**options))
 
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import timm
 import torch
 from torch import nn
 
-from kd.deploy.export.calibrate import divide_logits, exchanged
-from kd.deploy.export.parity import calibrate
+from kd.deploy.export.calibrate import calibrate, cross_fitted, divide_logits, gain
 from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import HIGHEST, LOWEST, calibration_error, temperature
 
@@ -41,7 +41,7 @@ def test_no_other_temperature_is_likelier(scale):
 
 def test_each_half_is_divided_by_the_temperature_of_the_other():
     logits_NC, label_N = drawn(501, scale=4.0)
-    found = logits_NC / exchanged(logits_NC, label_N)
+    found = logits_NC / cross_fitted(logits_NC, label_N)
     for first in (0, 1):
         other = temperature(logits_NC[1 - first :: 2], label_N[1 - first :: 2])
         torch.testing.assert_close(found[first::2], torch.full_like(found[first::2], other))
@@ -96,6 +96,13 @@ class Own(nn.Module):
         return hidden + self.two(hidden).tanh() if self.before else self.two(hidden.tanh())
 
 
+def test_few_images_are_not_calibrated_on():
+    student = Classifier(Network(Own(False)), 3, 4)
+    values, line = calibrate(student, [(np.zeros((13, 3, 4, 4), np.uint8), np.zeros(13, np.int64))])
+    assert not values
+    assert line.startswith("not calibrated: 13 validation images have a label")
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
     torch.manual_seed(0)
@@ -105,7 +112,7 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
     with torch.no_grad():
         logits_NC = student.answer(pixels)
         kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-        label_N = torch.multinomial((logits_NC / 3).softmax(1), 1)[:, 0]
+        label_N = torch.multinomial((logits_NC / (8.0 if before else 0.1)).softmax(1), 1)[:, 0]
         values, line = calibrate(student, [(pixels.numpy(), label_N.numpy())])
         after_NC = student.answer(pixels)
     if before:
@@ -117,19 +124,23 @@ def test_a_network_of_ones_own_is_calibrated_where_its_logits_show_it(before):
         assert values["calibrated_ece"] < values["ece"]
 
 
-def test_a_temperature_that_does_not_help_is_not_taken():
+def test_a_temperature_is_taken_only_where_its_gain_is_sure():
+    """Issue 49: of logits that are right already, the gate before (a smaller calibration error) let chance through."""
     torch.manual_seed(0)
     student = Classifier(Network(Own(False)), 3, 4)
     pixels = torch.randint(0, 256, (100, 3, 4, 4), dtype=torch.uint8)
     with torch.no_grad():
-        logits_NC = student.answer(pixels)
-        taken = []
-        for seed in range(12):  # labels that the logits are right about: what is fitted is chance
-            generator = torch.Generator().manual_seed(seed)
-            label_N = torch.multinomial(logits_NC.softmax(1), 1, generator=generator)[:, 0]
-            values, line = calibrate(copy.deepcopy(student), [(pixels.numpy(), label_N.numpy())])
-            taken.append(bool(values))
-            before, after = (calibration_error(each, label_N) for each in (logits_NC, exchanged(logits_NC, label_N)))
-            assert bool(values) == (after < before)
-            assert ("not calibrated" in line) == (after >= before)
-    assert {*taken} == {True, False}
+        logits_NC, taken, by_error = student.answer(pixels), {1.0: 0, 0.2: 0}, 0
+        for scale in taken:  # 1: the labels are as the logits say, and what is fitted is chance
+            for seed in range(40):
+                generator = torch.Generator().manual_seed(seed)
+                label_N = torch.multinomial((logits_NC / scale).softmax(1), 1, generator=generator)[:, 0]
+                values, line = calibrate(copy.deepcopy(student), [(pixels.numpy(), label_N.numpy())])
+                taken[scale] += bool(values)
+                divided_NC = cross_fitted(logits_NC, label_N)
+                assert bool(values) == (gain(logits_NC, divided_NC, label_N)[0] > 0) != ("not calibrated" in line)
+                by_error += scale == 1 and calibration_error(divided_NC, label_N) < calibration_error(
+                    logits_NC, label_N
+                )
+    assert taken[1.0] <= 2 < 8 < by_error
+    assert taken[0.2] >= 30

@@ -13,7 +13,8 @@ import torch
 from kd.core.errors import MissingExtra, ModelError
 from kd.core.intervals import paired
 from kd.deploy.export import int8
-from kd.deploy.export.int8 import DYNAMIC, LEAST, STATIC, Exam, Rung
+from kd.deploy.export.int8 import DYNAMIC, STATIC, Exam, Rung
+from kd.deploy.export.variants import LEAST_INT8
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load import load
@@ -83,11 +84,13 @@ def test_the_interval_is_that_of_the_same_images():
     assert exam.interval(outputs, 0.1) == paired(3, 1, 20)
 
 
-@pytest.mark.parametrize(("share", "drop", "holds"), [(1.0, 0.01, True), (1.0, 0.011, False), (LEAST / 2, 0.0, False)])
+@pytest.mark.parametrize(
+    ("share", "drop", "holds"), [(1.0, 0.01, True), (1.0, 0.011, False), (LEAST_INT8 / 2, 0.0, False)]
+)
 def test_what_holds(share, drop, holds):
     rung = Rung("dynamic", DYNAMIC, "accuracy", 0.5, drop, (0.0, 0.1), 1.0, 1, share)
     assert rung.holds(0.01) is holds
-    assert ("of the weights are int8" in rung.line()) == (share < LEAST)
+    assert ("of the weights are int8" in rung.line()) == (share < LEAST_INT8)
 
 
 @pytest.mark.parametrize("package", ["nncf", "openvino"])

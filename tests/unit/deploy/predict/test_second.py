@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from kd.cluster import handler
-from kd.deploy.export.export import Options, export
+from kd.deploy.export.export import ExportOptions, export
 from kd.deploy.predict.image_list import find
 from kd.deploy.predict.predict import PredictOptions, predict
 from kd.files.manifest import checksum
@@ -49,7 +49,7 @@ sys.exit(main())
 @pytest.fixture(scope="module")
 def small(distilled, tmp_path_factory) -> Path:
     """An export that is unsure of about half of the images."""
-    return export(distilled, tmp_path_factory.mktemp("small") / "export", Options(defer_share=0.5)).folder
+    return export(distilled, tmp_path_factory.mktemp("small") / "export", ExportOptions.of(defer_share=0.5)).folder
 
 
 @pytest.fixture(scope="module")

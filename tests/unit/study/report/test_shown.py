@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kd.core.scores import Column, Scores
 from kd.core.types import State
-from kd.deploy.export.card import Card
-from kd.deploy.export.card import render as card_text
 from kd.jobs.progress.console import Console
 from kd.parts.tasks import embedding, label_sets, single_label
 from kd.study.report.page import render
@@ -42,13 +40,6 @@ def trained(metrics: dict, baseline: Trained | None = None) -> Trained:
 def record(name: str = "depth", **changes) -> RunRecord:
     alone = RunRecord("alone", {}, {}, TRAIN, ALONE, [], DEPTH)
     return replace(RunRecord(name, {"price.per_hour": 1.0}, {}, TRAIN, VAL, [], DEPTH, baseline=alone), **changes)
-
-
-def card(**changes) -> str:
-    content = {name: "" for name, field in Card.__dataclass_fields__.items() if field.default is MISSING}
-    content |= {"losses": ["kl"], **dict.fromkeys(("student_parameters", "eager_ms", "size", "crop", "width"), 0)}
-    content |= {key: {} for key in ("thresholds", "defer", "calibration", "metrics", "baseline", "graphs", "commands")}
-    return words(card_text(Card(**{**content, "scores": DEPTH, "metrics": VAL[0], **changes})))
 
 
 def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
@@ -137,21 +128,6 @@ def test_a_page_of_two_tasks():
     assert page.count("<h3>Validation agreement</h3>") == 2
     for cell in ("75.0 %", "0.7500"):
         assert f"<td>{cell}</td>" in page
-
-
-def test_card():
-    graphs = {"model.onnx": {"within a quarter": 0.75, "max_difference": 1e-5, "images": 8, "cpu_ms": 1.5}}
-    found = card(baseline=ALONE[0], graphs=graphs)
-    assert "| model | within a quarter | mean absolute error |" in found
-    assert "| teacher | 87.5 % | 0.1250 |" in found
-    assert "| this student | 75.0 % | 0.3750 |" in found
-    assert "| the same student, labels only | 25.0 % | 0.8125 |" in found
-    assert "Depths of pixels, in metres." in found
-    assert "gap 0.5000 m (mean distance from the teacher)" in found
-    assert "| file | within a quarter | max abs. difference | CPU ms per image |" in found
-    assert "| model.onnx | 75.0 % | 1.0e-05 | 1.50 |" in found
-    assert "without labels" in card(metrics={"gap": 0.5})
-    assert "no validation" in card(metrics={})
 
 
 @pytest.mark.parametrize("scores", [single_label.SCORES, label_sets.SCORES, embedding.SCORES, DEPTH])

@@ -1,0 +1,146 @@
+"""What a person may ask of an export. `kd-export` makes its flags of these fields, and their help of these texts."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from kd.core.errors import ConfigError, did_you_mean
+from kd.core.host import cores
+from kd.core.options import option, positive, whole_number
+
+if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
+    from kd.core.evaluation import Task
+    from kd.deploy.export.defer import Rule
+
+
+def points(text: str) -> float:
+    """Return points of a percentage as a share; ValueError: it is no number."""
+    with suppress(ValueError):
+        if float(text) > -1e9:  # false for NaN
+            return float(text) / 100
+    raise ValueError(f"'{text}' is not a number of points such as 0.5")
+
+
+def milliseconds(text: str) -> float:
+    """Return a time such as 10ms or 0.5s in milliseconds; ValueError: it is none."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)(ms|s)", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"'{text}' is not a time such as 10ms or 0.5s")
+    return float(match[1]) * (1000 if match[2] == "s" else 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphOptions:
+    """Which graphs are written beside the folder that timm loads."""
+
+    onnx: bool = option(True)
+    """write model.onnx; without it and --pt2 no images are read"""
+    int8: bool = option(False)
+    """also a graph in int8: the first that loses at most --max-drop (dynamic, then post-training)"""
+    openvino: bool = option(False)
+    """also openvino.xml; needs kd[openvino]"""
+    pt2: bool = option(False)
+    """also model.pt2 for torch.export.load"""
+    index: bool = option(False)
+    """of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"""
+
+    @property
+    def any(self) -> bool:
+        """Whether a graph is written, so that validation images are needed."""
+        return self.onnx or self.pt2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    """How a graph is compared with PyTorch, and what it may lose."""
+
+    max_drop: float = option(0.01, "POINTS", points)
+    """points of accuracy that int8 and bf16 may lose on the validation images (default 1)"""
+    tolerance: float = option(1e-3, "X", positive)
+    """logits of float32 graphs may differ by this much"""
+    images: int = option(2000, "N", whole_number(0, 10**9))
+    """validation images compared, evenly spaced; 0: all"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PickOptions:
+    """Which graph `kd-serve` loads by itself."""
+
+    compare: bool = option(False)
+    """measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"""
+    budget: float = option(0.0, "TIME", milliseconds)
+    """pick the most accurate that answers within this, such as 10ms (its p50); implies --compare (default: none)"""
+    threads: int = option(1, "N", whole_number(1, 4096))
+    """on which an image is computed for the pick (default 1, as kd-serve does)"""
+
+    @property
+    def measures(self) -> bool:
+        """Whether graphs are measured."""
+        return self.compare or self.budget > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SureOptions:
+    """What the confidence of an answer is worth."""
+
+    calibrate: bool = option(True)
+    """divide the logits by one temperature, fitted on validation images, where that makes confidences better"""
+    defer: float = option(0.0, "X", float)
+    """say which answers are sure: at most this share of them wrong, such as 0.02 (default: none)"""
+    defer_share: float = option(0.0, "X", float)
+    """instead: this share of images is unsure (default: none)"""
+
+    @property
+    def rule(self) -> Rule:
+        """The rule by which an answer is sure."""
+        from kd.deploy.export.defer import Rule
+
+        return Rule(self.defer, self.defer_share)
+
+
+GROUPS: dict[str, Any] = {"graphs": GraphOptions, "check": CheckOptions, "pick": PickOptions, "sure": SureOptions}
+NAMES = tuple(one.name for kind in GROUPS.values() for one in fields(kind))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """All of them. By their own names, as from Python: `ExportOptions.of(int8=True, max_drop=0.005)`."""
+
+    graphs: GraphOptions = field(default_factory=GraphOptions)
+    check: CheckOptions = field(default_factory=CheckOptions)
+    pick: PickOptions = field(default_factory=PickOptions)
+    sure: SureOptions = field(default_factory=SureOptions)
+    license: str = option("", "ID")
+    """licence to state in the model card, e.g. apache-2.0"""
+
+    @classmethod
+    def of(cls, **named: Any) -> ExportOptions:
+        """Return options by the names of their fields, whatever group they belong to; ConfigError: one is unknown."""
+        made = {}
+        for group, kind in GROUPS.items():
+            own = {one.name for one in fields(kind)} & named.keys()
+            made[group] = kind(**{name: named.pop(name) for name in own})
+        license = named.pop("license", "")
+        for name in named:
+            known = [*NAMES, "license"]
+            raise ConfigError(name, "is no option of an export", ", ".join(known), did_you_mean(name, known))
+        return cls(**made, license=license)
+
+    def require(self, task: Task) -> None:
+        """Refuse what does not go together, before minutes of work."""
+        graphs, pick = self.graphs, self.pick
+        if not graphs.onnx and (graphs.int8 or graphs.openvino or pick.measures):
+            raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
+        if pick.measures and not 1 <= pick.threads <= cores():
+            allowed = f"1 to {cores()}, which this process may use"
+            raise ConfigError("--threads", f"is {pick.threads}", allowed, "Measure where the endpoint will run")
+        if graphs.index and task.logits:
+            wrong = "this student answers with classes, not with vectors"
+            raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
+        if graphs.index and not graphs.any:
+            wrong = "maps the vectors in the graphs, and with --no-onnx there is none"
+            raise ConfigError("--index", wrong, "", "Leave out --no-onnx")
+        self.sure.rule.check(task, graphs.any)

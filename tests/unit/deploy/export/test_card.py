@@ -1,0 +1,101 @@
+"""The model card says what was measured, of any task, and holds no text that does something."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kd.core.scores import Column, Scores
+from kd.deploy.export.card import ModelCard, model_name, plain
+from kd.deploy.export.graphs import Made
+from kd.parts.tasks.embedding import Embedding
+from kd.parts.tasks.single_label import SingleLabel
+
+DEPTH = Scores(
+    own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),
+    pair=(Column("gap", "gap", "m", "mean distance from the teacher"), Column("bias", "bias", "m")),
+    note="Depths of pixels, in metres.",
+)
+ROW = {"step": 5, "delta1": 0.75, "mae": 0.375, "teacher_delta1": 0.875, "teacher_mae": 0.125, "gap": 0.5, "bias": 0.25}
+ALONE = [{"step": 9, "delta1": 0.25, "mae": 0.8125}]
+GRAPH = {"max_difference": 1e-5, "images": 8, "cpu_ms": 1.5}
+
+
+class Depth(SingleLabel):
+    """A task whose columns nobody knows."""
+
+    scores = DEPTH
+
+
+@pytest.fixture
+def card(subject):
+    """Return the text of a card; `task` and fields of `Made` and of the manifest's facts."""
+
+    def draw(task=None, made: Made | None = None, facts: dict | None = None, license: str = "", **more):
+        one = subject(**more)
+        recipe = replace(one.recipe, student=replace(one.recipe.student, task=task or SingleLabel()))
+        one = replace(one, recipe=recipe)
+        shown = {"name": recipe.record.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": {}}
+        return ModelCard(one, made or Made(), {**shown, **(facts or {})}, "student", license).render()
+
+    return draw
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_task_of_ones_own(card, subject):
+    provenance = {**subject().provenance, "metrics": ROW}
+    made = Made(parity={"model.onnx": {**GRAPH, "within a quarter": 0.75}})
+    text = card(Depth(), made, provenance=provenance, baseline=ALONE)
+    found = words(text)
+    assert text.startswith("---\ntags: [image-classification, timm, knowledge-distillation]\n")
+    assert "| model | within a quarter | mean absolute error |" in found
+    assert "| teacher | 87.5 % | 0.1250 |" in found
+    assert "| this student | 75.0 % | 0.3750 |" in found
+    assert "| the same student, labels only | 25.0 % | 0.8125 |" in found
+    assert "Depths of pixels, in metres." in found
+    assert "gap 0.5000 m (mean distance from the teacher)" in found
+    assert "| file | within a quarter | max abs. difference | CPU ms per image |" in found
+    assert "| model.onnx | 75.0 % | 1.0e-05 | 1.50 |" in found
+    assert "3 classes: apple, fig, pear" in found
+    assert "distilled from `vit_tiny_patch16_224` by kd (losses: kl)" in found
+    assert "without labels" in card(Depth(), provenance={**provenance, "metrics": {"gap": 0.5}})
+    assert "no validation" in card(Depth())
+
+
+def test_what_the_answers_mean(card):
+    calibration = {"temperature": 1.5, "images": 200, "ece": 0.1, "calibrated_ece": 0.02}
+    metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
+    found = words(card(made=Made(calibration=calibration), provenance=metrics))
+    assert "divided by 1.5, fitted on 200 validation images" in found
+    assert "from 10.0 % to 2.0 %" in found
+    assert "Any image gets one of the classes" in found
+    limits = {"fig": {"threshold": 0.3, "chosen": True, "f1": 0.8}, "pear": {"threshold": 0.5, "chosen": False}}
+    found = words(card(made=Made(thresholds=limits)))
+    assert "1 of 2 thresholds have the largest F1" in found
+    assert "the mean F1 is 80.0 %" in found
+    vectors = words(card(Embedding()))
+    assert "pipeline_tag: image-feature-extraction" in vectors
+    assert "Output: a vector of 24 numbers" in vectors
+    assert "they do not compare with the teacher's" in vectors
+    assert "so that an index of the teacher's vectors" in words(
+        card(Embedding(), facts={"output": {"space": "teacher"}})
+    )
+
+
+def test_a_name_is_shown_and_does_nothing(card):
+    """Issue 49: before, `run.name` came as it was, and the path of a local teacher with it."""
+    name = "a\n# [click](http://b) <script>|`x`"
+    text = card(facts={"name": name}, license="mit\nextra: 1", teacher="/home/someone/secret/vit")
+    (title,) = [line for line in text.splitlines() if line.startswith("# ")]
+    assert title == r"# a \# \[click\](http://b) &lt;script&gt;\|\`x\`"
+    assert "\nlicense: mit extra: 1\n" in text
+    assert "secret" not in text
+    assert "distilled from `vit`" in text
+    assert plain("vit_food-2 (b)") == "vit_food-2 (b)"
+    assert plain("a\u2028b\x1b") == "a b?"
+    assert model_name("local-dir:/home/a/vit") == "`vit`"
+    assert model_name("hf_hub:timm/vit`x") == "`hf_hub:timm/vit'x`"

@@ -1,0 +1,154 @@
+"""An export of a small student: which files there are, what manifest and card say, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from kd.core.errors import ConfigError, ModelError
+from kd.deploy.export import graphs, variants
+from kd.deploy.export.export import write
+from kd.deploy.export.options import ExportOptions
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import load
+from kd.models import runtimes
+from kd.parts.tasks import embedding, single_label
+
+SINGLE, VECTORS = (module.build(module.Options()) for module in (single_label, embedding))
+
+
+def files(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_graphs_that_are_asked_for(subject, tmp_path):
+    made = subject()
+    written = write(made, tmp_path / "export", ExportOptions.of(pt2=True, int8=True, max_drop=0.5))
+    plain = {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
+    assert files(written.folder) == {*plain, "model.onnx", "model.pt2", "model.int8.onnx"}
+    manifest = json.loads((written.folder / "manifest.json").read_text())
+    said = json.loads(json.dumps(written.manifest))
+    assert {**said, "files": manifest["files"], "checksum": manifest["checksum"]} == manifest
+    assert set(manifest["parity"]) == set(manifest["validation"]) == {"model.onnx", "model.pt2", "model.int8.onnx"}
+    assert manifest["parity"]["model.onnx"]["same_top1"] == manifest["parity"]["model.onnx"]["images"] == 40
+    assert manifest["int8"][0]["file"] == "model.int8.onnx"
+    assert manifest["version"] == made.provenance["digest"][:12]
+    pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), np.uint8)
+    with torch.no_grad():
+        expected = made.student.answer(torch.from_numpy(pixels)).numpy()
+    assert np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max() < 1e-4
+
+
+def test_without_graphs_no_image_is_read(subject, tmp_path):
+    def away():
+        raise AssertionError("images are read")
+
+    written = write(subject(images=away), tmp_path / "export", ExportOptions.of(onnx=False))
+    assert "model.onnx" not in files(written.folder)
+    assert "kd-serve" not in (written.folder / "README.md").read_text()
+
+
+def test_confidences_are_right_on_average_and_answers_as_they_were(subject, tmp_path):
+    """Probabilities that are far too even, as those of `wttm`: every file has the temperature."""
+    pixels = np.random.default_rng(2).integers(0, 256, (200, 3, 16, 16), np.uint8)
+    plain, made = subject().student, subject()
+    with torch.no_grad():
+        logits = plain.answer(torch.from_numpy(pixels))
+        logits -= logits.mean(0)  # random weights answer with one class
+    sharp = (logits * 4 / logits.std()).softmax(1)
+    labels = torch.multinomial(sharp, 1, generator=torch.Generator().manual_seed(0))[:, 0].numpy()
+    made = replace(made, images=lambda: nullcontext(lambda limit: [(pixels, labels)]))
+    for kept in (plain, made.student):
+        with torch.no_grad():
+            kept.network.head.bias -= kept.answer(torch.from_numpy(pixels)).mean(0)
+            for parameter in kept.network.head.parameters():
+                parameter /= logits.std()
+    written = write(made, tmp_path / "export", ExportOptions())
+    assert any(line.startswith("calibrated: ") for line in written.lines)
+    facts = json.loads((written.folder / "kd.json").read_text())["calibration"]
+    assert facts["images"] == 200
+    assert facts["calibrated_ece"] < 0.5 * facts["ece"], facts
+    with torch.no_grad():
+        before = plain.answer(torch.from_numpy(pixels)).numpy()
+    after = load(describe(written.folder), 1, 1).engine(pixels)
+    np.testing.assert_allclose(after * facts["temperature"], before, rtol=1e-3, atol=1e-4)
+    assert written.manifest["version"] != made.provenance["digest"][:12]
+
+
+def broken(program, path, output, write=runtimes.write_onnx) -> None:
+    """A real file of which one weight in ten is wrong; only the comparison can notice."""
+    write(program, path, output)
+    graph = onnx.load(path)
+    largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    values = onnx.numpy_helper.to_array(largest).copy()
+    values.ravel()[::10] += 1
+    largest.CopyFrom(onnx.numpy_helper.from_array(values, largest.name))
+    onnx.save(graph, path)
+
+
+def test_a_broken_graph_is_refused_and_nothing_is_left(subject, tmp_path, monkeypatch):
+    monkeypatch.setattr(graphs.runtimes, "write_onnx", broken)
+    with pytest.raises(ModelError, match=r"^export\.model\.onnx: its values differ from PyTorch's by up to"):
+        write(subject(), tmp_path / "export", ExportOptions())
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_tolerance_is_kept(subject, tmp_path):
+    with pytest.raises(ModelError, match=r"At most 1e-12 \(--tolerance\)"):
+        write(subject(), tmp_path / "export", ExportOptions.of(tolerance=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("named", "task", "words"),
+    [
+        ({"onnx": False, "int8": True}, SINGLE, "--no-onnx: all other graphs are made from model.onnx"),
+        ({"onnx": False, "budget": 1.0}, SINGLE, "--no-onnx"),
+        ({"compare": True, "threads": 4096}, SINGLE, "--threads: is 4096"),
+        ({"index": True}, SINGLE, "--index: this student answers with classes"),
+        ({"index": True, "onnx": False}, VECTORS, "--index: maps the vectors in the graphs"),
+        ({"defer": 0.02, "defer_share": 0.1}, SINGLE, "--defer: and --defer-share"),
+    ],
+)
+def test_options_that_do_not_go_together(named, task, words):
+    with pytest.raises(ConfigError, match=words):
+        ExportOptions.of(**named).require(task)
+
+
+def test_options_by_their_names():
+    made = ExportOptions.of(int8=True, max_drop=0.5, budget=3.0, license="mit")
+    assert (made.graphs.int8, made.check.max_drop, made.pick.measures, made.license) == (True, 0.5, True, "mit")
+    with pytest.raises(ConfigError, match=r"^in8: is no option of an export\. .*int8"):
+        ExportOptions.of(in8=True)
+
+
+@pytest.fixture
+def brief(monkeypatch) -> None:
+    """Measure briefly, and as where OpenVINO is not installed."""
+    monkeypatch.setattr(variants, "SECONDS", 0.01)
+    monkeypatch.setattr(variants, "cores", lambda: 1)
+    find = runtimes.installed
+    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tmp_path, monkeypatch):
+    """Issue 49: before, the error of one candidate threw away what was finished."""
+
+    def fails(source, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("NotImplemented:\nno kernel")
+
+    monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
+    written = write(subject(), tmp_path / "export", ExportOptions.of(compare=True))
+    assert "model.onnx" in files(written.folder)
+    assert "model.int8.onnx" not in files(written.folder)
+    line = "left out: model.int8.onnx, because quantizing failed (RuntimeError: NotImplemented: no kernel)"
+    assert line in written.lines
+    with pytest.raises(RuntimeError):  # asked for by name it is an error
+        write(subject(), tmp_path / "other", ExportOptions.of(int8=True))
