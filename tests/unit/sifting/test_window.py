@@ -164,10 +164,28 @@ def test_a_window_resumes_from_its_state():
 
 
 @pytest.mark.parametrize("length", [3, 6, 9])
-def test_a_state_fits_a_window_of_another_length(length):
+@pytest.mark.parametrize("pushed", [4, 10])
+def test_a_state_fits_a_window_of_another_length(length, pushed):
     window = LossWindow(6)
-    window.push(torch.arange(4.0))
+    window.push(torch.arange(float(pushed)))
     other = LossWindow(length)
     other.load_state_dict(window.state_dict())
-    expected = naive([0.0, 1.0, 2.0, 3.0][-length:], [1.5], [0.5])
+    expected = naive([float(loss) for loss in range(pushed)][-min(length, 6) :], [1.5], [0.5])
     assert other.percentile(torch.tensor([1.5]), half(1)).tolist() == pytest.approx(expected)
+
+
+def test_a_batch_is_ranked_before_it_is_remembered():
+    window, twin, losses = LossWindow(6), LossWindow(6), torch.tensor([0.2, 3.0, 0.9])
+    for each in (window, twin):
+        each.push(torch.arange(4.0))
+    place = torch.rand(3, generator=generator(5), dtype=torch.float64)
+    expected = twin.percentile(losses, place) ** 2
+    assert torch.equal(window.probability(losses, 2.0, generator(5)), expected)
+    assert window.losses_L.tolist()[-3:] == losses.tolist()
+
+
+def test_a_loss_that_is_no_number_ranks_highest():
+    window = LossWindow(6)
+    window.push(torch.arange(4.0))
+    found = window.percentile(torch.tensor([1.5, math.nan, math.inf]), half(3))
+    assert found.tolist() == pytest.approx(naive([0.0, 1.0, 2.0, 3.0], [1.5, math.inf, math.inf], [0.5] * 3))

@@ -98,6 +98,13 @@ def test_hard_images_are_kept_and_easy_ones_drawn():
     assert (plan.weights == 1).all()
 
 
+def test_exactly_the_images_below_the_mean_may_be_left_out():
+    values = torch.tensor([0.0] * 100 + [1.0] * 200 + [2.0] * 100)  # their mean is 1
+    plans = [warm(history.Options(keep=0.9), seed, values).plan(1, 0.3).ids for seed in range(40)]
+    left = {id for ids in plans for id in set(range(IMAGES)) - set(ids.tolist())}
+    assert left == set(range(100))
+
+
 @pytest.mark.parametrize("keep", [0.15, 0.2, 0.3])
 def test_no_easy_image_is_drawn_less_often_than_floor(keep):
     counts = sum(
@@ -121,6 +128,17 @@ def test_no_image_is_left_out_for_longer_than_refresh():
         plan = sifter.plan(epoch, epoch / 40)
         last[plan.ids] = epoch
         assert (epoch - last).max() <= 4
+        sifter.observe(plan.ids, losses()[plan.ids])
+
+
+def test_no_image_starves_where_overdue_ones_do_not_fit():
+    """60 of 400 images an epoch, so that in turn each is seen in every seventh."""
+    sifter = warm(history.Options(keep=0.15, refresh=1, anneal=0.0))
+    last = torch.zeros(IMAGES, dtype=torch.int64)
+    for epoch in range(1, 40):
+        plan = sifter.plan(epoch, epoch / 40)
+        last[plan.ids] = epoch
+        assert (epoch - last).max() <= 7
         sifter.observe(plan.ids, losses()[plan.ids])
 
 

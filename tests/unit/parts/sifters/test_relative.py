@@ -138,3 +138,15 @@ def test_the_delay_sees_everything_once_or_in_each_epoch():
     assert [long.plan(e, 0.0).steps for e in range(3)] == [10, 5 + 2, 5]
     batches = epoch(made(1.0, delay=4))
     assert [batch.teacher_outputs is None for batch in batches] == [True] * 8 + [False] * 6
+
+
+def test_each_epoch_draws_anew():
+    """Of equal losses the places in the plan that are kept are the draw itself."""
+    sifter, kept = made(1.0), []
+    for number in (0, 1):
+        plan = sifter.plan(number, 0.0)
+        scores = Scores(plan, torch.ones(IMAGES))
+        ids = torch.cat([batch.ids for batch in sifter.stream(scores.loaded(sifter.context, 0), scores, 0)])
+        places = plan.ids.argsort()[ids]
+        kept.append(sorted(places.tolist()))
+    assert kept[0] != kept[1]
