@@ -207,13 +207,19 @@ def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *map(str, world), *script]
 
 
+def empty_config() -> Path:
+    """Write a configuration without a key, in a new folder of our own: anybody writes into the temporary one."""
+    file = Path(tempfile.mkdtemp(prefix="kd-"), "kd-empty.yaml")
+    file.write_text("{}\n", encoding="utf-8")
+    return file
+
+
 def main(argv: Sequence[str]) -> int:
     """Do this host's part of a job. SageMaker starts a container with `train` alone; then take the hyperparameters."""
     argv = list(argv)
     try:
         if argv == ["train"]:
-            argv = ["/tmp/kd-empty.yaml", *hyperparameters()]
-            Path(argv[0]).write_text("{}\n", encoding="utf-8")
+            argv = [str(empty_config()), *hyperparameters()]
         hosts = read_hosts()
         if not hosts.data:
             os.environ["SM_HOSTS"] = json.dumps(hosts.trainers)

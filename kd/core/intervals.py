@@ -16,6 +16,10 @@ import numpy as np
 Z = 1.959964  # 97.5 % of a normal distribution lie below
 RESAMPLES = 200
 """Enough for a standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 6.4)."""
+FEW_IMAGES = 18.0
+"""The bootstrap's standard error of a mean average precision is too small where images are few: two equal models were
+called better or worse in 13 % of the cases at 60 images and in 7 % at 200, where 5 % are promised. Standard errors
+1 + 18 / images times as large make 5 % of both."""
 
 
 def wilson(share: float, images: int) -> tuple[float, float]:
@@ -56,14 +60,15 @@ def resampled(score: Callable[[np.ndarray], Any], images: int) -> np.ndarray:
     return np.array([score(draw.integers(0, images, images)) for _ in range(RESAMPLES)])
 
 
-def around(value: float, replicates: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Return value - bias +- 1.96 standard errors, both of the bootstrap values.
+def around(value: float, replicates: Sequence[float] | np.ndarray, images: int = 0) -> tuple[float, float]:
+    """Return value - bias +- 1.96 standard errors, both of the bootstrap values; wider for few `images`.
 
     Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 5.2. A mean average precision of few
     images is too high by itself, that of a resample by as much again: percentiles would lie on the wrong side.
     """
     drawn = np.asarray(replicates, np.float64)
-    centre, half = 2 * value - float(drawn.mean()), Z * float(drawn.std(ddof=1))
+    wider = 1 + FEW_IMAGES / images if images else 1.0
+    centre, half = 2 * value - float(drawn.mean()), wider * Z * float(drawn.std(ddof=1))
     return centre - half, centre + half
 
 
@@ -79,12 +84,13 @@ class Samples:
     value: float
     right: np.ndarray | None = None  # bool [N], where the score is the share of N images that are right
     replicates: np.ndarray | None = None  # of any other score: its values on bootstrap samples, see `resampled`
+    images: int = 0  # that gave `replicates`; 0: many
 
     def interval(self) -> tuple[float, float]:
         if self.right is not None:
             return wilson(self.value, len(self.right))
         assert self.replicates is not None
-        return around(self.value, self.replicates)
+        return around(self.value, self.replicates, self.images)
 
     def minus(self, other: Samples) -> tuple[float, float, float]:
         """Return the difference from another model's score of the same images, with the ends of its interval."""
@@ -94,18 +100,20 @@ class Samples:
             return difference, *paired(gained, lost, len(self.right))
         assert self.replicates is not None
         assert other.replicates is not None
-        return difference, *around(difference, self.replicates - other.replicates)
+        return difference, *around(difference, self.replicates - other.replicates, self.images)
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON values: a hexadecimal digit for four images, or the bootstrap values."""
         if self.right is not None:
             return {"value": self.value, "images": len(self.right), "right": np.packbits(self.right).tobytes().hex()}
         assert self.replicates is not None
-        return {"value": self.value, "replicates": [round(float(one), 6) for one in self.replicates]}
+        drawn = [round(float(one), 6) for one in self.replicates]
+        return {"value": self.value, "images": self.images, "replicates": drawn}
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
         if "right" in recorded:
             bits = np.unpackbits(np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8), count=recorded["images"])
             return cls(recorded["value"], right=bits.astype(bool))
-        return cls(recorded["value"], replicates=np.array(recorded["replicates"], np.float64))
+        drawn = np.array(recorded["replicates"], np.float64)
+        return cls(recorded["value"], replicates=drawn, images=recorded["images"])

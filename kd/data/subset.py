@@ -12,6 +12,7 @@ from kd.core.contracts import Noted, Source, Stamped
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
 from kd.core.types import Decoded, Label
+from kd.files.name_list import names_of
 
 EXCLUDE = "data.exclude"
 
@@ -70,13 +71,16 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
 
 
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark."""
+    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark.
+
+    A name that a line cannot hold is written as JSON (`kd.files.name_list`).
+    """
     try:
         content = Path(file).expanduser().read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         wrong = f"'{file}' cannot be read ({error.strerror})"
         raise DataError(EXCLUDE, wrong, "A text file", "Check the path") from error
-    wanted = {line.strip() for line in content.splitlines() if line.strip() and not line.lstrip().startswith("#")}
+    wanted = set(names_of(content))
     rest, missing = {**splits}, set(wanted)
     for split, source in splits.items():
         out = np.zeros(len(source), bool)

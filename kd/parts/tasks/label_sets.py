@@ -152,7 +152,7 @@ class Evaluator(LogitsEvaluator):
             keys, values = [column.key for column in SCORES.own], score(one, truth)
             drawn = resampled(lambda ids, one=one: [*score(one[ids], truth[ids]).values()], len(truth))
             drawn = dict(zip(values, drawn.T, strict=True))
-            found |= {prefix + key: Samples(values[key], replicates=drawn[key]) for key in keys}
+            found |= {prefix + key: Samples(values[key], replicates=drawn[key], images=len(truth)) for key in keys}
         return found
 
 

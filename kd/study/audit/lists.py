@@ -15,6 +15,7 @@ import numpy as np
 from kd.core.contracts import Source
 from kd.core.errors import DataError
 from kd.core.types import Label
+from kd.files.name_list import names_of, quoted
 from kd.files.storage import write_text
 from kd.study.audit.album import MIRRORED, Album
 from kd.study.audit.copies import Pairs
@@ -94,9 +95,9 @@ def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, So
     write_table(folder / DUPLICATES, [head, *rows])
     lines = ["# Lines for data.exclude. Of a photograph in two splits, the copy that is trained on."]
     names = {f"{one.one.split}:{one.one.name}" for one in found if one.leaks} | _excluded(folder / EXCLUDE)
-    lines += sorted(names)
+    lines += map(quoted, sorted(names))
     unsure = {f"{seen.split}:{seen.name}" for one in found if not one.leaks for seen in one[2:]}
-    doubtful = [f"# {name}" for name in sorted(unsure - names)]
+    doubtful = [f"# {quoted(name)}" for name in sorted(unsure - names)]
     lines += ["# One photograph with two labels. Remove the # of a line to leave that image out:"] * bool(doubtful)
     write_text(folder / EXCLUDE, "\n".join([*lines, *doubtful, ""]))
     figures = [(f"{one.kind}, {one.score:.2f}", [one.one, one.other]) for one in found]
@@ -104,8 +105,7 @@ def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, So
 
 
 def _excluded(file: Path) -> set[str]:
-    lines = file.read_text(encoding="utf-8", errors="backslashreplace").splitlines() if file.is_file() else []
-    return {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
+    return set(names_of(file.read_text(encoding="utf-8", errors="backslashreplace"))) if file.is_file() else set()
 
 
 def read_repeats(folder: Path) -> list[Repeat]:
@@ -141,12 +141,15 @@ def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:
     write_text(file, text.getvalue())
 
 
-def page(title: str, figures: Sequence[tuple[str, Sequence[Seen]]], splits: Mapping[str, Source]) -> str:
+def page(
+    title: str, figures: Sequence[tuple[str, Sequence[Seen]]], splits: Mapping[str, Source], note: str = ""
+) -> str:
     """Return an HTML page with the images of the first findings; it needs nothing from elsewhere."""
     parts = [
         '<!doctype html><meta charset="utf-8"><style>body{font:14px sans-serif;margin:24px}figure{display:inline-block;'
         "margin:8px;vertical-align:top}figcaption{max-width:340px;overflow-wrap:anywhere}</style>",
         f"<title>{escape(title)}</title><h1>{escape(title)}</h1><p>{min(SHOWN, len(figures))} of {len(figures)}</p>",
+        f"<p>{escape(note)}</p>" if note else "",
     ]
     for caption, images in figures[:SHOWN]:
         drawn = "".join(f'<img src="{_thumbnail(splits[one.split].decode, one.id)}" alt="">' for one in images)

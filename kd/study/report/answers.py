@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from kd.core.text import percent
 from kd.study.report.pair import pair
-from kd.study.report.record import Answers, RunRecord
+from kd.study.report.record import FEWEST, Answers, RunRecord
 from kd.study.report.sections import card, section, table
 from kd.study.report.svg import esc, legend
 
 MOST_CLASSES = 24  # classes of a confusion matrix; of more, the most frequent confusions are listed
-FEWEST = 20  # images of a class below which its accuracy is marked: the 95 % interval of 10 of 20 is 30 to 70 %
 MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list; of a class name that is drawn
 
 
@@ -55,8 +54,10 @@ def _dumbbells(one: Answers) -> str:
         if one.teacher:
             dots = _dot("teacher", teacher[i], "background:var(--card);border:3px solid var(--teacher)") + dots
         gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if one.teacher else percent(student[i])
+        if images[i] < FEWEST:  # of three images a percentage says more than is known
+            gap = f"{round(student[i] * images[i])} of {images[i]}"
         rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>{dots}'
-        few = f" ({images[i]} *)" if images[i] < FEWEST else ""
+        few = " *" if images[i] < FEWEST else ""
         title = esc(f"{one.classes[i]}: {images[i]} images")
         rows.append(
             f'<div class="dumb"><span class="name" title="{title}">{esc(names[i])}{few}</span>'

@@ -12,7 +12,7 @@ import numpy as np
 
 from kd.core.intervals import paired, wilson
 from kd.core.text import percent
-from kd.study.report.record import Answers
+from kd.study.report.record import FEWEST, Answers
 from kd.study.report.sections import card, table
 from kd.study.report.svg import Series, legend, lines
 
@@ -103,6 +103,11 @@ def _summary(one: Answers, shown: Half, passed: np.ndarray, threshold: float) ->
     )
 
 
+def _of_class(right: np.ndarray) -> str:
+    """Return the share that is right, or how many where these are few."""
+    return percent(right.mean()) if len(right) >= FEWEST else f"{right.sum()} of {len(right)}"
+
+
 def _classes(one: Answers, shown: Half, passed: np.ndarray) -> str:
     """Show each class, those of which most is passed on first."""
     both, rows = np.where(passed, shown.teacher, shown.student), []
@@ -110,7 +115,7 @@ def _classes(one: Answers, shown: Half, passed: np.ndarray) -> str:
         if (of := shown.label == label).any():
             share = passed[of].mean()
             values = {"student": shown.student, "pair": both, "teacher": shown.teacher}
-            cells = {who: percent(right[of].mean()) for who, right in values.items()}
+            cells = {who: _of_class(right[of]) for who, right in values.items()}
             rows.append((share, {"class": name, "images": int(of.sum()), "passed on": percent(share), **cells}))
     rows.sort(key=lambda row: -row[0])
     hint = f'<p class="hint">{MOST_CLASSES} of {len(rows)} classes.</p>' if len(rows) > MOST_CLASSES else ""

@@ -15,6 +15,8 @@ from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 
 APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
+FEWEST = 20
+"""Images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %."""
 SPANS = ("data", "teacher", "forward", "backward", "communication", "optimizer", "sifting", "wait", *APART, "other")
 """The parts of a step's time, in the order in which they are drawn."""
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -243,11 +245,15 @@ def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
     return cells
 
 
-def teachers_of(runs: Sequence[RunRecord]) -> dict[str, Mapping[str, float]]:
-    """Return the scores of each teacher of runs once, by name; one that several runs share has those of the first."""
+def teachers_of(runs: Sequence[RunRecord], split: str = "counted") -> dict[str, Mapping[str, float]]:
+    """Return the scores of each teacher of runs, by name; a shared teacher is listed once.
+
+    `split`: "counted", those beside the score that counts, of test images where there are some; or "validation".
+    """
     found: dict[str, tuple[str, Mapping[str, float]]] = {}
     for run in runs:
-        for name, values in run.scores.of_teachers(run.counted).items():
+        row = run.counted if split == "counted" else run.best
+        for name, values in run.scores.of_teachers(row).items():
             found.setdefault(f"{run.manifest.get('teacher') or run.name} {name}", (f"{name} of {run.name}", values))
     names = [name.rpartition(" of ")[0] for name, _ in found.values()]
     return {

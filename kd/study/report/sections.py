@@ -96,7 +96,9 @@ def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
             series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
     last = max((x for one in series for x in one.x), default=0.0)
     teachers = [
-        (name, values[column.key]) for name, values in teachers_of(runs_with_it).items() if column.key in values
+        (name, values[column.key])
+        for name, values in teachers_of(runs_with_it, "validation").items()
+        if column.key in values
     ]
     for name, value in teachers[:2] if last else ():
         series.append(Series(name, "--c4", [0, last], [value, value], dashed=True))
@@ -111,8 +113,8 @@ def _chart(title: str, series: Sequence[Series], unit: str) -> str:
     series = [one for one in series if one.x]
     if not series:
         return ""
-    if all(len(one.x) == 1 or one.dashed for one in series):  # evaluated once: there is no curve
-        return card(title, bars([(one.name, [(one.y[0], one.color)]) for one in series], unit))
+    if all(len(one.x) < 3 or one.dashed for one in series):  # two evaluations make no curve: the last one counts
+        return card(title, bars([(one.name, [(one.y[-1], one.color)]) for one in series], unit))
     names = legend([(one.name, one.color) for one in series]) if len(series) > 1 else ""
     return card(title, lines(series, 350, 220, "step", unit), names)
 

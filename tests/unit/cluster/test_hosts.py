@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kd.cluster.group import Node, command, num_decoders
+from kd.cluster.group import Node, command, empty_config, num_decoders
 from kd.cluster.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
 from kd.core.errors import BackendError
 
@@ -112,3 +112,16 @@ def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
 def test_a_host_may_start_before_the_name_of_the_first_one_is_known():
     node = Node(Hosts("algo-2", ("not-yet.invalid",), ("algo-2",)), "mark")
     assert (node.head, node.folder) == (False, "")
+
+
+def test_the_empty_configuration_lies_where_nobody_else_writes(tmp_path, monkeypatch):
+    """Its name in the temporary folder was known: a link of that name was written through."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "kd-empty.yaml").symlink_to(victim)
+    one, other = empty_config(), empty_config()
+    assert victim.read_text() == "precious"
+    assert one != other
+    assert one.read_text() == "{}\n"
+    assert one.parent.stat().st_mode & 0o077 == 0

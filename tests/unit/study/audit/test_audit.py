@@ -85,7 +85,9 @@ def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, in
     }
     named = {(pair.one.name, pair.other.name) for pair in read_repeats(inside / "runs/torn/audit")}
     assert named == {("train/apple/large.jpg", "val/apple/part.jpg"), ("train/fig/00.jpg", "val/fig/00.jpg")}
-    assert (inside / "runs/torn/audit/labels.html").read_text().count("base64,") >= 2
+    page = (inside / "runs/torn/audit/labels.html").read_text()
+    assert page.count("base64,") >= 2
+    assert "misses classes that are exchanged for each other" in page
     report = command("report", "runs/torn")
     assert "2 of 14 validation images are also in another split (audit/duplicates.csv)" in report.out
     stored = yaml.safe_load((inside / "runs/torn/config.yaml").read_text())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +29,9 @@ from kd.study.report.record import (
     time_parts,
     verdicts,
 )
-from kd.study.report.summary import curves, sparkline
+from kd.study.report.sections import curves
+from kd.study.report.summary import curves as curve_lines
+from kd.study.report.summary import sparkline
 from kd.study.report.text import summary
 
 TRAIN = [
@@ -188,10 +193,10 @@ def test_sparklines():
     assert sparkline([5.0, 5.0]) == "▁▁"
     assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
     assert sparkline([]) == ""
-    drawn = curves(TRAIN, VAL, SINGLE_LABEL)
+    drawn = curve_lines(TRAIN, VAL, SINGLE_LABEL)
     assert "0.6 -> 0.15" in drawn
     assert "80.0 % -> 75.0 %" in drawn
-    assert curves([], VAL[:1], SINGLE_LABEL) == ""
+    assert curve_lines([], VAL[:1], SINGLE_LABEL) == ""
 
 
 def test_where_the_time_went_sums_to_the_whole():
@@ -254,7 +259,31 @@ def test_classes_of_few_images_are_marked_and_absent_ones_named():
     labels = [0] * 30 + [1] * 5
     answers = Answers(["often", "seldom", "never"], labels, labels, [], 35)
     page = render([replace(run(), answers=answers)])
-    assert "seldom (5 *)" in page
-    assert "often (" not in page
+    assert ">seldom *</span>" in page
+    assert ">5 of 5</span>" in page, "a percentage of five images says more than is known"
+    assert ">often</span>" in page
+    assert ">100.0 %</span>" in page
     assert "* 1 of 3 classes have fewer than 20 images" in page
     assert "1 of 3 classes have no image among the 35 images asked, which says nothing of them: never." in page
+
+
+def test_the_chart_of_validation_draws_the_teacher_on_validation_images():
+    """29.5 % was drawn, which the teacher has on test images: on validation images it has 23.4."""
+    row = {"step": 10, "accuracy": 0.2, "teacher_accuracy": 0.234}
+    rows = [{**row, "step": step} for step in (2, 4, 10)]
+    tested = Scored("test", 10, "a", 9, 3, {**row, "accuracy": 0.18, "teacher_accuracy": 0.295}, {})
+    one = RunRecord("one", {}, {}, TRAIN, rows, [], SINGLE_LABEL, scored=tested)
+    (drawn,) = re.findall(r'data-chart="([^"]*teacher[^"]*)"', curves([one]))
+    (teacher,) = [series for series in json.loads(html.unescape(drawn))["series"] if series["name"] == "teacher"]
+    assert teacher["y"] == [0.234, 0.234]
+    assert teachers_of([one])["teacher"]["accuracy"] == 0.295  # beside the student's test score
+
+
+def test_two_evaluations_make_no_curve():
+    rows = [{"step": step, "accuracy": value} for step, value in ((5, 0.25), (10, 0.5))]
+    page = curves([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
+    assert "<polyline" not in page
+    assert "50 %" in page
+    assert "25 %" not in page
+    rows.insert(0, {"step": 1, "accuracy": 0.125})
+    assert "<polyline" in curves([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
