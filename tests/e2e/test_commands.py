@@ -258,21 +258,8 @@ def test_check_answers_and_writes_nothing(fitted, settings, written, command, tm
     assert answer.code == 0, answer
     assert files(tmp_path) == before
     said = {line.split()[0]: line for line in answer.out.splitlines() if not line.startswith(" ")}
-    assert list(said) == [
-        "config",
-        "data",
-        "student",
-        "teacher",
-        "losses",
-        "batch",
-        "length",
-        "backend",
-        "memory",
-        "images",
-        "repeats",
-        "time",
-        "speed",
-    ]
+    rows = "config data student teacher losses batch length backend memory images repeats time speed keys"
+    assert list(said) == rows.split()
     assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
     assert said["batch"].endswith(" 8 images")
     assert "8 steps of 8 images (2 epochs)" in said["length"]
