@@ -82,7 +82,7 @@ CASES = {
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
     "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
     "leak": Case(
-        "GPUMemoryIncrease",
+        "MemoryIncrease",
         ("losses=[{kind: sabotage.loss, leak_mib: 4}]", ONE),
         "growth_mib",
         cured=("losses=[{kind: sabotage.loss}]",),

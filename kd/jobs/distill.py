@@ -30,7 +30,7 @@ from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Results, Setting, build_run
 from kd.setup.home import compare
-from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.recipe import BASELINE, Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
 from kd.study.report.summary import Trained, samples_of, skipped_text
 
@@ -87,11 +87,12 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             require_same("teacher", known, facts)
             folder.record(**facts)
             announce(facts, known, setting, console, title)
+            console.info(f"{title}: resumes from step {step:,}" if (step := folder.step()) else "")
             with run.span("evaluation"):
                 folder.record(before=check_before(recipe.teacher, run, setting.teachers, console))
             with signals.training():
                 state = engine_train(replace(run, stop=signals.requested))
-        observer.conclude(title)
+        observer.conclude(title, timed=bool(final) and recipe.record.path.name != BASELINE)  # one table a command
         for line in (skipped_text(state.skipped_in_all, state.step), patience_text(run, state)):
             console.info(f"{title}: {line}" if line else "")
         if trackers is not None and data.labelled and recipe.student.task.logits == "softmax":

@@ -126,8 +126,8 @@ class Observer:
         samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
         return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
 
-    def conclude(self, title: str) -> None:
-        """Say where the time went and what the rules found, after the end of the context. All ranks must call it."""
+    def conclude(self, title: str, timed: bool = True) -> None:
+        """Say what the rules found, and where the time went if `timed`, after the context. All ranks must call it."""
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:
             return
@@ -136,7 +136,7 @@ class Observer:
         if missing:
             ranks = ", ".join(missing)
             self.logger.info(f"{title}: no timeline of rank {ranks} in '{self.folder.path}': each host keeps its own")
-        for line in where_the_time_went(title, self.timeline):
+        for line in where_the_time_went(title, self.timeline) if timed else ():
             self.logger.info(line)
         findings = self._found(timelines)
         for finding in findings:
@@ -171,6 +171,10 @@ def line_of(finding: Finding) -> str:
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
 
+SHOWN_SHARE = 0.0005
+"""Of the time: a part below it would be shown as 0.0 %."""
+
+
 def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     """Return the table of a run's time, as lines; empty where it made no step."""
     totals, steps = timeline.totals, timeline.made
@@ -178,7 +182,7 @@ def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     if not steps or not total:
         return []
     names = [*(name for name in ORDER if name in totals), *sorted(totals.keys() - set(ORDER))]
-    rows = [(name, totals[name]) for name in names] + [("all", total)]
+    rows = [(name, totals[name]) for name in names if totals[name] / total >= SHOWN_SHARE] + [("all", total)]
     note = f" ({TRACED})" if timeline.clock == "tracing" else ""
     lines = [f"{title}: where the time of {steps} steps went{note}"]
     for name, ms in rows:

@@ -211,7 +211,7 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     else:
         effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
         advice = Advice("profile.steps", _last_steps(evidence), effect)
-    return _finding("GPUMemoryIncrease", SERIOUS, text, threshold, advice)
+    return _finding("GPUMemoryIncrease" if on_gpu else "MemoryIncrease", SERIOUS, text, threshold, advice)
 
 
 def _last_steps(evidence: Evidence) -> list[int]:

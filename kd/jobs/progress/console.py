@@ -6,14 +6,13 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from html import escape
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kd.core.scores import Scores
-from kd.core.text import html_table, percent
+from kd.core.text import percent
 from kd.core.types import State
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class Console:
         terminal = False if "JPY_PARENT_PID" in os.environ else None
         self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True, force_terminal=terminal)
         self._bar: Progress | None = None
-        self._page: Page | None = None
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
         self._started = time.monotonic()
@@ -40,9 +38,7 @@ class Console:
         self._first_progress: float | None = None
 
     def __enter__(self) -> Console:
-        if not self.quiet and self._console.is_jupyter:
-            self._page = Page(self.title)
-        elif not self.quiet and self._console.is_terminal:
+        if not self.quiet and self._console.is_terminal and not self._console.is_jupyter:
             columns = [
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=16),
@@ -57,17 +53,15 @@ class Console:
 
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
+            if exception[0] is None:  # the last step is half a step before the end, or the run ended early
+                self._bar.update(self._task, completed=1.0)
             self._bar.stop()
-        if self._page is not None:
-            self._page.close("" if exception[0] else "done")
         if self.trackers is not None:
             self.trackers.close()
 
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
-        if text and self._page is not None:
-            self._page.line(text)
-        elif text and not self.quiet:
+        if text and not self.quiet:
             (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
     def step(self, state: State, progress: float) -> None:
@@ -77,8 +71,6 @@ class Console:
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
         self._progress = progress
-        if self._page is not None:
-            self._page.move(progress, f"step {state.step}{self._brief} {self._left()}")
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         if self.quiet:
@@ -91,17 +83,13 @@ class Console:
             self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
         else:
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
-        if self._page is not None:
-            if kind != "train":
-                shown = values if self.scores is None else self.scores.cells(values)
-                self._page.row({"step": str(state.step), **{key: str(value) for key, value in shown.items()}})
-        elif self._bar is None:
+        if self._bar is None:
             print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")
 
     def _training_text(self, values: Mapping[str, float]) -> str:
-        """Return a row as text; a value that is that of the row before is left out, so that counts are shown once."""
+        """Return a row as text; unchanged values are omitted, so that counts are shown once."""
         hidden = {column.key for column in self.scores.own} if self.scores is not None else set()
         hidden |= {"loss", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait", "optimizer_mib"}
         changed = {name: value for name, value in values.items() if self._last_row.get(name) != value}
@@ -126,50 +114,3 @@ def _pairs(values: Mapping[str, float]) -> str:
     return " ".join(
         f"{name} {value:.0f}" if float(value).is_integer() else f"{name} {value:.3f}" for name, value in values.items()
     )
-
-
-EVERY_SECONDS = 0.5
-
-
-class Page:
-    """What is shown; each change replaces it."""
-
-    def __init__(self, title: str) -> None:
-        """Show a bar at 0. A notebook's kernel always has IPython."""
-        from IPython.display import HTML, display  # kd does not depend on it
-
-        self.title, self.progress, self.text = title, 0.0, ""
-        self.rows: list[dict[str, str]] = []
-        self.lines: list[str] = []
-        self._html, self._shown = HTML, time.monotonic()
-        self._display = display(HTML(self.html()), display_id=True)
-
-    def move(self, progress: float, text: str) -> None:
-        """Move the bar; `text` stands beside it."""
-        self.progress, self.text = progress, text
-        if time.monotonic() - self._shown >= EVERY_SECONDS:
-            self.show()
-
-    def row(self, cells: Mapping[str, str]) -> None:
-        self.rows.append(dict(cells))
-        self.show()
-
-    def line(self, text: str) -> None:
-        """Add a line to those that are folded away."""
-        self.lines.append(text)
-
-    def close(self, text: str) -> None:
-        """Show the last state; with a text, the bar is full and the text stands beside it."""
-        self.progress, self.text = (1.0, text) if text else (self.progress, self.text)
-        self.show()
-
-    def show(self) -> None:
-        self._shown = time.monotonic()
-        self._display.update(self._html(self.html()))  # type: ignore[union-attr]
-
-    def html(self) -> str:
-        bar = f"<progress value='{self.progress:.3f}' max='1'></progress>"
-        head = f"<p>{escape(self.title)} {bar} {escape(self.text)}</p>"
-        body = escape("\n".join(self.lines))
-        lines = f"<details><summary>{len(self.lines)} lines</summary><pre>{body}</pre></details>" if body else ""
-        return head + html_table(self.rows) + lines

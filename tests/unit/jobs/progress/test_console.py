@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import suppress
 
 import pytest
 from rich.console import Console as RichConsole
@@ -54,7 +55,20 @@ def test_a_terminal_of_80_columns_shows_a_whole_bar_and_keeps_evaluations():
     shown = text.getvalue()
     assert "a line\n" in shown
     assert "food | step 13000 | val accuracy 93.4 % (teacher 95.0 %), agreement 90.0 %\n" in shown
-    assert re.search("food .* 25 % step 13000, loss 1.500, 123 images/s -:--:--", shown)
+    assert re.search("food .* 100 % step 13000, loss 1.500, 123 images/s 0:00:00", shown)
+
+
+@pytest.mark.parametrize(("fails", "end"), [(False, "100 %"), (True, "95 %")])
+def test_a_bar_ends_at_100_percent_where_the_run_did(fails, end):
+    """The last step reports the share of the run at its middle: bars ended at 98 %."""
+    text = io.StringIO()
+    console = Console("food")
+    console._console = RichConsole(file=text, force_terminal=True, width=80, color_system=None)
+    with suppress(KeyError), console:
+        console.step(State(step=1), 0.95)
+        if fails:
+            raise KeyError
+    assert re.findall(r"\d+ %", text.getvalue())[-1] == end
 
 
 def test_a_name_with_brackets_is_shown_as_it_is():
