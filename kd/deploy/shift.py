@@ -1,8 +1,8 @@
 """Are the images that come in like those of validation? Counts of answers, compared with those that an export holds.
 
-Of each image three numbers are counted under the label that it is answered with: the confidence of that label,
-`brightness` and `detail` (see `measure`). No image is kept. An embedding model has no labels and no confidences: its
-images are counted together, by the two others.
+Of each image five numbers are counted under the label that it is answered with: the confidence of that label,
+brightness, detail and two differences of colours (see `measure`). No image is kept. An embedding model has no labels
+and no confidences: its images are counted together, by the four others.
 
 Two questions are tested apart, because they have different remedies:
 
@@ -29,10 +29,16 @@ from typing import Any
 
 import numpy as np
 
+COLOUR = (-96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
+"""Of differences of channels: close together about grey, where photographs are."""
+Measures = tuple[float, float, float, float]
+"""Of an image: see `measure`."""
 BOUNDS: dict[str, tuple[float, ...]] = {
     "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),
     "brightness": tuple(float(16 * i) for i in range(1, 16)),
     "detail": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0),
+    "red - green": COLOUR,
+    "blue - green": COLOUR,
 }
 """Upper ends of the bins of each number; the last bin has none."""
 CONFIDENCE = "confidence"
@@ -42,15 +48,19 @@ SPANS = (1, 2, 4, 8)
 ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
 
 
-def measure(pixels: np.ndarray) -> tuple[float, float]:
-    """Return brightness and detail of uint8 pixels [3, S, S], as the network gets them.
+def measure(pixels: np.ndarray) -> Measures:
+    """Return brightness, detail, red - green and blue - green of uint8 pixels [3, S, S], as the network gets them.
 
-    They are the mean of the green channel, 0 to 255, and the mean difference of neighbours in a row of it. Fewer
-    than 128 rows are read: the mean over them is as good, and this is done for every answer.
+    They are the mean of the green channel, 0 to 255, the mean difference of neighbours in a row of it, and how far the
+    means of red and blue lie above that of green. Fewer than 128 rows are read: the mean over them is as good, and this
+    is done for every answer.
     """
-    rows = pixels[1, :: max(1, pixels.shape[1] // 64)].astype(np.int16)
+    some = pixels[:, :: max(1, pixels.shape[1] // 64)]
+    red, green, blue = (int(channel.sum()) / channel.size for channel in some)
+    rows = some[1].astype(np.int16)
     steps = rows[:, 1:] - rows[:, :-1]
-    return round(int(rows.sum()) / rows.size, 3), round(int(np.abs(steps, out=steps).sum()) / steps.size, 3)
+    detail = int(np.abs(steps, out=steps).sum()) / steps.size
+    return round(green, 3), round(detail, 3), round(red - green, 3), round(blue - green, 3)
 
 
 class Tally:

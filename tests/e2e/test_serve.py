@@ -28,8 +28,10 @@ import torch
 from PIL import Image
 from serving import ROOT, Reply, Running, validation
 
+from kd.deploy.export.export import ExportOptions, export
 from kd.deploy.serve.description import describe
 from kd.deploy.serve.inference import load
+from kd.models import runtimes
 
 
 @pytest.fixture(scope="module")
@@ -563,3 +565,37 @@ def test_the_image_for_containers(exported):
     with Running(exported) as server:
         assert healthy(server.port)
     assert not healthy(server.port)
+
+
+def test_a_reader_of_stderr_that_stalls_stops_nothing(exported, tmp_path):
+    """Issue 49: before, the event loop stood in `write` after 64 KiB of log, and SIGTERM with it."""
+    argv = [sys.executable, "-m", "kd.cli", "serve", str(exported), "--port", "0", "--threads", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            address = process.stdout.readline().split(" at http://")[1].split()[0]
+            host, port = address.rsplit(":", 1)
+            connection = http.client.HTTPConnection(host, int(port), timeout=20)
+            for _ in range(3000):  # a line of 60 bytes or more for each
+                connection.request("POST", "/invocations", b"x", {"content-type": "text/plain"})
+                assert connection.getresponse().read()
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            connection.close()
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert int(re.search(r"^kd_log_lines_dropped_total (\d+)$", text, re.MULTILINE)[1]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not runtimes.installed("openvino"), reason="needs the extra openvino")
+def test_openvino_with_two_slots_ends_whenever_it_is_asked_to(distilled, tmp_path):
+    """Issue 49: before, two first answers at once waited for each other, and an end while a graph loads was SIGABRT."""
+    export(distilled, tmp_path / "export", ExportOptions.of(openvino=True))
+    moments = np.random.default_rng(0).uniform(0, 2, 6)
+    for moment in moments:
+        server = Running(tmp_path / "export", "--file", "openvino.xml", "--threads", "2", "--slots", "2", wait=False)
+        time.sleep(moment)
+        assert server.stop() == 0, (moment, server.errors)

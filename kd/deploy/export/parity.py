@@ -15,7 +15,7 @@ from kd.core.intervals import around, resampled, wilson
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
 from kd.data.batches import batches_of
-from kd.deploy.shift import Reference, measure
+from kd.deploy.shift import Measures, Reference, measure
 from kd.models.classifier import Classifier
 from kd.models.speed import cpu_ms
 from kd.setup.data import Data
@@ -33,7 +33,7 @@ class GraphOutputs:
 
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
     labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where nobody knows
-    measures: Sequence[tuple[float, float]]  # see `kd.deploy.shift.measure`
+    measures: Sequence[Measures]  # see `kd.deploy.shift.measure`
     cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
 

@@ -19,7 +19,7 @@ from kd.core.errors import MissingExtra, ModelError, RunError
 from kd.core.host import cores as usable_cores
 from kd.deploy.predict.image_list import ImageList, find
 from kd.deploy.predict.results import WHERE, check_format, opened
-from kd.deploy.predict.rows import BY, MEASURES, Predictor, Row, in_order
+from kd.deploy.predict.rows import ASKED, BY, MEASURES, Predictor, Row, in_order
 from kd.deploy.serve.description import Description, describe
 from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
@@ -79,12 +79,12 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
     identity = _identity(settings, described, second, images, top)
     rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
-    reference = None if second else described.reference  # a row would hold the answer of the second
+    reference = described.reference  # of the first model, whose answers are counted: validation has no others
     tally = reference.empty() if reference else None
 
     def seen(row: Row) -> None:
         if reference and tally and MEASURES in row:
-            reference.count(tally, row, row[MEASURES])
+            reference.count(tally, row.get(ASKED, row), row[MEASURES])
 
     started = time.monotonic()
     with warnings.catch_warnings(), opened(settings.to, identity, images, seen) as journal:

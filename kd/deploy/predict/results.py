@@ -8,6 +8,7 @@ removed with all that follow, and they are made again.
 from __future__ import annotations
 
 import csv
+import errno
 import filecmp
 import json
 import os
@@ -18,7 +19,7 @@ from typing import IO, Any
 
 from kd.core.errors import DataError, FolderInUse, MissingExtra, RunError
 from kd.deploy.predict.image_list import ImageList
-from kd.deploy.predict.rows import BY, MEASURES, SECOND, STAMP, Row
+from kd.deploy.predict.rows import ASKED, BY, MEASURES, SECOND, STAMP, Row
 from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
 
 WHERE = "--to"
@@ -99,7 +100,7 @@ class Journal:
         self.flush()
         self._file.seek(0)
         rows = ({**row, "image": _printed(row.get("image", ""))} for row, _ in _rows(self._file))
-        rows = ({key: value for key, value in row.items() if key not in (STAMP, MEASURES)} for row in rows)
+        rows = ({key: value for key, value in row.items() if key not in (STAMP, MEASURES, ASKED)} for row in rows)
         next(rows)
         with atomic_file(target, WHERE) as draft:
             FORMATS[target.suffix](draft, rows, top, scored, more)
@@ -116,8 +117,11 @@ def opened(
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b")
+        # Whoever may write in the folder could leave a link by this name, and what it points to would be written.
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+b")
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RunError(WHERE, f"'{path}' is a link", "A file that kd-predict makes itself", "Remove it") from error
         raise disk_error(error, path, WHERE) from error
     try:
         if not take_lock(file, path, WHERE):

@@ -17,8 +17,9 @@ from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.problems import Problem
 from kd.deploy.serve.responses import embeddings, predictions
 
-STAMP, MEASURES = "stamp", "measures"
-"""Keys of an image's stamp and of what `kd.deploy.shift.measure` returns. Only rows of the journal have them."""
+STAMP, MEASURES, ASKED = "stamp", "measures", "asked"
+"""Keys of an image's stamp, of what `kd.deploy.shift.measure` returns, and of the first model's answer where the second
+one answered. Only rows of the journal have them."""
 BY, FIRST, SECOND = "answered_by", "first", "second"  # key of a row where a second model is asked, and its values
 Row = dict[str, Any]
 Result = TypeVar("Result")
@@ -67,7 +68,11 @@ class Predictor:
         answers = self.second.rows([ids[i] for i in unsure], [contents[i] for i in unsure] if contents else ())
         made = [row if "error" in row else {**row, BY: FIRST} for row in made]
         for i, answer in zip(unsure, answers, strict=True):
-            made[i] = answer if "error" in answer else {**answer, BY: SECOND}
+            if "error" in answer:
+                made[i] = answer
+            else:
+                own = {"top": made[i]["top"][:1]}
+                made[i] = {**answer, BY: SECOND, MEASURES: made[i][MEASURES], ASKED: own}
         return made
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.problems import Problem
-from kd.deploy.shift import measure
+from kd.deploy.shift import Measures, measure
 from kd.files.pixels import centre_crop, to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -27,7 +27,7 @@ class DecodedImage:
 
     pixels: np.ndarray  # uint8 [3, S, S]
     summary: str
-    measures: tuple[float, float]  # see `kd.deploy.shift.measure`
+    measures: Measures  # see `kd.deploy.shift.measure`
 
 
 def prepare(data: bytes, size: int, crop: float, limits: Limits) -> DecodedImage:

@@ -78,11 +78,16 @@ def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: st
     with signal_stack():
         core = openvino.Core()
         compiled = core.compile_model(core.read_model(content, weights), "CPU", settings)
-    local = threading.local()
+    local, first = threading.local(), threading.Lock()
 
     def run(pixels: np.ndarray) -> np.ndarray:
+        # The first answer of one thread ends before that of the next begins: of two at once one held a guard of
+        # OpenVINO's C++ code and waited for Python's lock, the other the reverse, and the server was never ready.
         if not hasattr(local, "request"):
-            local.request = compiled.create_infer_request()
+            with first:
+                request = compiled.create_infer_request()
+                request.infer({0: pixels})
+            local.request = request
         return next(iter(local.request.infer({0: pixels}).values())).copy()
 
     return run

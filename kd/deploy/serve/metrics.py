@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 
+from kd.deploy.serve.logs import Lines
 from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -24,6 +25,7 @@ class Metrics:
         self._buckets: dict[str, list[int]] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._images = 0
+        self.log: Lines | None = None  # the handler whose dropped lines are shown; None: nothing is queued
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a finished request. `route` is a fixed name, never text from a client."""
@@ -63,6 +65,9 @@ class Metrics:
                 lines.append(f'kd_seconds_sum{{stage="{stage}"}} {self._sums[stage]:.6f}')
                 lines.append(f'kd_seconds_count{{stage="{stage}"}} {total}')
         lines += _answers(watch) if watch else []
+        if self.log is not None:
+            text = "Log lines for which there was no room, because nobody read stderr."
+            lines += _metric("kd_log_lines_dropped_total", "counter", text, f" {self.log.dropped}")
         lines += _metric("process_resident_memory_bytes", "gauge", "Memory of this process.", f" {resident_bytes()}")
         return "\n".join(lines) + "\n"
 

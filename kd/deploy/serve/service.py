@@ -23,10 +23,9 @@ from kd.deploy.serve.inference import LoadedGraph, load
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
-from kd.deploy.shift import ShiftWatch
+from kd.deploy.shift import Measures, ShiftWatch
 
 Result = TypeVar("Result")
-Measures = tuple[float, float]
 
 
 class Service:

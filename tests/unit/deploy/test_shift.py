@@ -13,14 +13,18 @@ from kd.deploy.shift import ALARM, BOUNDS, WINDOW, Reference, ShiftWatch, Tally,
 NAMES = [f"label {i}" for i in range(10)]
 
 
-def answers(rng: np.random.Generator, images: int, shares=None, low=0.0, bright=120.0, names=NAMES):
-    """Draw answers: labels by `shares`, confidences that depend on the label, `low` of them lower, and two measures."""
+def answers(rng: np.random.Generator, images: int, shares=None, low=0.0, bright=120.0, red=0.0, names=NAMES):
+    """Draw answers: labels by `shares`, confidences that depend on the label, `low` of them lower, and measures."""
     label = rng.choice(len(names), images, p=shares)
     confidence = np.where(
         rng.random(images) < low, rng.uniform(0.2, 0.6, images), 1 - rng.beta(1, 4 + label % 5, images)
     )
     return list(
-        zip(label.tolist(), confidence.tolist(), rng.normal(bright, 30, images), rng.gamma(4, 2, images), strict=True)
+        zip(
+            *(label.tolist(), confidence.tolist(), rng.normal(bright, 30, images), rng.gamma(4, 2, images)),
+            *(rng.normal(red, 15, images), rng.normal(0, 15, images)),
+            strict=True,
+        )
     )
 
 
@@ -76,7 +80,7 @@ def test_clean_streams_raise_no_alarm():
     assert highest < ALARM / 2
 
 
-@pytest.mark.parametrize("change", [{"low": 0.3}, {"bright": 80.0}])
+@pytest.mark.parametrize("change", [{"low": 0.3}, {"bright": 80.0}, {"red": 25.0}])
 def test_appearance(change):
     rng = np.random.default_rng(1)
     of = reference(rng)
@@ -84,7 +88,7 @@ def test_appearance(change):
     assert found.appearance > ALARM > found.labels
     (line,) = found.lines
     assert line.startswith("these photographs are not like those of validation: ")
-    assert ("confidence" if "low" in change else "brightness") in line
+    assert {"low": "confidence", "bright": "brightness", "red": "red - green"}[next(iter(change))] in line
 
 
 @pytest.mark.parametrize(("first", "others"), [(0.5, None), (0.17, 0.03)], ids=["one label", "every second"])
@@ -148,18 +152,18 @@ def test_the_record_is_json_and_says_the_same():
 
 
 def test_a_label_that_validation_never_gave():
-    of = Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0))] * 500, calibrated=False)
-    found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0)] * WINDOW))
+    of = Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False)
+    found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))
     assert found.labels > ALARM
     assert (found.appearance, found.difference) == (0.0, "")
     assert of.notes(of.empty()) == ()
 
 
 def test_several_labels_count_each_but_compare_the_most_probable():
-    watch = ShiftWatch(Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0))] * 5, calibrated=False))
+    watch = ShiftWatch(Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 5, calibrated=False))
     best = [{"label": "b", "score": 0.8}, {"label": "a", "score": 0.7}]
-    watch.add({"labels": best, "top": best}, (1.0, 2.0))
-    watch.add({"labels": [], "top": best}, (1.0, 2.0))
+    watch.add({"labels": best, "top": best}, (1.0, 2.0, 0.0, 0.0))
+    watch.add({"labels": [], "top": best}, (1.0, 2.0, 0.0, 0.0))
     assert watch.answered == {"a": 1, "b": 1}
     assert watch.all.labels.sum(0).tolist() == [0, 2]
 
@@ -167,12 +171,13 @@ def test_several_labels_count_each_but_compare_the_most_probable():
 def test_an_embedding_model_has_pixels_alone():
     rng = np.random.default_rng(6)
 
-    def drawn(bright: float) -> list[tuple[float, float]]:
-        return list(zip(rng.normal(bright, 30, 500), rng.gamma(4, 2, 500), strict=True))
+    def drawn(bright: float) -> list[tuple[float, ...]]:
+        none = np.zeros(500)
+        return list(zip(rng.normal(bright, 30, 500), rng.gamma(4, 2, 500), none, none, strict=True))
 
     of = Reference.of((), ((0, numbers) for numbers in drawn(120)), calibrated=False)
     of = Reference.read(json.loads(json.dumps(of.record(), sort_keys=True)), ())
-    assert list(of.bounds) == ["brightness", "detail"]
+    assert list(of.bounds) == ["brightness", "detail", "red - green", "blue - green"]
     for bright, alarmed in ((120, False), (70, True)):
         came = of.empty()
         for numbers in drawn(bright):
@@ -186,12 +191,34 @@ def test_an_embedding_model_has_pixels_alone():
 def test_measure(size):
     """Rows are sampled; columns are not, so that neighbours stay neighbours."""
     ramp = np.tile(np.arange(size) % 50 * 5, (3, size, 1)).astype(np.uint8)
-    ramp[0], ramp[2] = 0, 255  # the green channel counts
-    brightness, detail = measure(ramp)
+    ramp[0], ramp[2] = 0, 255
+    brightness, detail, *colours = measure(ramp)
     assert brightness == pytest.approx(ramp[1].mean(), abs=1e-3)
+    assert colours == pytest.approx([-brightness, 255 - brightness], abs=2e-3)
     assert detail == pytest.approx(np.abs(np.diff(ramp[1].astype(float), axis=1)).mean(), abs=1e-3)
 
 
 def test_all_numbers_have_as_many_bins_as_a_tally():
     assert {len(bounds) + 1 for bounds in BOUNDS.values()} == {Tally(1, 1).bins.shape[2]}
     assert all(list(bounds) == sorted(set(bounds)) for bounds in BOUNDS.values())
+
+
+@pytest.mark.parametrize("change", ["warm", "red and blue exchanged"])
+def test_colour_is_seen(change):
+    """Issue 49: before, green alone was read, and neither change raised an alarm in 1,000 images."""
+    rng = np.random.default_rng(7)
+
+    def numbers(images: int, changed: bool = False):
+        """Measures of pictures in colours of food: more red than blue."""
+        for _ in range(images):
+            pixels = rng.normal(rng.normal((150, 120, 95), 25)[:, None, None], 20, (3, 16, 16))
+            if changed:
+                pixels = pixels[::-1] if change != "warm" else pixels * np.array([1.15, 1, 0.8])[:, None, None]
+            yield measure(pixels.clip(0, 255).astype(np.uint8))
+
+    of = Reference.of((), ((0, one) for one in numbers(2000)), calibrated=False)
+    for changed in (False, True):
+        came = of.empty()
+        for one in numbers(WINDOW, changed):
+            of.count(came, {"embedding": [1.0]}, one)
+        assert bool(of.compare(came).lines) is changed

@@ -510,3 +510,13 @@ def test_a_job_does_not_go_on_with_other_thresholds(exported, pictures, tmp_path
     decide(0.6)
     with pytest.raises(RunError, match="other values of: thresholds"):
         predict(settings)
+
+
+def test_a_journal_that_is_a_link_is_not_followed(exported, pictures, tmp_path):
+    """Issue 49: before, the rows went into the file that the link names."""
+    precious = tmp_path / "thesis.tex"
+    precious.write_text("precious")
+    (tmp_path / "labels.csv.part").symlink_to(precious)
+    with pytest.raises(RunError, match=r"labels\.csv\.part' is a link"):
+        predict(PredictOptions(export=exported, images=str(pictures), to=tmp_path / "labels.csv"))
+    assert precious.read_text() == "precious"

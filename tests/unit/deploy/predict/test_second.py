@@ -138,14 +138,15 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
 
 def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
     from kd.deploy.predict.on_ray import PredictionJob
-    from kd.deploy.predict.rows import MEASURES, STAMP
+    from kd.deploy.predict.rows import ASKED, MEASURES, STAMP
     from kd.deploy.serve.description import describe
     from kd.deploy.serve.limits import Limits
 
     both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
     first, second = (PredictionJob.of(describe(one), images, Limits(), 2) for one in (small, large))
     rows = replace(first, second=second).predictor().rows(range(len(images.names)))
-    assert {row.pop("image"): {key: row[key] for key in row if key not in (STAMP, MEASURES)} for row in rows} == both
+    own = {STAMP, MEASURES, ASKED}
+    assert {row.pop("image"): {key: row[key] for key in row.keys() - own} for row in rows} == both
 
 
 def test_the_teacher_is_written_in_the_same_form(distilled, large, teacher, command, tmp_path):
@@ -213,3 +214,15 @@ def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refu
     alone = ("losses=[{kind: ce}]", "teacher.model=")
     assert "has no teacher" in refused("export", distilled, *to, "--teacher", *alone)
     assert not to[1].exists()
+
+
+def test_the_first_models_answers_are_compared_with_validation(small, large, pictures, tmp_path, monkeypatch):
+    """Issue 49: before, nobody looked where a second model answered."""
+    monkeypatch.setattr("kd.deploy.shift.ALARM", 0.0)  # every difference has its line
+    notes = []
+    for name, second in (("alone", None), ("both", large)):
+        target = tmp_path / f"{name}.jsonl"
+        notes.append(predict(PredictOptions(export=small, images=str(pictures), to=target, second=second)).notes)
+    assert notes[0] == notes[1] != ()
+    row = json.loads((tmp_path / "both.jsonl").read_text().splitlines()[0])
+    assert not {"measures", "asked", "stamp"} & row.keys()
