@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kd.config.fields import chosen, ranged
 from kd.config.tuning import Fit, OptimizerSection, Tuning
-from kd.core.facts import file_key
+from kd.core.facts import Intervals, file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
 """What runs a frozen forward as an exported graph."""
@@ -21,18 +21,6 @@ TRAINED = ("timm", "torch")
 """Kinds of models that kd trains, as a student or to fit a teacher."""
 QUANTIZED = ("int8",)
 """Precisions that change a model's answers by more than a floating point format does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intervals:
-    """How often things happen, in optimizer steps; each also happens at the last step."""
-
-    log: int = ranged(20, low=1)
-    """Write a row of training metrics, which waits for the device."""
-    evaluate: int = ranged(0, low=0)
-    """Evaluate on the validation split. 0: at the end of each epoch."""
-    checkpoint: int = ranged(0, low=0)
-    """Write a checkpoint. 0: at each evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

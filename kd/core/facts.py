@@ -7,6 +7,18 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Intervals:
+    """How often things happen, in optimizer steps; each also happens at the last step. The section `run.every`."""
+
+    log: int = field(default=20, metadata={"low": 1})
+    """Write a row of training metrics, which waits for the device."""
+    evaluate: int = field(default=0, metadata={"low": 0})
+    """Evaluate on the validation split. 0: at the end of each epoch."""
+    checkpoint: int = field(default=0, metadata={"low": 0})
+    """Write a checkpoint. 0: at each evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
     """What a loss reads, and what else it can be asked. A loss without `facts` is refused."""
 

@@ -34,7 +34,7 @@ def train(run: Run) -> State:
 
 
 def _train(run: Run) -> State:
-    length, backend, stop = run.length, run.backend, Stopping(run)
+    length, every, backend, stop = run.length, run.length.every, run.backend, Stopping(run)
     state = restore(run)
     run.distillation.train()
     if state.unevaluated:
@@ -54,9 +54,9 @@ def _train(run: Run) -> State:
                 state = advance(state, length.batch_size, steps_in_epoch)
                 run.logger.step(state, progress)
                 last = length.finished(state)
-                evaluating = due(length.evaluate, state) or last
-                checkpointing = (due(length.checkpoint, state) if length.checkpoint else evaluating) or last
-                if stop() or due(length.log, state) or evaluating or checkpointing:
+                evaluating = due(every.evaluate, state) or last
+                checkpointing = (due(every.checkpoint, state) if every.checkpoint else evaluating) or last
+                if stop() or due(every.log, state) or evaluating or checkpointing:
                     state = meter.flush(state, lr)
                 if state.step_in_epoch == 0:
                     meter.log_epoch(state, plan, steps_in_epoch)
@@ -75,8 +75,8 @@ def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Bat
     batches = run.sifter.stream(sent, Scoring(run), start)
     while True:
         with run.span("data"):
-            micros = list(itertools.islice(batches, run.length.accumulate))
-        if len(micros) < run.length.accumulate:  # an unfinished step at the end is dropped
+            micros = list(itertools.islice(batches, run.accumulate))
+        if len(micros) < run.accumulate:  # an unfinished step at the end is dropped
             return
         yield micros
 

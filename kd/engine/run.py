@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kd.core.contracts import Backend, Loader, Sifter, Teacher
 from kd.core.evaluation import Evaluator
+from kd.core.facts import Intervals
 from kd.core.recording import Logger, RunStore
 from kd.core.types import Batch, State, TeacherOutputs
 from kd.engine.criterion import Distillation
@@ -63,19 +64,16 @@ class Average(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """How long the run is and how often things happen, in optimizer steps; 0 means each epoch."""
+    """How long the run is and how often things happen."""
 
     epochs: int
     steps: int
     """0: `epochs` decides."""
     batch_size: int
     """Images per optimizer step, all ranks."""
-    accumulate: int
-    """Micro-batches per optimizer step on one rank."""
     views: int
-    log: int
-    evaluate: int
-    checkpoint: int
+    """Of an image; epoch e shows view `e mod views`. 0: a fresh one every epoch."""
+    every: Intervals
     patience: int = 0
     """Evaluations in a row without a better score that end the run; 0: none do."""
 
@@ -112,6 +110,8 @@ class Run:
 
     seed: int
     length: RunLength
+    accumulate: int
+    """Micro-batches per optimizer step on one rank."""
     max_norm: float
     backend: Backend
     module: nn.Module

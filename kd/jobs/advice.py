@@ -35,6 +35,10 @@ MARGIN = 0.05
 """Share of the time that a candidate must save in all turns but one: less is within what a neighbour does to them."""
 
 
+Stage = Callable[[ExecutionMode], Sequence[ExecutionMode]]
+"""Returns what is compared with the best mode so far."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compared:
     """What timing a few candidates found."""
@@ -53,9 +57,9 @@ def advise(
     A key that the configuration sets to something else than `auto` or `off` is left as it is.
     """
     loop, count, num_images = recipe.loop, trial_images(split.micro_batch, backend), len(models.teachers.data.train)
-    images, asked = loop.images(num_images, split.batch_size), 0
+    images, asked = loop.images(num_images), 0
     if recipe.teacher.needed:
-        asked = loop.teacher_images(num_images, split.batch_size)
+        asked = loop.teacher_images(num_images)
     fixed = found.fixed / split.micro_batch
     made = [
         compare_teachers(recipe.teacher.section, models, backend, count, asked * found.teacher / 1000),
@@ -77,19 +81,19 @@ def compare_teachers(section: TeacherSection, models: Models, backend: Backend, 
     if model is None or model.runtime != "torch" or backend.compiles or section.exported(cpu=True):
         return Compared()
     rule = replace(teacher_mode(section, model, backend), compiled=False)
-    modes = torch_modes(rule, section.precision, section.attention, count_attention(model))
+    forms: list[ExecutionMode] = []
     if not (section.shard or section.pipeline) and section.compile == "off":
-        modes += [*exported_forms(section, model, backend), replace(rule, compiled=True)]
-    factory, batch = (
-        TeacherFactory(section, model, backend, models.image_size),
-        noise(count, models.image_size, backend),
-    )
+        forms = exported_forms(section, model, backend)
+    factory = TeacherFactory(section, model, backend, models.image_size)
+    batch = noise(count, models.image_size, backend)
+    stages = torch_stages(section.precision, section.attention, count_attention(model))
+    stages += [lambda best: [*forms, replace(best, compiled=True)]] if section.compile == "off" else []
 
     def work(mode: ExecutionMode) -> Work:
         live = factory(mode)
         return lambda: live(batch).main
 
-    return _compared(modes, work, seconds, "teacher", "teacher.precision")
+    return _compared(rule, stages, work, seconds, "teacher")
 
 
 def compare_students(plan: StudentPlan, models: Models, backend: Backend, count: int, seconds: float) -> Compared:
@@ -98,8 +102,8 @@ def compare_students(plan: StudentPlan, models: Models, backend: Backend, count:
     if backend.compiles:
         return Compared()
     rule = torch_mode(plan.precision, section.attention, False, distillation, backend)
-    modes = torch_modes(rule, plan.precision, section.attention, count_attention(distillation))
-    modes += [replace(rule, compiled=True)] if section.compile == "off" else []
+    stages = torch_stages(plan.precision, section.attention, count_attention(distillation))
+    stages += [lambda best: [replace(best, compiled=True)]] if section.compile == "off" else []
     with ExitStack() as stack:
 
         def work(mode: ExecutionMode) -> Work:
@@ -112,7 +116,7 @@ def compare_students(plan: StudentPlan, models: Models, backend: Backend, count:
 
             return step
 
-        found = _compared(modes, work, seconds, "student", "backend.precision")
+        found = _compared(rule, stages, work, seconds, "student")
     apply_mode(rule, distillation, backend)
     return found
 
@@ -143,12 +147,14 @@ def compare_threads(loop: LoopPlan, models: Models, backend: Backend, count: int
     return Compared((f"backend.threads: {best}   # {table[most] / table[best]:.2f} times {most} threads",))
 
 
-def torch_modes(rule: ExecutionMode, precision: str, attention: str, layers: int) -> list[ExecutionMode]:
-    """Return the modes in torch that keys at `auto` leave open, the rule's first; `layers` have two kernels."""
-    precisions = ["fp32", "bf16"] if precision == "auto" else [rule.precision]
-    kernels = ["unfused", "fused"] if attention == "auto" and layers else [rule.kernel]
-    modes = [ExecutionMode(one, kernel) for one in precisions for kernel in kernels]
-    return [rule, *(mode for mode in modes if mode != rule)]
+def torch_stages(precision: str, attention: str, layers: int) -> list[Stage]:
+    """Return what keys at `auto` leave open in torch, one key a stage; `layers` have two attention kernels."""
+    stages: list[Stage] = []
+    if precision == "auto":
+        stages.append(lambda best: [replace(best, precision=one) for one in ("fp32", "bf16")])
+    if attention == "auto" and layers:
+        stages.append(lambda best: [replace(best, kernel=one) for one in ("unfused", "fused")])
+    return stages
 
 
 def exported_forms(section: TeacherSection, model: TeacherModel, backend: Backend) -> list[ExecutionMode]:
@@ -161,38 +167,48 @@ def exported_forms(section: TeacherSection, model: TeacherModel, backend: Backen
 
 
 def _compared(
-    modes: Sequence[ExecutionMode],
+    rule: ExecutionMode,
+    stages: Sequence[Stage],
     work: Callable[[ExecutionMode], Work],
     seconds: float,
     section: str,
-    precision: str,
 ) -> Compared:
-    """Time modes, the rule's first; `precision` is its key. A form must save more in the run than it costs a start."""
-    rule, runs, costs, failed = modes[0], {}, {}, []
-    for mode in modes:
-        costs[mode] = FORM_SECONDS["compiled" if mode.compiled else mode.kernel] if mode.rebuilt else 0.0
-        if seconds < WORTH * costs[mode]:
-            continue
-        try:
-            made = work(mode)
-            first = seconds_of(made)
-            runs[mode] = made
-            costs[mode] = max(costs[mode], first) if mode.rebuilt else 0.0
-        except Exception as error:  # compilers, exporters and runtimes fail in their own ways
-            failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
-    best, table = fastest(runs, margin=MARGIN)
-    if best == rule or seconds * (1 - table[best] / table[rule]) <= costs[best]:
-        return Compared(failed=tuple(failed))
-    keys = {precision: best.precision} if best.precision != rule.precision else {}
-    if best.exported:
-        keys[f"{section}.runtime"] = best.kernel
-    elif best.kernel != rule.kernel:
-        keys[f"{section}.attention"] = best.kernel
+    """Compare the best mode so far with those of each stage in turn, so that every key that is advised pays by itself.
+
+    `seconds` of the run are this work: a compiled or exported form must save more of them than it costs a start.
+    """
+    best, lines, failed = rule, [], []
+    for stage in stages:
+        runs, costs = {best: work(best)}, {best: 0.0}
+        for mode in stage(best):
+            cost = FORM_SECONDS["compiled" if mode.compiled else mode.kernel] if mode.rebuilt else 0.0
+            if mode == best or seconds < WORTH * cost:
+                continue
+            try:
+                made = work(mode)
+                costs[mode] = max(cost, seconds_of(made)) if mode.rebuilt else 0.0
+                runs[mode] = made
+            except Exception as error:  # compilers, exporters and runtimes fail in their own ways
+                failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
+        winner, table = fastest(runs, margin=MARGIN)
+        if winner != best and seconds * (1 - table[winner] / table[best]) > costs[winner]:
+            reason = f"{section}: {winner} is {table[best] / table[winner]:.2f} times as fast as {best}"
+            reason += f", after {costs[winner]:.0f} s at each start" if costs[winner] else ""
+            lines += [f"{key}: {value}   # {reason}" for key, value in _keys(section, best, winner).items()]
+            best = winner
+    return Compared(tuple(lines), tuple(failed))
+
+
+def _keys(section: str, rule: ExecutionMode, best: ExecutionMode) -> dict[str, str]:
+    """Return the keys that turn one mode into another, as YAML."""
+    keys = {}
+    if best.precision != rule.precision:
+        keys["teacher.precision" if section == "teacher" else "backend.precision"] = best.precision
+    if best.kernel != rule.kernel:
+        keys[f"{section}.{'runtime' if best.exported else 'attention'}"] = best.kernel
     if best.compiled:
         keys[f"{section}.compile"] = '"on"'
-    reason = f"{section}: {best} is {table[rule] / table[best]:.2f} times as fast as {rule}"
-    reason += f", after {costs[best]:.0f} s at each start" if costs[best] else ""
-    return Compared(tuple(f"{key}: {value}   # {reason}" for key, value in keys.items()), tuple(failed))
+    return keys
 
 
 def _sifts(loop: LoopPlan) -> bool:

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from kd.config import Config
-from kd.core.contracts import Backend, Source
+from kd.core.contracts import Source
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.batches import ask
 from kd.data.loader import LocalLoader
-from kd.jobs.teach import obtain_teachers
+from kd.jobs.opened import opened
 from kd.models.answers import Answers, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.build import distributed, shown_split
+from kd.setup.build import Setting, shown_split
 from kd.setup.cache import open_cache
-from kd.setup.data import open_data
 from kd.setup.loaders import loaders, split_batch
 from kd.setup.recipe import Session, TeacherPlan, resolve
-from kd.setup.teacher import Teachers, choose_teacher
+from kd.setup.teacher import choose_teacher
 
 ROWS = 1024  # records that are read at once
 
@@ -45,7 +44,7 @@ class Cached:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class _Work:
     session: Session
     live: LiveTeacher | NoTeacher
     cache: CachedTeacher
@@ -63,47 +62,47 @@ def cache(settings: Config, export: str = "") -> Cached:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
     recipe, target = resolve(settings), _require_path(export) if export else None
-    with distributed(recipe.backend) as backend:
-        teachers = obtain_teachers(recipe.teacher, open_data(recipe.data, backend), backend)
-        opened = _open(recipe.teacher, teachers, backend, recipe.backend.timeout_seconds)
-        store = opened.cache.store
+    with opened(recipe) as run:
+        work = _open(recipe.teacher, run.setting)
+        store = work.cache.store
         _require_writable(store)
-        start, before = time.perf_counter(), opened.cache.images
-        _fill(opened, count)
+        start, before = time.perf_counter(), work.cache.images
+        _fill(work, count)
         missing = sum(len(store.missing(view)) for view in range(count))
         if target is not None:
-            _export(target, opened, recipe.teacher, missing)
+            _export(target, work, recipe.teacher, missing)
         return Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
-            computed=opened.cache.images - before,
+            computed=work.cache.images - before,
             seconds=time.perf_counter() - start,
         )
 
 
-def _open(plan: TeacherPlan, teachers: Teachers, backend: Backend, timeout_seconds: float) -> _Opened:
-    model, data = teachers.model, teachers.data
+def _open(plan: TeacherPlan, setting: Setting) -> _Work:
+    backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     assert model is not None
     section = data.section
     session = Session(backend, data, split_batch(section, backend.world_size, len(data.train)))
     report = choose_teacher(session, plan.section, model)
     if report.line and backend.rank == 0:
         log.info("teacher: %s", report.line)
+    timeout_seconds = setting.section.timeout_seconds
     loader, _ = loaders(data.views(), section, session.split, backend, timeout_seconds)
-    return _Opened(session, report.live, open_cache(plan, report, model, session), loader, timeout_seconds)
+    return _Work(session, report.live, open_cache(plan, report, model, session), loader, timeout_seconds)
 
 
-def _fill(opened: _Opened, views: int) -> None:
+def _fill(work: _Work, views: int) -> None:
     """Compute what is missing, every rank its share, in the shapes of training."""
-    cache, backend = opened.cache, opened.session.backend
+    cache, backend = work.cache, work.session.backend
     for view in range(views):
         ids = cache.store.missing(view).tolist()
         backend.barrier()  # every rank has read the same list before one writes
         if backend.rank == 0:
             log.info("cache: view %d: %d of %d images to compute", view, len(ids), cache.store.num_images)
-        plan = _padded(ids, opened.session.split.batch_size)
-        for batch in backend.put(cache.lookup(opened.loader.epoch(plan, view))):
+        plan = _padded(ids, work.session.split.batch_size)
+        for batch in backend.put(cache.lookup(work.loader.epoch(plan, view))):
             cache(batch)
             backend.end_step()
             _require_writable(cache.store)
@@ -140,12 +139,12 @@ def _require_path(path: str) -> Path:
     return file
 
 
-def _export(path: Path, opened: _Opened, plan: TeacherPlan, missing: int) -> None:
+def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
     """Write the records of all views, and the teacher's answers for validation and test images.
 
     The table is held in memory: views x images x classes, as the cache keeps them.
     """
-    backend, data, store = opened.session.backend, opened.session.data, opened.cache.store
+    backend, data, store = work.session.backend, work.session.data, work.cache.store
     if missing:
         wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
         raise RunError("--export", wrong, "Every image has an answer", "Drop them from the data")
@@ -157,7 +156,7 @@ def _export(path: Path, opened: _Opened, plan: TeacherPlan, missing: int) -> Non
         raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
     values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(plan.section.cache.views)])
     held = [source for source in (data.val, data.test) if source is not None]
-    answers = [_answers(opened, source, opened.live.validation(source is data.test)) for source in held]
+    answers = [_answers(work, source, work.live.validation(source is data.test)) for source in held]
     classes = list(data.classes) if plan.logits else []
     table = Answers(
         meaning="logits" if arrays == ["logits"] else "embeddings",
@@ -185,10 +184,10 @@ def _names(source: Source) -> list[str]:
     return [source.name(id) for id in range(len(source))]
 
 
-def _answers(opened: _Opened, source: Source, live: LiveTeacher | NoTeacher) -> Tensor:
-    split = shown_split(opened.session, source, torch.arange(len(source)), opened.timeout_seconds)
-    batches = opened.session.backend.put(split.loader.epoch(split.plan, 0))
-    answers = ask(live, batches, opened.session.backend.device)
+def _answers(work: _Work, source: Source, live: LiveTeacher | NoTeacher) -> Tensor:
+    split = shown_split(work.session, source, torch.arange(len(source)), work.timeout_seconds)
+    batches = work.session.backend.put(split.loader.epoch(split.plan, 0))
+    answers = ask(live, batches, work.session.backend.device)
     return torch.cat([_only(answer.outputs) for answer in answers])[: len(source)]
 
 

@@ -101,8 +101,8 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def _length(loop: LoopPlan, split: BatchSplit, num_images: int) -> list[str]:
-    per_epoch = loop.epoch_images(num_images, split.batch_size) // split.batch_size
-    steps = loop.steps or loop.epochs * per_epoch
+    per_epoch = loop.epoch_images(num_images) // split.batch_size
+    steps = loop.length.steps or loop.length.epochs * per_epoch
     unit = "epoch" if steps == per_epoch else "epochs"
     return [
         f"batch     {split}",

@@ -159,8 +159,8 @@ def estimate(
     """
     loop, teacher, section, (num_images, num_val) = recipe.loop, recipe.teacher, recipe.data.section, sizes
     workers = default_workers(backend) if section.workers == "auto" else int(section.workers)
-    images = loop.images(num_images, split.batch_size)
-    share = loop.teacher_images(num_images, split.batch_size) / images if teacher.needed else 0.0
+    images = loop.images(num_images)
+    share = loop.teacher_images(num_images) / images if teacher.needed else 0.0
     fixed = found.fixed / split.micro_batch
 
     def seconds(count: float, compute: float) -> float:
@@ -169,11 +169,11 @@ def estimate(
     distilling = seconds(images, fixed + found.step + share * found.teacher)
     parts = {"fitting the teacher": 0.0, "distillation": distilling}
     for plan in list(teacher.fits.values())[:fits]:
-        parts["fitting the teacher"] += seconds(resolve(plan).loop.images(num_images, split.batch_size), found.fit)
+        parts["fitting the teacher"] += seconds(resolve(plan).loop.images(num_images), found.fit)
     if recipe.baseline is not None:
         parts["labels only"] = seconds(images, fixed + found.step)
-    runs, every = 2 if recipe.baseline is not None else 1, loop.every.evaluate
-    between = every * split.batch_size if every else loop.epoch_images(num_images, split.batch_size)
+    runs, every = 2 if recipe.baseline is not None else 1, loop.length.every.evaluate
+    between = every * split.batch_size if every else loop.epoch_images(num_images)
     times = runs * max(1.0, images / between) + 1  # one before step 1
     parts["evaluations"] = seconds(times * num_val, found.score) + num_val * found.teacher / 1000
     return Estimate({name: value for name, value in parts.items() if value}, images / distilling)

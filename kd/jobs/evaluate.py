@@ -10,10 +10,10 @@ from kd import config
 from kd.core.errors import RunError
 from kd.core.scores import Scored
 from kd.jobs.final import score
+from kd.jobs.opened import opened
 from kd.jobs.progress.console import Console
-from kd.jobs.teach import obtain_teachers
-from kd.setup.build import Results, Setting, build_run, distributed
-from kd.setup.data import open_data
+from kd.setup.build import Results, build_run
+from kd.setup.data import Data
 from kd.setup.recipe import resolve
 from kd.setup.student import load_distillation
 from kd.study.finished import Trust, opened_run, require_files
@@ -37,20 +37,20 @@ def evaluate(
     vouched.check_folder(recipe.data)
     state, best, _ = folder.best()
     results = Results(folder, Console("", quiet=True))
-    with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, backend, fill=False)
+
+    def examine(data: Data) -> None:
         vouched.check_images(data, folder.manifest())
         if split == "test" and data.test is None:
             remedy = "Add data.test_split=FOLDER behind the run, or the key that its kind of data has (`kd help data`)"
             raise RunError("--split", "is test, but the data of the run names no test split", "val", remedy)
-        teachers = obtain_teachers(recipe.teacher, data, backend)
-        setting = Setting(teachers, backend, recipe.backend)
-        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
+
+    with opened(recipe, fill=False, examine=examine) as run:
+        built = build_run(recipe.teacher, recipe.student, recipe.loop, run.setting, results)
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:
             from kd.jobs.audit import audit as audited  # only where it is asked for
 
-            for line in audited(built.run, recipe, teachers.data, folder.path):
+            for line in audited(built.run, recipe, run.setting.teachers.data, folder.path):
                 log.info(line)
         return scored

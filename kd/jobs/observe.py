@@ -152,7 +152,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     from kd.engine.monitor.evidence import Facts
 
     backend = run.backend
-    evaluate = run.length.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
+    evaluate = run.length.every.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
         cores=cores(),
@@ -162,7 +162,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         store=setting.teachers.data.section.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
         evaluate=evaluate,
-        checkpoint=run.length.checkpoint or evaluate,
+        checkpoint=run.length.every.checkpoint or evaluate,
     )
 
 

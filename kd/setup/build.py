@@ -21,10 +21,10 @@ from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
 from kd.engine.monitor.timeline import region
 from kd.engine.optim import EMA, Schedule
-from kd.engine.run import Run, RunLength
+from kd.engine.run import Run
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
+from kd.setup.loaders import evaluation_loader, loaders, split_batch
 from kd.setup.recipe import LoopPlan, Session, StudentPlan, TeacherPlan
 from kd.setup.sifter import build_sifter
 from kd.setup.student import apply_mode, build_distillation, choose_student
@@ -56,21 +56,6 @@ def build_backend(section: BackendSection) -> Backend:
     precision = "fp32" if section.precision == "auto" else section.precision
     kind, options, seconds = section.kind, section.options, section.timeout_seconds
     return registry.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
-
-
-def run_length(plan: LoopPlan, split: BatchSplit, views: int) -> RunLength:
-    """Return how long the run is."""
-    return RunLength(
-        epochs=plan.epochs,
-        steps=plan.steps,
-        batch_size=split.batch_size,
-        accumulate=split.accumulate,
-        views=views,
-        log=plan.every.log,
-        evaluate=plan.every.evaluate,
-        checkpoint=plan.every.checkpoint,
-        patience=plan.patience,
-    )
 
 
 def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> torch.optim.Optimizer:
@@ -110,12 +95,13 @@ class Parts:
     evaluator: Evaluator
 
 
-def assemble(plan: LoopPlan, length: RunLength, backend: Backend, made: Parts, results: Results) -> Run:
-    """Put a run together from its parts; the backend is set up."""
+def assemble(plan: LoopPlan, accumulate: int, backend: Backend, made: Parts, results: Results) -> Run:
+    """Put a run together from its parts; the backend is set up. `accumulate`: micro-batches a step on this rank."""
     section, distillation = plan.optimizer, made.distillation
     return Run(
         seed=plan.seed,
-        length=length,
+        length=plan.length,
+        accumulate=accumulate,
         max_norm=section.clip,
         backend=backend,
         module=backend.wrap(distillation),
@@ -191,7 +177,7 @@ def build_run(
         evaluation = replace(evaluation, teacher=None)
     made = Parts(distillation, answering, loader, sifter, student.task.evaluator(evaluation))
     test = partial(test_evaluator, setting, session, student.task, evaluation, report.live)
-    run = assemble(loop, run_length(loop, session.split, data.plan.views), backend, made, results)
+    run = assemble(loop, session.split.accumulate, backend, made, results)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     facts = {
         "decides": run.evaluator.decides,

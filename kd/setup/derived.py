@@ -8,7 +8,6 @@ from typing import Any
 from kd.config.reads import build_task
 from kd.config.schema import (
     Config,
-    Intervals,
     LossSection,
     OptimizerSection,
     RunSection,
@@ -18,6 +17,7 @@ from kd.config.schema import (
     TeacherSection,
 )
 from kd.config.tuning import FROM_SCRATCH, Fit
+from kd.core.facts import Intervals
 from kd.parts.registry import default_options
 
 

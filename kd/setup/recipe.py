@@ -14,7 +14,6 @@ from kd.config.reads import build_task, reads
 from kd.config.schema import (
     BackendSection,
     Config,
-    Intervals,
     LossSection,
     OptimizerSection,
     PriceSection,
@@ -25,6 +24,7 @@ from kd.config.schema import (
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend
 from kd.core.evaluation import Task
+from kd.engine.run import RunLength
 from kd.setup.data import Data, DataPlan
 from kd.setup.derived import labels_only, teacher_fit
 from kd.setup.loaders import BatchSplit
@@ -100,12 +100,7 @@ class StudentPlan:
 class LoopPlan:
     """How long a run is, how its weights move and which images it visits."""
 
-    epochs: int
-    steps: int
-    """0: `epochs` decides."""
-    every: Intervals
-    patience: int
-    """Evaluations in a row without a better score that end it; 0: none do."""
+    length: RunLength
     optimizer: OptimizerSection
     tuning: Tuning
     """How single layers of the student learn."""
@@ -118,12 +113,14 @@ class LoopPlan:
     """First and last step that are traced; empty: none."""
     seed: int
 
-    def images(self, num_images: int, batch_size: int) -> int:
+    def images(self, num_images: int) -> int:
         """Return how many images the run trains on, all ranks together, where nothing is sifted."""
-        return self.steps * batch_size if self.steps else self.epochs * self.epoch_images(num_images, batch_size)
+        length = self.length
+        return length.steps * length.batch_size if length.steps else length.epochs * self.epoch_images(num_images)
 
-    def epoch_images(self, num_images: int, batch_size: int) -> int:
+    def epoch_images(self, num_images: int) -> int:
         """Return how many images an epoch draws, where nothing is sifted: all, or those of `data.balance`."""
+        batch_size = self.length.batch_size
         if not self.balance:
             return num_images
         return min(max(1, round(self.balance * num_images / batch_size)), num_images // batch_size) * batch_size
@@ -131,11 +128,12 @@ class LoopPlan:
     @property
     def teacher_share(self) -> float:
         """Share of the epochs in which the teacher's forward runs: with a cache, only while it fills."""
-        return min(1.0, self.cached_views / self.epochs) if self.cached_views and not self.steps else 1.0
+        by_epoch = self.cached_views and not self.length.steps
+        return min(1.0, self.cached_views / self.length.epochs) if by_epoch else 1.0
 
-    def teacher_images(self, num_images: int, batch_size: int) -> int:
+    def teacher_images(self, num_images: int) -> int:
         """Return how many images the teacher's forward runs on, all ranks together, where nothing is sifted."""
-        visits = self.images(num_images, batch_size)
+        visits = self.images(num_images)
         return min(visits, self.cached_views * num_images) if self.cached_views else visits
 
 
@@ -157,6 +155,7 @@ class Recipe:
 def resolve(config: Config, path: Path | None = None) -> Recipe:
     """Resolve a configuration; `path` is the run folder, where it is not `run.folder`/`run.name`."""
     run, read, task = config.run, reads(config.losses), build_task(config.task)
+    views = config.data.views or config.teacher.cache.views
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
     keys = flatten(configuration.to_dict(config, values=True))
     record = Record(
@@ -178,10 +177,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         features=read.features,
     )
     loop = LoopPlan(
-        epochs=run.epochs,
-        steps=run.steps,
-        every=run.every,
-        patience=run.patience,
+        length=RunLength(run.epochs, run.steps, config.data.batch_size, views, run.every, run.patience),
         optimizer=config.optimizer,
         tuning=config.student.tuning,
         sifter=config.sifter,
@@ -193,7 +189,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     return Recipe(
         record=record,
         backend=config.backend,
-        data=DataPlan(config.data, run.seed, config.data.views or config.teacher.cache.views, run.folder),
+        data=DataPlan(config.data, run.seed, views, run.folder),
         teacher=teacher,
         student=StudentPlan(config.student, config.losses, task, read.features, config.backend.precision, run.seed),
         loop=loop,

@@ -36,7 +36,8 @@ def build_sifter(session: Session, loop: LoopPlan) -> tuple[Sifter, str]:
     context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed)
     context = replace(context, views=data.plan.views, balance=loop.balance)
     delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
-    steps = loop.steps or loop.epochs * (len(data.train) // split.batch_size)
+    length = loop.length
+    steps = length.steps or length.epochs * (len(data.train) // length.batch_size)
     if steps <= delay:
         everything = registry.default_options("sifters", "none")
         line = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"

@@ -36,7 +36,7 @@ from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
-from kd.setup.build import Parts, Results, assemble, distributed, run_length
+from kd.setup.build import Parts, Results, assemble, distributed
 from kd.setup.loaders import split_batch
 from kd.setup.recipe import Recipe, Record, flatten
 from kd.setup.sifter import sift_context
@@ -205,7 +205,7 @@ def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results,
     if isinstance(results.store, RunDir):
         _record(results.store, recipe, arguments, models, model.identity()["teacher"], world)
     made = Parts(distillation, live, train_loader, sifter, evaluator)
-    return assemble(recipe.loop, run_length(recipe.loop, split, section.views), world, made, results)
+    return assemble(recipe.loop, split.accumulate, world, made, results)
 
 
 def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models, teacher: str, world: Backend) -> None:

@@ -13,7 +13,7 @@ from pieces import without_clocks
 from torch.nn import functional as F
 
 from kd.core.errors import Interrupted, NonFiniteLoss
-from kd.core.facts import LossFacts
+from kd.core.facts import Intervals, LossFacts
 from kd.core.seeds import seed_from
 from kd.core.types import Batch, Dims, Outputs, State
 from kd.engine.criterion import Criterion
@@ -106,7 +106,7 @@ def test_it_is_a_plain_loop(make, overrides):
 def test_micro_batches_sum_to_the_whole_batch(make, micro):
     same_step = ("run.steps=1", "optimizer.kind=sgd", "optimizer.clip=0")  # a clipped gradient has lost its length
     whole, divided = make(*same_step), make(*same_step, f"data.micro_batch={micro}")
-    assert divided.run.length.accumulate == 8 // micro
+    assert divided.run.accumulate == 8 // micro
     before = weights(whole.run)
     for made in (whole, divided):
         train(made.run)
@@ -215,7 +215,7 @@ def test_due_each_n_steps():
 
 
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
-    by_epoch = RunLength(2, 0, 8, 1, 0, 1, 0, 0)
+    by_epoch = RunLength(2, 0, 8, 0, Intervals())
     state, found = State(), []
     while not by_epoch.finished(state):
         found.append(by_epoch.progress(state, 4))
@@ -228,7 +228,7 @@ def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
 
 def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
     """Fewer steps an epoch: progress is a share of the epochs, not of steps that never come."""
-    length = RunLength(4, 0, 8, 1, 0, 1, 0, 0)
+    length = RunLength(4, 0, 8, 0, Intervals())
     state, last = State(), 0.0
     for steps_in_epoch in (4, 2, 1, 3):
         for _ in range(steps_in_epoch):
@@ -241,7 +241,7 @@ def test_a_sifted_epoch_still_ends_where_the_schedule_ends():
 
 @pytest.mark.parametrize(("views", "expected"), [(0, [0, 1, 2, 3, 4]), (2, [0, 1, 0, 1, 0]), (1, [0] * 5)])
 def test_views(views, expected):
-    assert [RunLength(1, 0, 1, 1, views, 1, 0, 0).view(epoch) for epoch in range(5)] == expected
+    assert [RunLength(1, 0, 1, views, Intervals()).view(epoch) for epoch in range(5)] == expected
 
 
 def test_the_loop_marks_what_it_does(make):

@@ -9,7 +9,7 @@ import torch
 
 from kd import config
 from kd.jobs import advice
-from kd.jobs.advice import Compared, _compared, torch_modes
+from kd.jobs.advice import Compared, _compared, torch_stages
 from kd.jobs.forecast import forecast
 from kd.jobs.timing import clear_winner, fastest, milliseconds
 from kd.setup.modes import ExecutionMode
@@ -38,7 +38,7 @@ def compared(seconds: float, **times: float) -> tuple[Compared, list[ExecutionMo
             raise RuntimeError("no compiler here\nand a long explanation")
         return sleeping(names[mode])
 
-    return _compared(list(names), work, seconds, "teacher", "teacher.precision"), made
+    return _compared(RULE, [lambda best: list(names)], work, seconds, "teacher"), made
 
 
 def test_only_what_is_faster_is_advised():
@@ -71,10 +71,11 @@ def test_what_cannot_be_run_is_said_and_left():
 
 
 def test_keys_that_are_named_are_left_alone():
-    assert torch_modes(RULE, "auto", "unfused", 2) == [RULE, ExecutionMode("fp32", "unfused")]
-    assert torch_modes(RULE, "bf16", "auto", 2) == [RULE, FUSED]
-    assert torch_modes(RULE, "bf16", "auto", 0) == [RULE]
-    assert len(torch_modes(RULE, "auto", "auto", 2)) == 4
+    stages = [stage(RULE) for stage in torch_stages("auto", "auto", 2)]
+    assert stages == [[ExecutionMode("fp32", "unfused"), RULE], [RULE, FUSED]]
+    assert [stage(RULE) for stage in torch_stages("auto", "unfused", 2)] == stages[:1]
+    assert [stage(RULE) for stage in torch_stages("bf16", "auto", 2)] == stages[1:]
+    assert torch_stages("bf16", "auto", 0) == []
 
 
 def test_a_candidate_must_win_clearly():

@@ -149,8 +149,8 @@ def test_a_divided_teacher_is_not_compared_and_runs_in_float32(monkeypatch, cpu,
 
 
 def test_the_work_of_a_run():
-    assert resolve(minimal("run.epochs=5")).loop.images(1000, 8) == 5000
-    assert resolve(minimal("run.steps=30")).loop.images(1000, 8) == 240
+    assert resolve(minimal("run.epochs=5")).loop.images(1000) == 5000
+    assert resolve(minimal("run.steps=30")).loop.images(1000) == 240
 
 
 @pytest.mark.parametrize(
