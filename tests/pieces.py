@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,15 @@ def slow(*values: Any, id: str | None = None) -> Any:
 def given(teacher: Path) -> dict[str, Any]:
     """The section of a teacher that is there."""
     return {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 60) -> None:
+    """Return when a condition is true; fail if it never is, or if the process ends before."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.005)
 
 
 def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,11 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
-from pieces import tiny
+from pieces import tiny, wait_until
 from ranks import HERE, environment, start
 
 from kd.files.storage import lock
@@ -39,9 +38,7 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
     environ["PYTHONPATH"] += f":{HERE}"
     first = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("teachers/*/metrics.jsonl")) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: list(tmp_path.glob("teachers/*/metrics.jsonl")), first)
         second = start("kd.cli.training:teach", [fit_file, OURS, "backend.timeout_seconds=4"], ranks)
         told = first.communicate(timeout=60)[0]
     finally:

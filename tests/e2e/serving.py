@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pieces import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,10 +46,8 @@ class Running:
             raise AssertionError(self._logged())
         self.host, port = line.split(" at http://")[1].split()[0].rsplit(":", 1)
         self.port, self.errors = int(port), ""
-        end = time.monotonic() + 30
-        while wait and self.get("/ping").status != 200:
-            assert time.monotonic() < end, "the server never became ready"
-            time.sleep(0.02)
+        if wait:
+            wait_until(lambda: self.get("/ping").status == 200)
 
     def __enter__(self) -> Running:
         return self

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from pieces import wait_until
 from PIL import Image
 from serving import ROOT, Reply, Running, validation
 
@@ -359,10 +360,7 @@ def test_not_ready_before_the_model_is_loaded(exported, tmp_path):
             assert "retry-after" in reply.headers
         assert server.get("/metrics").status == 200
         (folder / "model.onnx").write_bytes(content)
-        end = time.monotonic() + 20
-        while server.get("/ping").status != 200:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(lambda: server.get("/ping").status == 200)
 
 
 def test_sigterm_under_load_loses_nothing(exported, photo):

@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pieces import wait_until
 
 from kd.cluster.group import QUIET, RAY_MARK, Node
 from kd.cluster.hosts import Hosts, end_marked, free_ports, marked, signal_all
@@ -47,11 +47,7 @@ def cluster() -> Iterator[list[Node]]:
 
 
 def until_rows(process: subprocess.Popen[str], journal: Path, size: int) -> None:
-    end = time.monotonic() + 60
-    while not (journal.is_file() and journal.stat().st_size > size):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: journal.is_file() and journal.stat().st_size > size, process)
 
 
 def starts(exported: Path, images: Path, target: Path, *options: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pieces import wait_until
 
 from kd.config.schema import BackendSection, DataSection
 from kd.core.errors import RunError
@@ -87,10 +88,8 @@ def test_a_stopped_worker_ends_the_run_and_is_named(number, settled):
     line = error_line(loader(), stop)
     assert line.startswith(f"data.workers: worker {number} (process {pids[number]}, stopped) made no batch within 2 s")
     assert "resumes" in line
-    deadline = time.monotonic() + 10
-    while any(process_state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [process_state(pid) in ("", "Z") for pid in pids] == [True, True]  # this process can end
+    assert len(pids) == 2
+    wait_until(lambda: all(process_state(pid) in ("", "Z") for pid in pids), seconds=10)  # this process can end
 
 
 def test_a_worker_stopped_between_two_epochs_is_named():
@@ -165,10 +164,7 @@ def test_watching_ends_with_the_epoch():
     some = made.epoch(PLAN, 0)
     next(some)
     del some
-    deadline = time.monotonic() + 10
-    while any(thread.name == "kd-watch" for thread in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [thread for thread in threading.enumerate() if thread.name == "kd-watch"]
+    wait_until(lambda: "kd-watch" not in {thread.name for thread in threading.enumerate()}, seconds=10)
 
 
 @pytest.mark.parametrize("text", ["shape mismatch", "Caught ValueError in DataLoader worker process 0."])

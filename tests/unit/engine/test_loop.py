@@ -173,6 +173,15 @@ def test_the_average_is_what_is_evaluated_and_the_weights_go_on(make):
     assert row["nll"] == found["nll"] != raw["nll"]
 
 
+def test_the_first_step_is_averaged_as_step_1(make):
+    run = make("run.steps=1", "optimizer.ema=0.9").run
+    before = {name: tensor.clone() for name, tensor in run.average.average.items()}
+    train(run)
+    after, decay = run.distillation.student.state_dict(), 2 / 11  # (1 + 1) / (10 + 1), below 0.9
+    for name, average in run.average.average.items():
+        torch.testing.assert_close(average, decay * before[name] + (1 - decay) * after[name])
+
+
 # -------------------------------------------------------------------------------------------------------- length
 
 

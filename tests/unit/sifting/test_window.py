@@ -170,8 +170,9 @@ def test_a_state_fits_a_window_of_another_length(length, pushed):
     window.push(torch.arange(float(pushed)))
     other = LossWindow(length)
     other.load_state_dict(window.state_dict())
-    expected = naive([float(loss) for loss in range(pushed)][-min(length, 6) :], [1.5], [0.5])
-    assert other.percentile(torch.tensor([1.5]), half(1)).tolist() == pytest.approx(expected)
+    asked = [number + 0.5 for number in range(pushed)]
+    expected = naive([float(loss) for loss in range(pushed)][-min(length, 6) :], asked, [0.5] * pushed)
+    assert other.percentile(torch.tensor(asked), half(pushed)).tolist() == pytest.approx(expected)
 
 
 def test_a_batch_is_ranked_before_it_is_remembered():

@@ -13,11 +13,11 @@ import socket
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from pieces import wait_until
 from PIL import Image
 
 from kd.core.errors import DataError, RunError
@@ -174,7 +174,7 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     begun = 0
     for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
-        until(process, lambda size=begun + 20_000: journal.is_file() and journal.stat().st_size > size)
+        wait_until(lambda size=begun + 20_000: journal.is_file() and journal.stat().st_size > size, process)
         process.send_signal(number)
         process.communicate(timeout=30)
         assert process.returncode == code
@@ -241,22 +241,13 @@ def starts(exported: Path, given: object, target: Path, **more) -> subprocess.Po
     return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **more)
 
 
-def until(process: subprocess.Popen, reached) -> None:
-    """Wait until something is so, while a process runs."""
-    end = time.monotonic() + 60
-    while not reached():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_path):
     """The images that were left got rows "No such file", with exit code 0, and the journal was removed."""
     for number in range(20, 3000):
         os.link(twenty / f"{number % 20:02d}.jpg", twenty / f"{number}.jpg")
     target, journal, away = tmp_path / "rows.csv", tmp_path / "rows.csv.part", tmp_path / "away"
     process = starts(exported, twenty, target)
-    until(process, lambda: journal.is_file() and journal.stat().st_size > 20_000)
+    wait_until(lambda: journal.is_file() and journal.stat().st_size > 20_000, process)
     twenty.rename(away)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2, err

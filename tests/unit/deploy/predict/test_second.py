@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+from pieces import wait_until
 from safetensors.torch import load_file
 
 from kd.cluster import handler
@@ -110,11 +110,7 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
     argv += ["--second", str(large)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not (journal.is_file() and journal.stat().st_size > 20_000):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: journal.is_file() and journal.stat().st_size > 20_000, process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert not target.exists()

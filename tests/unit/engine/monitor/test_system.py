@@ -8,17 +8,11 @@ import threading
 import time
 
 import pytest
+from pieces import wait_until
 
 from kd.core.host import cores
 from kd.engine.monitor.system import Monitor, Sampler, file_name
 from kd.files.storage import read_rows
-
-
-def wait_until(condition, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_sample_tells_what_the_machine_does():

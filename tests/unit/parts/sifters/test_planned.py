@@ -183,3 +183,10 @@ def test_plans_differ_between_epochs_and_seeds_and_are_functions_of_them():
         assert torch.equal(one.plan(3, 0.3).ids, other.plan(3, 0.3).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, one.plan(4, 0.4).ids)
         assert not torch.equal(one.plan(3, 0.3).ids, kind.build(options, sift_context(1)).plan(3, 0.3).ids)
+
+
+def test_a_random_subset_is_another_one_in_each_epoch():
+    sifter = random.build(random.Options(keep=0.5), sift_context())
+    seen = [set(sifter.plan(epoch, 0.3).ids.tolist()) for epoch in range(1, 13)]
+    assert all(one != other for one, other in itertools.pairwise(seen))
+    assert set.union(*seen) == set(range(IMAGES))

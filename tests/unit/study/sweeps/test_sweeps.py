@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pieces import wait_until
 
 from kd import config
 from kd.core.errors import ConfigError, Interrupted, RunError
@@ -168,10 +169,7 @@ def test_what_a_killed_sweep_started_ends(tmp_path):
         assert sweeping.stdout is not None
         started = int(sweeping.stdout.readline())
         sweeping.kill()
-    until = time.monotonic() + 60
-    while is_running(started):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(started))
 
 
 def is_running(process: int) -> bool:
