@@ -6,9 +6,11 @@
 # SageMaker starts the container as `docker run IMAGE serve`: the folder is /opt/ml/model, the port 8080.
 FROM python:3.12.11-slim-bookworm
 
-RUN pip install --no-cache-dir "numpy>=2" "pillow>=11" "onnxruntime>=1.20" "starlette>=0.40" "uvicorn>=0.30"
-
 COPY pyproject.toml README.md LICENSE /src/
+# What an endpoint imports, with the oldest versions that pyproject.toml allows.
+RUN sed -nE 's/^ +"((numpy|pillow|onnxruntime|starlette|uvicorn)>=[0-9.]+)".*/\1/p' /src/pyproject.toml > /src/endpoint.txt \
+    && pip install --no-cache-dir --requirement /src/endpoint.txt
+
 COPY kd /src/kd
 COPY configs /src/configs
 # Without its dependencies: training needs torch and timm, answering does not.

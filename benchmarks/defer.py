@@ -41,13 +41,13 @@ from kd.setup.teacher import load_fitted
 from kd.study.answers import ask_all
 from kd.study.finished import best_student, opened_run
 from kd.study.report.pair import Half
-from kd.study.report.record import Answers
+from kd.study.report.record import Predictions
 
 RESAMPLES, MOST_PASSED = 20, 0.15
 FIELDS = ("part", "run", "seed", "asked", "images", "passed_on", "value", "low", "high", "beside", "cpu", "held")
 
 
-def asked(path: Path, test: bool) -> Answers:
+def asked(path: Path, test: bool) -> Predictions:
     """Return what the best student of a run and its teacher answer on all images of a split."""
     folder, settings = opened_run(path)
     assert isinstance(folder, RunDir)
@@ -65,10 +65,10 @@ def asked(path: Path, test: bool) -> Answers:
         found = ask_all(models, data.views()[1], 0, device)
     lists = (found["label"], found["student"], found["teacher"])
     more = {"student_sure": found["student_sure"], "cpu_ms": found["cpu_ms"]}
-    return Answers(tuple(data.classes), *lists, of=found["of"], **more)
+    return Predictions(tuple(data.classes), *lists, of=found["of"], **more)
 
 
-def pairs(run: str, one: Answers) -> list[dict[str, Any]]:
+def pairs(run: str, one: Predictions) -> list[dict[str, Any]]:
     """Return the pair at the threshold that equals the teacher on the other half, and at `MOST_PASSED`."""
     chosen, shown = Half.of(one, 0), Half.of(one, 1)
     cuts, _ = chosen.curve()
@@ -88,7 +88,7 @@ def pairs(run: str, one: Answers) -> list[dict[str, Any]]:
     return rows
 
 
-def promises(run: str, one: Answers, wrong: float) -> list[dict[str, Any]]:
+def promises(run: str, one: Predictions, wrong: float) -> list[dict[str, Any]]:
     """Choose `RESAMPLES` times on a random half; held: the promise is not below the interval of the other half."""
     sure = np.array(one.student_sure)
     right = np.array(one.student) == np.array(one.label)

@@ -7,6 +7,7 @@ others. So nothing is downloaded, and a package that the suite has by accident i
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import venv
@@ -103,3 +104,13 @@ def test_an_extra_alone_is_enough(extra, food, tmp_path):
 
 def test_every_extra_is_tried():
     assert set(EXTRAS) == (set(TRIED) | set(NOT_TRIED)) - {""}
+
+
+def test_the_image_of_the_endpoint_takes_its_floors_from_pyproject():
+    """Dockerfile had starlette>=0.40 of its own; below 0.49.1 a Range header burns time."""
+    (words,) = re.findall(r"sed -nE '(.*?)' /src/pyproject.toml", (ROOT / "Dockerfile").read_text())
+    command = ["sed", "-nE", words, str(ROOT / "pyproject.toml")]
+    floors = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    names = {floor.partition(">=")[0] for floor in floors}
+    assert names == {"numpy", "pillow", "onnxruntime", "starlette", "uvicorn"}
+    assert set(floors) <= set(PROJECT["dependencies"])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kd.config.schema import Config
 
 Built = TypeVar("Built")
-EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130  # 2 is argparse's, 130 a shell's after Ctrl-C
 
 
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:

@@ -17,7 +17,7 @@ from kd.cluster.archives import container_archive
 from kd.core.errors import MissingExtra, RunError
 
 LOGS = "/aws/sagemaker/TrainingJobs"
-POLL_SECONDS = 10.0
+POLL_SECONDS = 10.0  # between two looks: a job takes minutes to start, and AWS limits how often it answers
 LATE_MS = 60_000  # an event may appear so long after younger events of another host
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 AGAIN = "Check credentials, region and names, then run the same command again"

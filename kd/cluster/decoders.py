@@ -70,7 +70,7 @@ def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
 
 
 @dataclass(eq=False)
-class Slot:
+class RemoteDecoder:
     """One decoder as this rank sees it."""
 
     name: str
@@ -94,7 +94,7 @@ class Call(NamedTuple):
     """A request, and the decoder that has it; no decoder: this process."""
 
     request: Request
-    slot: Slot | None = None
+    slot: RemoteDecoder | None = None
     ref: Any = None
 
 
@@ -115,7 +115,7 @@ class Pool:
         A call may take `deadline` seconds.
         """
         connect(WHERE)
-        self.deadline, self.slots = deadline, list[Slot]()
+        self.deadline, self.slots = deadline, list[RemoteDecoder]()
         self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
         self._datasets = ray.put(list(datasets)) if rank == 0 else None
         self._silent, self._dropped = set[str](), set[str]()
@@ -141,7 +141,7 @@ class Pool:
                 names = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
             for name in sorted(set(names) - {slot.name for slot in self.slots} - self._dropped):
                 with suppress(ValueError):  # it has just ended
-                    self.slots.append(Slot(name, self._actor(name)))
+                    self.slots.append(RemoteDecoder(name, self._actor(name)))
                     self.slots[-1].ping()
 
     def _actor(self, name: str) -> Any:
@@ -150,7 +150,7 @@ class Pool:
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1}
         return ray.remote(Decoder).options(name=name, **options).remote([self._datasets], os.getcwd())
 
-    def trusted(self) -> list[Slot]:
+    def trusted(self) -> list[RemoteDecoder]:
         waiting = [slot for slot in self.slots if slot.probe is not None]
         probes = [slot.probe for slot in waiting]
         answered = ray.wait(probes, num_returns=len(probes), timeout=0)[0] if probes else []
@@ -161,7 +161,7 @@ class Pool:
                 slot.ping()  # the first one may be lost with its host
         return [slot for slot in self.slots if slot.probe is None]
 
-    def _answered(self, slot: Slot) -> None:
+    def _answered(self, slot: RemoteDecoder) -> None:
         try:
             slot.host, slot.address, theirs = ray.get(slot.probe)
         except ActorDiedError as error:
@@ -212,7 +212,7 @@ class Pool:
                 if call.slot is not None:
                     call.slot.calls -= 1
 
-    def suspect(self, slot: Slot, why: str) -> list[Slot]:
+    def suspect(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
         """Trust no decoder of a host until it answers a ping; return them."""
         with self._lock:
             suspects = [other for other in self.slots if other is slot or other.host == slot.host]
@@ -223,7 +223,7 @@ class Pool:
                 log.warning("%s: the host %s %s; its images are made elsewhere", WHERE, slot.address, why)
             return suspects
 
-    def drop(self, slot: Slot, why: str) -> list[Slot]:
+    def drop(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
         """Give no more calls to the decoders of a host; return them."""
         with self._lock:
             dropped = [other for other in self.slots if other.host == slot.host]

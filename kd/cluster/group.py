@@ -30,7 +30,7 @@ from kd.cluster.hosts import (
     processes,
     read_hosts,
 )
-from kd.cluster.meeting import Meeting, Member, say
+from kd.cluster.meeting import JoinedHost, Meeting, say
 from kd.core.errors import KdError
 from kd.core.host import cores
 
@@ -89,7 +89,7 @@ class Node:
             say(self.hosts.me, f"Ray does not start here: {output.decode(errors='replace').strip()[-2000:]}")
         return process.returncode == 0
 
-    async def keep_joined(self, member: Member) -> None:
+    async def keep_joined(self, member: JoinedHost) -> None:
         """Join the cluster, and join it again whenever Ray has ended here."""
         while True:
             if await self.start():
@@ -127,7 +127,7 @@ async def run(hosts: Hosts, argv: Sequence[str]) -> int:
     meeting = asyncio.create_task(Meeting(hosts).run()) if hosts.me == hosts.first else None
     node = Node(hosts, mark)
     try:
-        member = await Member.join(hosts)
+        member = await JoinedHost.join(hosts)
         code = await (train(member, node, argv) if hosts.me in hosts.trainers else decode(member, node))
         await member.close()
         if meeting is not None:
@@ -139,7 +139,7 @@ async def run(hosts: Hosts, argv: Sequence[str]) -> int:
             shutil.rmtree(node.folder, ignore_errors=True)
 
 
-async def decode(member: Member, node: Node) -> int:
+async def decode(member: JoinedHost, node: Node) -> int:
     """Run decoders until the training has ended; return 0 if it ended well."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the trainers get it too, and need their images to finish a step
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
@@ -150,7 +150,7 @@ async def decode(member: Member, node: Node) -> int:
     return min(1, code)
 
 
-async def train(member: Member, node: Node, argv: Sequence[str]) -> int:
+async def train(member: JoinedHost, node: Node, argv: Sequence[str]) -> int:
     """Run this host's trainers; return their exit code, or that of another host."""
     process: asyncio.subprocess.Process | None = None
 
@@ -183,7 +183,7 @@ async def train(member: Member, node: Node, argv: Sequence[str]) -> int:
     return code
 
 
-async def _exit_code(process: asyncio.subprocess.Process, member: Member) -> int:
+async def _exit_code(process: asyncio.subprocess.Process, member: JoinedHost) -> int:
     """Wait for the trainers. End them if trainers of another host have failed."""
     waiting = asyncio.ensure_future(process.wait())
     await asyncio.wait([waiting, member.ended], return_when=asyncio.FIRST_COMPLETED)

@@ -131,7 +131,7 @@ class Meeting:
             _send(writer, line)
 
 
-class Member:
+class JoinedHost:
     """A host's end of its connection to the first trainer."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,7 +143,7 @@ class Member:
         self._tasks = [loop.create_task(self._listen()), loop.create_task(self._beat())]
 
     @classmethod
-    async def join(cls, hosts: Hosts) -> Member:
+    async def join(cls, hosts: Hosts) -> JoinedHost:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + MEET_SECONDS
         while True:

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kd.cluster.decoders import WHERE, Call, Pool, Slot, Unanswered, log, pack, unpack
+from kd.cluster.decoders import WHERE, Call, Pool, RemoteDecoder, Unanswered, log, pack, unpack
 from kd.core.contracts import Dataset
 from kd.core.errors import KdError, RunError
 from kd.core.types import TENSORS, Batch
 from kd.data.loader import Fetch, LocalLoader, Request
 
-CHUNK = 32  # images of one call at most
+CHUNK = 32  # images of one call at most: enough to share the cost of a call, few enough to spread over decoders
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class RemoteLoader(LocalLoader):
             self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
         return here
 
-    def _other(self, slot: Slot, request: Request, answer: dict[str, Any]) -> RunError | None:
+    def _other(self, slot: RemoteDecoder, request: Request, answer: dict[str, Any]) -> RunError | None:
         """Compare the first image of each host in a pass with this process's: its copy of the data may differ."""
         if slot.address in self._compared:
             return None
@@ -109,7 +109,7 @@ class RemoteLoader(LocalLoader):
         wrong = f"the host {slot.address} makes other pixels of image {request.ids[0]} than this one"
         return RunError(WHERE, wrong, "The same data on all hosts", "Copy it there again, or set data.loader=local")
 
-    def _reassign(self, suspects: Sequence[Slot], others: deque[Call]) -> None:
+    def _reassign(self, suspects: Sequence[RemoteDecoder], others: deque[Call]) -> None:
         for i, other in enumerate(others):
             if other.slot in suspects:
                 others[i] = self.pool.again(self.number, other)

@@ -19,7 +19,7 @@ from kd.core.types import State
 from kd.files.json_file import read_json
 from kd.files.storage import atomic_folder, share, write_json
 
-FORMAT = 3
+FORMAT = 3  # of state.json: another number is refused by name, not read wrongly
 TENSORS, STATE = "tensors.safetensors", "state.json"
 
 

@@ -21,7 +21,7 @@ from kd.setup.recipe import Recipe
 from kd.study.audit import lists
 from kd.study.audit.album import Album
 from kd.study.audit.copies import Pairs, closely
-from kd.study.audit.doubts import Answers, doubted, narrow, neighbours
+from kd.study.audit.doubts import TeacherAnswers, doubted, narrow, neighbours
 
 READ = 1024  # records of the cache that are read at once: 4 MB of 1,000 classes
 NAMED = 3  # labels that are printed: enough to see what the list holds
@@ -58,7 +58,7 @@ def _live(run: Run) -> Any:
     return run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher
 
 
-def _training(run: Run, data: Data) -> Answers:
+def _training(run: Run, data: Data) -> TeacherAnswers:
     """Return the answers to the training images: from the cache, and for the others from the teacher."""
     shown, left, known = data.shown(data.train, "skip"), np.arange(len(data.train)), []
     if isinstance(run.teacher, CachedTeacher) and not data.section.augment.mixes:  # mixed images have two labels
@@ -67,7 +67,7 @@ def _training(run: Run, data: Data) -> Answers:
     return _joined([*known, answers_to(_live(run), shown, left.tolist())])
 
 
-def _stored(store: Store, views: int, source: Source) -> Answers:
+def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
     """Return the mean of the answers of the cache over the views of each image that has one."""
     found = []
     for start in range(0, store.num_images, READ):
@@ -83,7 +83,7 @@ def _stored(store: Store, views: int, source: Source) -> Answers:
     return _joined(found)
 
 
-def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> Answers:
+def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
     """Return a teacher's answers to those of the images that have a label and can be read."""
     source = shown.source
     device = next((one.device for one in teacher.model.parameters()), torch.device("cpu"))
@@ -96,24 +96,24 @@ def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> Answers:
     )
 
 
-def _labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> Answers:
+def _labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnswers:
     label = np.array([source.label(int(id)) for id in ids])
     rows = np.flatnonzero(label >= 0)
     ids, shares, label = ids[rows], shares[rows], label[rows]
     best, vectors = shares.argmax(1), narrow(np.log(np.maximum(shares, 1e-6)))
-    return Answers(ids, label, best, shares.max(1, initial=0), shares[np.arange(len(label)), label], vectors)
+    return TeacherAnswers(ids, label, best, shares.max(1, initial=0), shares[np.arange(len(label)), label], vectors)
 
 
-def _joined(parts: Sequence[Answers]) -> Answers:
+def _joined(parts: Sequence[TeacherAnswers]) -> TeacherAnswers:
     parts = [one for one in parts if len(one.id)]
     if not parts:
         none = np.zeros(0, np.int64)
-        return Answers(none, none, none, np.zeros(0), np.zeros(0), np.zeros((0, 1), np.float32))
-    return Answers(*(np.concatenate(one) for one in zip(*parts, strict=True)))
+        return TeacherAnswers(none, none, none, np.zeros(0), np.zeros(0), np.zeros((0, 1), np.float32))
+    return TeacherAnswers(*(np.concatenate(one) for one in zip(*parts, strict=True)))
 
 
 def _labels(
-    answers: dict[str, Answers], splits: Mapping[str, Source], classes: Sequence[str], target: Path
+    answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], classes: Sequence[str], target: Path
 ) -> list[str]:
     """Write labels.csv and labels.html, and say how many labels are doubted."""
     head = ("split", "name", "label", "answer", "share of answer", "share of label")
@@ -135,7 +135,7 @@ def _labels(
     return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
 
 
-def _repeats(answers: dict[str, Answers], splits: Mapping[str, Source], target: Path) -> list[str]:
+def _repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path) -> list[str]:
     """Add to duplicates.csv the pairs of two splits that have near answers and show one photograph."""
     train, val = answers["train"], answers["val"]
     if not len(train.id) or not len(val.id) or train.vector.shape[1] != val.vector.shape[1]:
@@ -157,7 +157,7 @@ def _repeats(answers: dict[str, Answers], splits: Mapping[str, Source], target: 
     count = len(known)
     candidates = Pairs(known[:, 0], known[:, 1], np.full(count, -1), np.zeros(count))
     found = lists.repeats(album, closely(album, candidates), splits)
-    before = lists.present(lists.read_repeats(target), splits)
+    before = lists.with_ids(lists.read_repeats(target), splits)
     both = lists.worst_first([*before, *found])
     if both:
         lists.write_repeats(target, both, splits)

@@ -28,9 +28,9 @@ from kd.study.audit.lists import (
     EXCLUDE,
     FOLDER,
     Repeat,
-    present,
     read_repeats,
     repeats,
+    with_ids,
     worst_first,
     write_repeats,
 )
@@ -94,7 +94,7 @@ def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything
     if looked < total:
         lines.append("          --check=all compares all of them")
     if found:
-        earlier = present(read_repeats(folder / FOLDER), splits) if looked < total else []
+        earlier = with_ids(read_repeats(folder / FOLDER), splits) if looked < total else []
         write_repeats(folder / FOLDER, worst_first([*earlier, *found]), splits)
         lines.append(
             f"          listed in '{folder / FOLDER}', with pictures; data.exclude={folder / FOLDER / EXCLUDE}"

@@ -18,7 +18,7 @@ from kd.core.host import cores
 from kd.core.recording import Logger
 from kd.core.types import Loading, State
 from kd.engine.monitor import system
-from kd.engine.monitor.timeline import APART, Timeline
+from kd.engine.monitor.timeline import APART, SPANS, Timeline
 from kd.engine.run import Run
 from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
 """Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
-ORDER = ("setup", "data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait", "other")
-"""Spans in the order of the printed table; the others follow."""
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
@@ -181,7 +179,7 @@ def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     total = sum(totals.values())
     if not steps or not total:
         return []
-    names = [*(name for name in ORDER if name in totals), *sorted(totals.keys() - set(ORDER))]
+    names = [*(name for name in SPANS if name in totals), *sorted(totals.keys() - set(SPANS))]
     rows = [(name, totals[name]) for name in names if totals[name] / total >= SHOWN_SHARE] + [("all", total)]
     note = f" ({TRACED})" if timeline.clock == "tracing" else ""
     lines = [f"{title}: where the time of {steps} steps went{note}"]

@@ -116,7 +116,7 @@ def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int)
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What a person vouches for who reads a run folder."""
+    """Permissions of `--trust`."""
 
     code: bool  # `--trust`: what its configuration names may run
     images: bool  # `--trust`, or the command line says where the images lie: they may be others than those of the run

@@ -13,7 +13,7 @@ from kd.core.scores import Column, Scores
 from kd.core.text import money
 from kd.parts.tasks import single_label
 from kd.study.report.page import render
-from kd.study.report.record import Answers, Picture, RunRecord
+from kd.study.report.record import Picture, Predictions, RunRecord
 
 CHARTS = """
 Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].map(card =>
@@ -122,7 +122,7 @@ def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
     answers = [(i + (i % 7 == 0) * 4) % 300 for i in label]
     picture = "data:image/gif;base64,R0lGODlhAQABAIAAAP///wAAACwAAAAAAQABAAACAkQBADs="
     shown = [Picture(f"{names[i]}/1.jpg", names[i], names[i], 0.9, names[i + 4], 0.6, picture) for i in range(24)]
-    asked = Answers(names, label, answers, label, of=len(label), pictures=shown)
+    asked = Predictions(names, label, answers, label, of=len(label), pictures=shown)
     run = RunRecord("x" * 90, {}, {"classes": names}, [], [], [], single_label.SCORES, answers=asked)
     file = tmp_path / "many.html"
     file.write_text(render([run]))

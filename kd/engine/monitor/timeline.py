@@ -23,7 +23,10 @@ import torch
 from kd.core.types import UNKNOWN, Loading, State
 from kd.files.storage import append_rows, keep_rows, log
 
-APART = ("evaluation", "checkpoint", "setup", "profile")  # spans that are no part of a step
+IN_A_STEP = ("data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait")
+APART = ("evaluation", "checkpoint", "profile", "setup")  # spans that are no part of a step
+SPANS = (*IN_A_STEP, *APART, "other")
+"""The parts of the time, in the order in which they are shown."""
 WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill
 
 

@@ -16,7 +16,7 @@ SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))
 """Rows and columns of `SPANS` of each variant but the last, the mirror image."""
 MIRRORED = len(CROPS)
-_CHUNK = 4096
+_CHUNK = 4096  # pictures at a time, some 10 MB as float32
 
 
 class Album:

@@ -15,16 +15,17 @@ import numpy as np
 from kd.study.audit.album import BASES, BITS, CROPS, MIRRORED, SIDE, SPANS, Album, hashes
 
 TABLES, WINDOW, MOST_BITS = 16, 16, 14
-"""Tables of hashes; entries of a table that an image is compared with; of 63 bits that may differ."""
+"""Tables of hashes; entries of a table that an image is compared with; of 63 bits that may differ. They only choose
+what `ROUGHLY` and `LEAST` judge, so they are wide: benchmarks/audit.py counts what is missed."""
 ROUGHLY, LEAST = 0.8, 0.88
 """Correlation of the low frequencies from which on a pair is looked at; score from which on it is one."""
-CELLS = 12  # a side of what is compared
+CELLS = 12  # a side of what is compared: half the side of a picture, so that a crop need not meet its pixels
 FLAT, FLAT_DETAIL = 16.0, 2.0
 """Variances in which there is no picture, of a picture and of its detail; grey levels squared."""
 WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
 """Parts of a side that are tried where nothing says which."""
 _STABLE = np.array([BITS * v + u for v in range(BITS) for u in range(BITS) if 0 < u + v < BITS])
-_CHUNK = 2048
+_CHUNK = 2048  # pairs at a time: 5 MB for one picture of each as float32
 
 
 class Pairs(NamedTuple):

@@ -21,7 +21,8 @@ from kd.study.audit.album import MIRRORED, Album
 from kd.study.audit.copies import Pairs
 
 FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # in a run folder; in that folder
-SHOWN, SIDE = 200, 160  # findings on a page; the longer side of an image, pixels
+SHOWN, SIDE = 200, 160
+"""Findings on a page, which stays at a few MB; the longer side of an image, pixels: two fit beside each other."""
 COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
 
 
@@ -121,8 +122,8 @@ def read_repeats(folder: Path) -> list[Repeat]:
         raise DataError("audit", f"'{file}' is damaged ({error})", "", "Remove it") from error
 
 
-def present(found: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
-    """Return pairs that were read from a list with the ids of their images; without those that are no more."""
+def with_ids(found: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repeat]:
+    """Return pairs that were read from a list with the ids of their images; drop those whose images were removed."""
     if not found:
         return []
     ids = {(split, one.name(id)): id for split, one in splits.items() for id in range(len(one))}

@@ -10,7 +10,7 @@ from kd.config import instances
 from kd.core.intervals import Samples
 from kd.core.text import clock, money, percent
 from kd.study.report import sections
-from kd.study.report.answers import answers
+from kd.study.report.confusion import answers
 from kd.study.report.record import (
     RunRecord,
     differences,
@@ -23,7 +23,7 @@ from kd.study.report.record import (
 )
 from kd.study.report.sections import card, color, esc, section, table
 from kd.study.report.svg import legend, number
-from kd.study.report.text import unfinished_text
+from kd.study.report.terminal import unfinished_text
 
 HERE = Path(__file__).parent
 

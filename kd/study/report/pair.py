@@ -12,12 +12,12 @@ import numpy as np
 
 from kd.core.intervals import paired, wilson
 from kd.core.text import percent
-from kd.study.report.record import FEWEST, Answers
+from kd.study.report.record import FEWEST, Predictions
 from kd.study.report.sections import card, table
 from kd.study.report.svg import Series, legend, lines
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
-MOST_CLASSES = 40
+MOST_CLASSES = 40  # rows of the table by class: those of which most is passed on come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Half:
     teacher: np.ndarray
 
     @classmethod
-    def of(cls, one: Answers, first: int) -> Half:
+    def of(cls, one: Predictions, first: int) -> Half:
         """Return every second image from `first` on."""
         label, student, teacher = (np.array(part)[first::2] for part in (one.label, one.student, one.teacher))
         sure = np.array(one.student_sure)[first::2]
@@ -54,7 +54,7 @@ class Half:
         return float(self.sure[cut]) if cut < len(self.sure) else float("inf")
 
 
-def pair(one: Answers) -> str:
+def pair(one: Predictions) -> str:
     """Show the pair as cards; empty without a teacher's answers or with fewer than 20 images."""
     if not one.teacher or len(one.student_sure) < 20:
         return ""
@@ -80,12 +80,12 @@ def pair(one: Answers) -> str:
     return f'<div class="grid two">{"".join(grid)}</div>{_classes(one, shown, passed)}'
 
 
-def _cost(one: Answers, share: float) -> str:
+def _cost(one: Predictions, share: float) -> str:
     student, teacher = (one.cpu_ms.get(name, 0.0) for name in ("student", "teacher"))
     return f"{student / teacher + share:.2f}" if student and teacher else ""
 
 
-def _summary(one: Answers, shown: Half, passed: np.ndarray, threshold: float) -> str:
+def _summary(one: Predictions, shown: Half, passed: np.ndarray, threshold: float) -> str:
     images, count = len(passed), int(passed.sum())
     both = np.where(passed, shown.teacher, shown.student)
     low, high = paired(int((both & ~shown.teacher).sum()), int((shown.teacher & ~both).sum()), images)
@@ -108,7 +108,7 @@ def _of_class(right: np.ndarray) -> str:
     return percent(right.mean()) if len(right) >= FEWEST else f"{right.sum()} of {len(right)}"
 
 
-def _classes(one: Answers, shown: Half, passed: np.ndarray) -> str:
+def _classes(one: Predictions, shown: Half, passed: np.ndarray) -> str:
     """Show each class, those of which most is passed on first."""
     both, rows = np.where(passed, shown.teacher, shown.student), []
     for label, name in enumerate(one.classes):

@@ -23,17 +23,17 @@ from kd.setup.data import Data, DataPlan, open_sources
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_fitted
 from kd.study.answers import ask_all
-from kd.study.audit.lists import FOLDER, present, read_repeats
+from kd.study.audit.lists import FOLDER, read_repeats, with_ids
 from kd.study.finished import Trust, best_student
-from kd.study.report.record import Answers, Picture
+from kd.study.report.record import Picture, Predictions
 
 FILE = "answers.json"
-MOST_PICTURES, SIDE = 24, 160  # pictures on which the models differ; their side, pixels
+MOST_PICTURES, SIDE = 24, 160  # pictures on which the models differ, 6 kB each in the page; their side, pixels
 
 
 def answers(
     folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int, vouched: Trust
-) -> tuple[Answers | None, str]:
+) -> tuple[Predictions | None, str]:
     """Return the predictions of the best student and its teacher, or None, and a note about what is missing.
 
     They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
@@ -55,7 +55,7 @@ def answers(
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No answers of the models on validation images: {error}"
-    answers = Answers(
+    answers = Predictions(
         classes=tuple(data.classes),
         label=stored["label"],
         student=stored["student"],
@@ -98,7 +98,7 @@ def _predict(
 
 def _leaked(ids: Sequence[int], splits: Mapping[str, Source], path: Path) -> list[int]:
     """Return which of the validation images are in another split too, as the list of `--check` or `--audit` says."""
-    pairs = [pair for pair in present(read_repeats(path / FOLDER), splits) if pair.leaks]
+    pairs = [pair for pair in with_ids(read_repeats(path / FOLDER), splits) if pair.leaks]
     names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
     return [i for i, id in enumerate(ids) if splits["val"].name(id) in names] if names else []
 

@@ -13,12 +13,10 @@ from kd.config import instances
 from kd.core.intervals import Samples, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
+from kd.engine.monitor.timeline import SPANS
 
-APART = ("evaluation", "checkpoint", "profile", "setup")  # parts of the time that are no part of a step
 FEWEST = 20
 """Images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %."""
-SPANS = ("data", "teacher", "forward", "backward", "communication", "optimizer", "sifting", "wait", *APART, "other")
-"""The parts of a step's time, in the order in which they are drawn."""
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""
 
@@ -37,7 +35,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class Predictions:
     """What student and teacher answered on validation images."""
 
     classes: Sequence[str]
@@ -99,7 +97,7 @@ class RunRecord:
     timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # log windows by rank
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
     findings: Sequence[Mapping[str, Any]] = ()
-    answers: Answers | None = None
+    answers: Predictions | None = None
     scored: Scored | None = None
     """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""
     exported: Mapping[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from kd.files.json_file import read_json
 from kd.files.storage import read_rows, write_text
 from kd.setup.recipe import BASELINE, resolve
 from kd.study.finished import Trust, opened_run
-from kd.study.report import text
+from kd.study.report import terminal
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
 from kd.study.report.record import RunRecord, price_rows
@@ -48,7 +48,7 @@ def report(
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
         runs = distinct([read(path, images, overrides, trust) for path in paths])
-        page, summary = redact(render(runs)), redact(text.summary(runs))
+        page, summary = redact(render(runs)), redact(terminal.summary(runs))
     write_text(file, page, "--to")
     return Report(file, len(page.encode()), summary)
 

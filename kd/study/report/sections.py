@@ -8,7 +8,8 @@ from typing import Any
 
 from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
-from kd.study.report.record import APART, SPANS, RunRecord, points, teachers_of, time_parts
+from kd.engine.monitor.timeline import APART, SPANS
+from kd.study.report.record import RunRecord, points, teachers_of, time_parts
 from kd.study.report.sifting import saving_text
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 

@@ -17,8 +17,8 @@ from kd.core.contracts import Source
 from kd.core.errors import DataError
 from kd.core.text import percent, table
 
-SHOWN = 24  # number of images of each kind on the sheet
-MARGIN = 6
+SHOWN = 24  # images of each kind on the sheet: two rows of twelve
+MARGIN = 6  # pixels between two images
 
 
 def report(

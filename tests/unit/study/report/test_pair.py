@@ -10,12 +10,12 @@ import pytest
 
 from kd.core.intervals import paired
 from kd.study.report.pair import Half, pair
-from kd.study.report.record import Answers
+from kd.study.report.record import Predictions
 
 CLASSES = ("apple", "fig", "pear")
 
 
-def answers(images: int, seed: int) -> Answers:
+def answers(images: int, seed: int) -> Predictions:
     """A teacher right on 0.9 of the images, and a student that is as right as it is sure, in steps of 0.01."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, 3, images)
@@ -24,10 +24,10 @@ def answers(images: int, seed: int) -> Answers:
     teacher = np.where(rng.random(images) < 0.9, label, (label + 2) % 3)
     lists = (label.tolist(), student.tolist(), teacher.tolist())
     cost = {"student": 2.0, "teacher": 10.0}
-    return Answers(CLASSES, *lists, of=images, student_sure=sure.tolist(), cpu_ms=cost)
+    return Predictions(CLASSES, *lists, of=images, student_sure=sure.tolist(), cpu_ms=cost)
 
 
-def right(one: Answers, first: int, threshold: float) -> tuple[int, int]:
+def right(one: Predictions, first: int, threshold: float) -> tuple[int, int]:
     """Return how many images the pair has right, and how many it passes on, one image at a time."""
     correct = passed = 0
     for i in range(first, len(one.label), 2):

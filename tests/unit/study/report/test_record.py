@@ -15,10 +15,10 @@ from kd.core.scores import Scored
 from kd.core.text import clock, money
 from kd.parts.tasks.embedding import SCORES as EMBEDDING
 from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
-from kd.study.report.answers import short_names
+from kd.study.report.confusion import short_names
 from kd.study.report.page import render
 from kd.study.report.record import (
-    Answers,
+    Predictions,
     RunRecord,
     differences,
     mean_cells,
@@ -32,7 +32,7 @@ from kd.study.report.record import (
 from kd.study.report.sections import curves
 from kd.study.report.summary import curves as curve_lines
 from kd.study.report.summary import sparkline
-from kd.study.report.text import summary
+from kd.study.report.terminal import summary
 
 TRAIN = [
     {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}
@@ -182,7 +182,7 @@ def test_the_first_screen():
 
 
 def test_answers_by_class():
-    answers = Answers(("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4)
+    answers = Predictions(("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4)
     assert answers.accuracy(answers.student)[:2] == [0.5, 1.0]
     assert answers.accuracy(answers.student)[2] != answers.accuracy(answers.student)[2]  # nan: no image
     assert answers.confusion() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
@@ -257,7 +257,7 @@ def test_page_and_summary_count_the_last_score():
 
 def test_classes_of_few_images_are_marked_and_absent_ones_named():
     labels = [0] * 30 + [1] * 5
-    answers = Answers(["often", "seldom", "never"], labels, labels, [], 35)
+    answers = Predictions(["often", "seldom", "never"], labels, labels, [], 35)
     page = render([replace(run(), answers=answers)])
     assert ">seldom *</span>" in page
     assert ">5 of 5</span>" in page, "a percentage of five images says more than is known"

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from kd.core.text import percent
 from kd.study.report.pair import pair
-from kd.study.report.record import FEWEST, Answers, RunRecord
+from kd.study.report.record import FEWEST, Predictions, RunRecord
 from kd.study.report.sections import card, section, table
 from kd.study.report.svg import esc, legend
 
-MOST_CLASSES = 24  # classes of a confusion matrix; of more, the most frequent confusions are listed
-MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list; of a class name that is drawn
+MOST_CLASSES = 24  # classes of a confusion matrix that fits a page; of more, the most frequent confusions are listed
+MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list, a screen long; of a class name, half the width of a card
 
 
 def answers(runs: Sequence[RunRecord]) -> str:
@@ -37,7 +37,7 @@ def answers(runs: Sequence[RunRecord]) -> str:
     return "".join(sections)
 
 
-def _dumbbells(one: Answers) -> str:
+def _dumbbells(one: Predictions) -> str:
     """Draw each class's accuracy: the student's, and the teacher's where there is one; largest loss first."""
     student = one.accuracy(one.student)
     teacher = one.accuracy(one.teacher) if one.teacher else student
@@ -70,7 +70,7 @@ def _dumbbells(one: Answers) -> str:
     return "".join(f'<p class="hint">{esc(line)}</p>' for line in hints if line) + "".join(rows) + legend(entries)
 
 
-def _doubts(one: Answers, absent: Sequence[str]) -> list[str]:
+def _doubts(one: Predictions, absent: Sequence[str]) -> list[str]:
     """Say which classes have so few images, or none, that their accuracy says little or nothing."""
     few, total = sum(0 < count < FEWEST for count in one.images()), len(one.label)
     lines = [f"* {few} of {len(one.classes)} classes have fewer than {FEWEST} images: a few answers more or less."]
@@ -83,7 +83,7 @@ def _doubts(one: Answers, absent: Sequence[str]) -> list[str]:
 
 
 def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:
-    """Return names in at most so many letters: each by what no other one has, the end of its path as a rule."""
+    """Shorten names to their shortest unique suffix, in at most so many letters."""
     ends = [[name.split("/", cut)[-1] for cut in range(name.count("/"), -1, -1)] for name in names]
     counts = Counter(end for one in ends for end in one)
     own = [next((end for end in one if counts[end] == 1), one[-1]) for one in ends]
@@ -100,7 +100,7 @@ def _dot(who: str, share: float, style: str) -> str:
     return f'<i style="left:{100 * share:.1f}%;{style}" title="{who} {percent(share)}"></i>'
 
 
-def _confusion(one: Answers) -> str:
+def _confusion(one: Predictions) -> str:
     counts, names = one.confusion(), short_names(one.classes)
     if len(one.classes) > MOST_CLASSES:
         pairs = [
@@ -131,7 +131,7 @@ def _cell(count: int, total: int, right: bool) -> str:
     return f'<td style="{mix}{strong}">{count or ""}</td>'
 
 
-def _photographs(one: Answers) -> str:
+def _photographs(one: Predictions) -> str:
     if not one.pictures:
         return ""
     figures, names = [], dict(zip(one.classes, short_names(one.classes), strict=True))
