@@ -45,6 +45,7 @@ CONFIDENCE = "confidence"
 WINDOW = 250  # images between two tests of a stream
 SPANS = (1, 2, 4, 8)
 """Windows that are tested together: the last, the last two, ... A small change takes more images to be seen."""
+MOST_IMAGES = 10**8  # of a count in a manifest: sums of them stay within an int32
 ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
 
 
@@ -176,17 +177,24 @@ class Reference:
     def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
         """Read what `record` returned, for an export with these labels.
 
-        KeyError, ValueError, TypeError, IndexError: it is something else.
+        One of `kd.files.json_file.DAMAGE`: it is something else.
         """
-        numbers = {name: record["numbers"][name] for name in BOUNDS if name in record["numbers"]}  # JSON may be sorted
-        bounds = {name: tuple(map(float, one["bounds"].split())) for name, one in numbers.items()}
-        made = Reference(tuple(names) or ("",), bounds, Tally(len(names) or 1, len(bounds)), bool(record["calibrated"]))
+        made = Reference.of(names, (), bool(record["calibrated"]))
+        numbers = record["numbers"]
+        if numbers.keys() != made.bounds.keys():
+            raise ValueError(f"validation has the numbers {', '.join(map(str, numbers))[:60]}")
         made.tally.images, made.tally.confidence = int(record["images"]), float(record["confidence"])
         for label, text in record["labels"].items():
             _fill(made.tally.labels[:, made.index[label]], text)
-        for row, one in zip(made.tally.bins, numbers.values(), strict=True):
-            for label, text in one["counts"].items():
+        for (name, bounds), row in zip(made.bounds.items(), made.tally.bins, strict=True):
+            if tuple(map(float, numbers[name]["bounds"].split())) != tuple(bounds):
+                raise ValueError(f"validation has other bounds of {name}")
+            for label, text in numbers[name]["counts"].items():
                 _fill(row[made.index[label]], text)
+            if (row.sum(1) != made.tally.labels.sum(0)).any():
+                raise ValueError(f"validation has other counts of {name} than of labels")
+        if made.tally.images != made.tally.labels.sum() or not 0 <= made.tally.confidence <= made.tally.images:
+            raise ValueError(f"validation has {made.tally.images} images, other counts, or a sum of confidences beyond")
         return made
 
     def compare(self, tally: Tally) -> ShiftResult:
@@ -330,6 +338,10 @@ def _sparse(row: np.ndarray) -> str:
 
 
 def _fill(row: np.ndarray, text: str) -> None:
+    """Read what `_sparse` returned; ValueError: it is something else."""
+    before = -1
     for pair in text.split():
-        i, count = pair.split(":")
-        row[int(i)] = int(count)
+        i, count = map(int, pair.split(":"))
+        if not before < i < len(row) or not 0 < count <= MOST_IMAGES:
+            raise ValueError(f"validation has the count {pair[:40]!r}")
+        row[i], before = count, i

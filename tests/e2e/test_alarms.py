@@ -71,12 +71,6 @@ def large(exported, tmp_path_factory) -> Path:
     return changed(exported, tmp_path_factory.mktemp("large") / "export", change)
 
 
-@pytest.fixture(scope="module")
-def old(exported, tmp_path_factory) -> Path:
-    """The export as an earlier build of kd wrote it."""
-    return changed(exported, tmp_path_factory.mktemp("old") / "export", lambda manifest: manifest.pop("validation"))
-
-
 def test_the_manifest_has_what_was_answered(exported):
     manifest = json.loads((exported / MANIFEST).read_text())
     labels = json.loads((exported / "config.json").read_text())["label_names"]
@@ -117,16 +111,6 @@ def test_a_stream_that_shifts(large, photos):
     assert shifted["kd_expected_accuracy"] == pytest.approx(scores[-WINDOW:].mean(), abs=1e-5)
 
 
-def test_an_older_export_is_served_as_before(old, photos, command, tmp_path):
-    with Running(old) as server:
-        send(server, [dark(data) for data, _ in validation(photos)], WINDOW)
-        assert not [name for name in metrics(server) if name.startswith(("kd_shift", "kd_confidence", "kd_labels"))]
-        assert server.stop() == 0
-    assert "validation" not in server.errors
-    answer = command("predict", old, photos / "val", "--to", tmp_path / "all.csv")
-    assert (answer.code, len(answer.out.splitlines()), answer.err) == (0, 1, "")
-
-
 def test_prediction_says_that_photographs_are_others(large, photos, command, tmp_path):
     """What is compared stays in the journal: the result has no more columns than before."""
     folder = tmp_path / "dark"
@@ -155,10 +139,3 @@ def test_rows_of_an_earlier_start_are_counted_too(large, photos, command, tmp_pa
     second = command("predict", large, photos / "val", "--to", target)
     assert "5 of them by an earlier start" in second.out
     assert first.out.splitlines()[1:] == second.out.splitlines()[1:] != []
-
-
-def test_a_damaged_record_is_one_line(exported, tmp_path, refused):
-    def change(manifest: dict) -> None:
-        manifest["validation"]["model.onnx"]["labels"] = {"nothing": "0:1"}
-
-    assert "manifest.json" in refused("serve", changed(exported, tmp_path / "export", change))

@@ -327,6 +327,7 @@ def export(tmp_path) -> Path:
         "name": "tiny",
         "version": "0123456789ab",
         "input": {"size": 16, "crop": 0.875},
+        "output": {"name": "logits"},
         "files": {name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()},
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,14 @@ from typing import Any
 from kd.core.errors import ModelError
 from kd.core.sure import Bands, bands
 from kd.deploy.shift import Reference
+from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
 
 WHERE = "export"
+MAX_SIZE = 4096  # pixels a side: 50 MB an image; one of 10^9 would ask for all memory at the warm-up
+MIN_CROP = 0.01  # share of the shorter side: less is no crop that anybody trains with
+MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
+MAX_TEXT = 1000  # characters of a name or label, which the log, the metrics and every answer repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +53,26 @@ class Description:
 
 
 def describe(folder: Path, file: str = "") -> Description:
-    """Read an export's manifest and labels, not the graph.
+    """Read an export's manifest and labels, not the graph. A stranger may have written them: every value is checked.
 
     `file` is the graph's; "": the one that `kd-export --compare` picked, or model.onnx.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
-    if isinstance(manifest, dict) and not unchanged(manifest):
-        raise invalid_export(f"'{folder / MANIFEST}' is not what was exported (its checksum differs)")
     try:
-        size, crop = int(manifest["input"]["size"]), float(manifest["input"]["crop"])
-        files = {name: str(entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
-        output = manifest.get("output", {"name": "logits"})  # older exports: logits alone
-        embeds = output["name"] == "embedding"
-        labels = () if embeds else tuple(map(str, config["label_names"]))
-        entries = output.get("thresholds", {})
-        thresholds = tuple(float(entries[label]["threshold"]) for label in labels) if entries else ()
-        width, unsure = int(output["width"]) if embeds else len(labels), bands(output, labels)
-        output = Output(str(output["name"]), width, thresholds, unsure)
-        name, version = str(manifest["name"]), str(manifest["version"])
-        file = file or str(manifest.get("pick") or "model.onnx")
+        if not unchanged(manifest):
+            raise invalid_export(f"'{folder / MANIFEST}' is not what was exported (its checksum differs)")
+        files = {name: _text(entry["sha256"], f"files.{name}") for name, entry in manifest["files"].items()}
+        file = file or _text(manifest.get("pick", "model.onnx"), "pick")
+        size = _whole(manifest["input"]["size"], 8, MAX_SIZE, "input.size")
+        crop = _number(manifest["input"]["crop"], MIN_CROP, 1, "input.crop")
+        name, version = _text(manifest["name"], "name"), _text(manifest["version"], "version")
+        labels, output = _output(manifest["output"], config)
         recorded = manifest.get("validation", {}).get(file)
         reference = Reference.read(recorded, labels) if recorded else None
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
+    except KeyError as error:
         raise invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
-    if not (size > 0 and 0 < crop <= 1):
-        raise invalid_export(f"'{folder}' has the input size {size} and the crop {crop} in manifest.json")
+    except DAMAGE as error:
+        raise invalid_export(f"'{folder}' has a damaged manifest.json or config.json ({first_line(error)})") from error
     if file not in files or file not in GRAPHS:
         graphs = ", ".join(sorted(GRAPHS.keys() & files.keys())) or "no graph at all"
         remedy = f"Export anew: kd-export RUN {GRAPHS[file].option if file in GRAPHS else ''}".rstrip()
@@ -83,13 +82,52 @@ def describe(folder: Path, file: str = "") -> Description:
     return Description(folder, file, name, version + kind, labels, output, size, crop, files, reference)
 
 
-def _json(folder: Path, name: str) -> Any:
+def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, ...], Output]:
+    """Return labels and output; one of `DAMAGE`: a value is not what kd writes."""
+    name = _text(found["name"], "output.name")
+    if name == "embedding":
+        return (), Output(name, _whole(found["width"], 1, MAX_WIDTH, "output.width"))
+    if name != "logits" or not isinstance(config["label_names"], list):
+        raise ValueError(f"output.name is {name!r}, or label_names is no list")
+    labels = tuple(_text(label, "label_names") for label in config["label_names"])
+    if not 0 < len(labels) <= MAX_WIDTH or len(set(labels)) < len(labels):
+        raise ValueError(f"label_names has {len(labels)} labels, or one twice")
+    limits = found.get("thresholds", {})
+    thresholds = tuple(_number(limits[label]["threshold"], 0, 1, "thresholds") for label in labels) if limits else ()
+    unsure = bands(found, labels)
+    if not all(-1 <= low <= high <= 1 for low, high in unsure):  # false for NaN
+        raise ValueError("output.defer has a band that is none")
+    if unsure and (len(unsure) > 1) != bool(thresholds) and len(labels) > 1:
+        raise ValueError("output.defer is of one label an image where it has several, or the reverse")
+    return labels, Output(name, len(labels), thresholds, unsure)
+
+
+def _text(value: Any, key: str) -> str:
+    """Require a text that UTF-8 can write, in a log line and a header too."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+        raise ValueError(f"{key} is {value!r:.60}, and no line of text")
+    return value
+
+
+def _whole(value: Any, low: int, high: int, key: str) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{key} is {value!r:.60}, and no whole number from {low} to {high}")
+    return value
+
+
+def _number(value: Any, low: float, high: float, key: str) -> float:
+    if type(value) not in (int, float) or not low <= value <= high:  # the second is true for NaN
+        raise ValueError(f"{key} is {value!r:.60}, and no number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        return read_json(folder / name, WHERE, "Export anew: kd-export RUN", kind=ModelError)
     except FileNotFoundError as error:
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"
         raise ModelError(WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
 
 

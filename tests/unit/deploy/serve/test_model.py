@@ -88,7 +88,7 @@ def test_a_changed_file(copy, name):
     content = bytearray((copy / name).read_bytes())
     content[len(content) // 2] ^= 1
     (copy / name).write_bytes(content)
-    with pytest.raises(ModelError, match=rf"{name}' (is not the file that was exported|cannot be read)"):
+    with pytest.raises(ModelError, match=rf"{name}' (is not the file that was exported|is damaged)"):
         load(describe(copy), 1, 1)
 
 
