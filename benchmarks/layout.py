@@ -82,9 +82,10 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = [one(name, options.size, options.batch) for name in NETWORKS]
+    rows = [one(name, options.size, options.batch) for name in options.only]
     write("layout", f"python benchmarks/layout.py --size {options.size} --threads {options.threads}", rows)
 
 

@@ -29,8 +29,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=620, help="of each student")
     parser.add_argument("--fit", type=int, default=1240, help="steps of the teacher")
-    given = parser.parse_args()
-    shared = ["data.dishes=2", LOSS, "backend.threads=1", "run.every.evaluate=0"]
+    parser.add_argument("overrides", nargs="*", help="key=value for all")
+    given = parser.parse_intermixed_args()
+    shared = ["data.dishes=2", LOSS, "backend.threads=1", "run.every.evaluate=0", *given.overrides]
     fitted = teach(kd.load_config(CONFIG, [*shared, f"teacher.fit.steps={given.fit}"]))[0]
     settings = yaml.safe_load(CONFIG.read_text())
     settings["teacher"] = {"model": str(fitted), "precision": "fp32"}

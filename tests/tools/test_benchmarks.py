@@ -31,7 +31,7 @@ def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
     options.teachers = [tmp_path / name / "export" for name in ("one", "other")]
     for export in options.teachers:
         export.mkdir(parents=True)
-        (export.parent / "manifest.json").write_text('{"choices": {"student": "bf16+unfused"}}')
+        (export.parent / "manifest.json").write_text('{"modes": {"student": "bf16+unfused"}}')
     content = {**proof.settings(options), "losses": losses}
     loaded = config.load(content, [*overrides, *options.overrides])
     assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
@@ -96,7 +96,7 @@ def test_each_student_of_variants_can_be_built(name):
 def test_each_student_of_the_frontier_is_a_configuration(name):
     student, every = frontier.STUDENTS[name], ",".join(map(json.dumps, frontier.STUDENTS.values()))
     space = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"])
-    (one,) = (space.load(values) for values in space.combinations(0) if json.loads(values["student"]) == student)
+    (one,) = (space.load(values) for values in space.combinations() if json.loads(values["student"]) == student)
     assert (one.student.model, one.student.args) == (student["model"], student.get("args", {}))
     assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (64, 32, "frontier_cifar10")
 

@@ -1,0 +1,220 @@
+"""Each benchmark behind a number runs at its smallest, and writes the columns that docs/results.md shows.
+
+What it measures there means nothing. Not here: `proof`, `frontier`, `variants`, `tokens`, `views` and tools/compare.py,
+whose shortest runs take minutes or need other checkouts (test_benchmarks.py and test_compare.py check their
+configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+
+PICTURES = ["data.train_images=4", "data.val_images=3", "data.image_size=32", "data.micro_batch=0"]
+"""Of each of twelve dishes."""
+SHORT = [*PICTURES, "run.every.evaluate=0", "teacher.fit.evaluate=0", "teacher.min_accuracy=0"]
+Ran = Callable[..., list[dict[str, str]]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def header(path: Path) -> dict[str, str]:
+    from_results = importlib.import_module("results")
+    return from_results.read(path)[0]
+
+
+def columns(theme: str) -> set[str]:
+    """Return the columns of a committed file that results.md shows."""
+    theme = {"defer": "defer_seeds"}.get(theme, theme)  # which part of it a name says
+    (path,) = (one for maker in ("amd", "intel") for one in ROOT.glob(f"benchmarks/{theme}_{maker}-*.csv"))
+    shown, _, only = header(path)["show"].partition(" | ")
+    names = {name.strip("+:") for name in shown.split()} - {"all"}
+    return names | ({only.partition("=")[0]} if only else set())
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch) -> Ran:
+    """Run a benchmark's main in an empty folder; return the rows of what it wrote."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+
+    def run(name: str, *argv: Any, theme: str = "", **patches: Any) -> list[dict[str, str]]:
+        module = importlib.import_module(name)
+        for attribute, value in patches.items():
+            monkeypatch.setattr(module, attribute, value)
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *map(str, argv)])
+        module.main()
+        (path,) = tmp_path.rglob(f"{theme or name}_*_20*.csv")
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        rows = list(csv.DictReader(lines))
+        assert rows, path
+        assert columns(theme or name) <= rows[0].keys()
+        return rows
+
+    return run
+
+
+def test_audit(ran, photos):
+    (row,) = ran(
+        "audit", "leaks", "--data", photos, "--splits", "train", "val", "--name", "food_mini", theme="audit_food_mini"
+    )
+    assert row["images"] == str(sum(len(list(photos.glob(f"{split}/*/*"))) for split in ("train", "val")))
+
+
+def test_cached_run(ran):
+    rows = ran("cached_run", "--seeds", "0", "--views", "2", *SHORT, "run.epochs=3", "teacher.fit.epochs=1")
+    bits = {row["run"]: row["bits_of_live"] for row in rows}
+    assert bits == {"fresh": "", "live": "", "ahead": "True", "filling": "False"}
+
+
+def test_compile(monkeypatch):
+    import compile as measured
+    import torch
+
+    monkeypatch.setattr(measured, "NETWORKS", {"residual_24": ("examples", 2, 32)})
+    with torch.compiler.set_stance("force_eager"):
+        row = measured.measure("residual_24", torch.get_num_threads())
+    assert len(row["speeds"]) == 2
+    assert row["ratio"] > 0
+
+
+def test_defer(ran, distilled):
+    rows = ran("defer", distilled, "--wrong", "0.5", theme="defer")
+    assert {row["part"] for row in rows} >= {"pair"}
+
+
+def test_embedding(ran):
+    (row,) = ran("embedding", "--seeds", "0", "--fit-epochs", "1", *SHORT, "run.epochs=1")
+    assert float(row["student_knn"]) >= 0
+
+
+def test_endpoint(ran, exported, photos):
+    rows = ran("endpoint", exported, photos / "val", "--clients", "2", "--images", "6")
+    assert all(float(row["images_per_second"]) > 0 for row in rows)
+
+
+def test_intervals(ran, photos, tmp_path):
+    shutil.copytree(photos / "train", tmp_path / "images" / "train")
+    shutil.copytree(photos / "val", tmp_path / "images" / "test")
+    rows = ran("intervals", "--data", tmp_path / "images", "--images", "8", "--samples", "3")
+    assert [row["samples"] for row in rows] == ["3"] * 4
+
+
+def test_layout(ran):
+    rows = ran("layout", "--size", "32", "--batch", "2", "--only", "resnet10t, 24 channels")
+    assert float(rows[0]["step_gain"]) > 0
+
+
+def test_loading(ran, photos):
+    rows = ran("loading", "--data", photos, "--size", "32", "--images", "4", "--rounds", "1")
+    assert {row["which"] for row in rows} == {"fill", "none", "disk", "ram"}
+
+
+def test_losses(ran, photos, tmp_path):
+    words = ["--work", tmp_path / "work", "--seeds", "0", "--epochs", "1", "--teacher-epochs", "1"]
+    rows = ran("losses", *words, "--losses", "kl", "--images", photos)
+    assert {row["loss"] for row in rows} == {"kl"}
+
+
+def test_multi_label(ran):
+    (row,) = ran("multi_label", "--seeds", "0", "--steps", "2", "--fit", "2", *SHORT)
+    assert 0 <= float(row["distilled_map"]) <= 1
+
+
+def test_page_faults(ran):
+    rows = ran(
+        "page_faults", "--rounds", "1", "--teachers", "vit_tiny_patch16_224", "--batch", "2", "--precision", "fp32"
+    )
+    assert {row["way"] for row in rows} == {"glibc", "kd"}
+
+
+def test_patience(ran, tmp_path):
+    import patience
+
+    settings = yaml.safe_load(patience.CONFIG.read_text())
+    settings["data"] |= {"train_images": 8, "val_images": 3, "image_size": 32, "batch_size": 1, "micro_batch": 1}
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "vit_food.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "runs").mkdir()
+    words = ["--seeds", "0", "--epochs", "1", "--labels", "1", "--label-seeds", "0"]
+    rows = ran("patience", *words, CONFIG=tmp_path / "configs" / "vit_food.yaml")
+    assert {row["student"] for row in rows} == {"distilled", "labels"}
+    assert "var(" not in (tmp_path / "out" / "patience.svg").read_text()
+
+
+def test_regimes(ran, tmp_path):
+    words = ["--work", tmp_path / "work", "--regimes", "even", "--seeds", "0", "--epochs", "1", "--budgets", "1.0"]
+    rows = ran("regimes", *words, "--arms", "everything", REGIMES={"even": {"train_images": 4, "val_images": 3}})
+    assert [row["arm"] for row in rows] == ["everything"]
+
+
+def test_remote(ran, photos):
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'kd[ray]'")
+    rows = ran("remote", "--data", photos, "--images", "16", "--rounds", "1", "--size", "32")
+    assert {"local", "ray"} <= {row["loader"] for row in rows}
+
+
+def test_rules(ran):
+    rows = ran("rules", "--rounds", "1", "--only", "tiny_batch")
+    assert {row["case"] for row in rows} == {"tiny_batch"}
+
+
+def test_scale(ran):
+    rows = ran("scale", "--sizes", "2000", "--parts", "listing", "epoch", "history", "cache")
+    assert [row["part"] for row in rows] == ["listing", "epoch", "history", "cache"]
+
+
+def test_serve(ran, exported):
+    rows = ran("serve", exported, "--part", "cold", "--seconds", "0.2", theme="serve_cold")
+    assert len(rows) > 1
+
+
+def test_shift(ran, exported, photos):
+    folder = photos / "val"
+    rows = ran("shift", exported, folder, "--streams", "1", "--images", "9")
+    assert "none" in " ".join(row["change"] for row in rows) or rows
+
+
+def test_sift_study(ran):
+    import sift_study
+
+    of_all = sift_study.base
+
+    def few(*given: Any) -> dict[str, Any]:
+        made = of_all(*given)
+        made["data"] |= {"train_images": 4, "val_images": 3, "image_size": 32, "batch_size": 8, "micro_batch": 8}
+        return made
+
+    words = ["food_mini", "--epochs", "2", "--teacher-epochs", "1", "--seeds", "1", "--only", "random", "--jobs", "1"]
+    rows = ran("sift_study", *words, base=few, theme="sifting_food_mini")
+    assert [row["method"] for row in rows] == ["random keep 0.6", "random keep 0.5"]
+
+
+def test_sweep(ran, tmp_path):
+    axes = {"losses.0.temperature": ("1", "2")}
+    rows = ran("sweep", "--epochs", "1", "--folder", tmp_path / "sweep", *SHORT, "teacher.fit.epochs=1", AXES=axes)
+    assert [row["way"] for row in rows].count("kd-sweep") == 1
+    assert len(rows) == 3
+
+
+def test_timm_distillation_links_photographs(photos, tmp_path):
+    import timm_distillation
+
+    folder, classes = timm_distillation.subset(photos, tmp_path, 6, 3)
+    assert classes == 3
+    assert sum(1 for path in folder.rglob("*") if path.is_file()) == 9
+    assert Image.open(next(path for path in folder.rglob("*") if path.is_file())).size
+    assert isinstance(timm_distillation.bf16_pays(), bool)
