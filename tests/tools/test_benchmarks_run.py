@@ -20,7 +20,8 @@ import yaml
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "tools"))
 
 from _record import hardware
 
