@@ -19,12 +19,12 @@ import pytest
 import yaml
 from PIL import Image
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 from _record import hardware
 
+ROOT = Path(__file__).parents[2]
 PICTURES = ["data.train_images=4", "data.val_images=3", "data.image_size=32", "data.micro_batch=0"]
 """Of each of twelve dishes."""
 SHORT = [*PICTURES, "run.every.evaluate=0", "teacher.fit.evaluate=0", "teacher.min_accuracy=0"]
