@@ -1,0 +1,101 @@
+"""What one step and one evaluation are, compared with a formula: averaged weights, seeds, logged means, host waits."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kd.core.seeds import seed_from
+from kd.core.types import State
+from kd.engine.loop import steps_of, train, update
+from kd.setup.student import load_student
+
+WAITS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default", "aten.nonzero.default"}
+"""Operators whose result the host reads, so that it waits for the device."""
+
+
+class Reads(TorchDispatchMode):
+    """Record the operators that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) in WAITS:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def first_step(run):
+    with closing(steps_of(run, run.sifter.plan(0, 0.0), 0, 0)) as steps:
+        return next(steps)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_step_never_waits_for_the_device(make, tmp_path, cached):
+    more = ("teacher.cache.views=1", f"teacher.cache.path={tmp_path / 'cache'}") if cached else ()
+    run = make("run.steps=2", "optimizer.clip=1.0", "optimizer.ema=0.9", *more).run
+    run.distillation.train()
+    micros = first_step(run)
+    update(run, micros, State())  # AdamW makes its state in the first step
+    with Reads() as reads:
+        update(run, micros, State(step=1))
+        torch.ones(1).item()
+    assert reads.found == ["aten._local_scalar_dense.default"]  # this test's own
+
+
+def test_a_step_is_seeded_by_step_and_rank(make, monkeypatch):
+    """Ranks that share a seed draw the same dropout for other images."""
+    run, seeds = make("run.steps=3").run, []
+    monkeypatch.setattr(run.backend, "rank", 1)
+    monkeypatch.setattr(run.backend, "seed", seeds.append)
+    train(run)
+    assert seeds == [seed_from(run.seed, "step", step, 1) for step in range(3)]
+    assert len({seed_from(run.seed, "step", step, rank) for step in range(3) for rank in range(2)}) == 6
+
+
+def test_the_logged_loss_is_the_mean_over_all_micro_batches(make):
+    run = make("run.steps=1", "run.every.log=1", "data.micro_batch=2").run
+    assert run.accumulate > 1
+    run.distillation.train()
+    micros, expected = first_step(run), []
+    with torch.no_grad():
+        for batch in micros:
+            expected.append(run.distillation(batch, run.teacher(batch))[1]["loss"].double().mean().item())
+    made = update(run, micros, State())
+    assert made["loss"].item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    train(run := make("run.steps=1", "run.every.log=1", "data.micro_batch=2").run)
+    (row,) = [row for row in run.store.rows if row["kind"] == "train"]
+    assert row["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def averaged(run) -> torch.nn.Module:
+    """Return a copy of the student with the averaged weights, put there by name."""
+    student = copy.deepcopy(run.distillation.student)
+    named = {**dict(student.named_parameters()), **dict(student.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in run.average.average.items():
+            named[name].copy_(tensor)
+    return student
+
+
+def test_evaluation_and_checkpoint_have_the_averaged_weights(make, tmp_path):
+    run, store, _ = make("run.steps=4", "optimizer.ema=0.9", "optimizer.lr=0.03", folder=tmp_path / "run")
+    train(run)
+    last, raw = store.metrics("val")[-1], run.evaluator(run.distillation.student)
+    smooth = run.evaluator(averaged(run))
+    column = "student_kl" if "student_kl" in smooth else next(key for key in smooth if smooth[key] != raw[key])
+    assert last[column] == pytest.approx(smooth[column], rel=1e-6)
+    assert last[column] != pytest.approx(raw[column], rel=1e-3)
+    _, tensors, _ = store.restore()
+    student = copy.deepcopy(run.distillation.student)
+    load_student(student, tensors)  # what is scored at the end, and exported
+    expected = averaged(run).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in student.state_dict().items())
+    raw_state = run.distillation.student.state_dict()
+    assert any(not torch.equal(tensor, raw_state[name]) for name, tensor in student.state_dict().items())
