@@ -44,7 +44,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

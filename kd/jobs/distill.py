@@ -22,11 +22,13 @@ from kd.setup.recipe import BASELINE, Recipe
 from kd.study.report.summary import Trained, samples_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from kd.deploy.export.subject import WrittenExport
     from kd.jobs.progress.trackers import Trackers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result(Trained):
     """What a finished run leaves."""
 
@@ -40,6 +42,20 @@ class Result(Trained):
         from kd.deploy.export.export import ExportOptions, export  # most runs end without one
 
         return export(self.folder, Path(target) if target else None, ExportOptions.of(**options), trust=True)
+
+    @property
+    def student(self) -> nn.Module:
+        """The best student, loaded from the run folder; the code that the run names is run."""
+        from kd.setup.recipe import resolve
+        from kd.study.finished import best_student, opened_run  # most runs end without one
+
+        folder, stored = opened_run(self.folder, trust=True)
+        plan = resolve(stored)
+        return best_student(folder, plan.student, plan.data.section, folder.manifest()["classes"])[0]
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
+        return f"Result(folder='{self.folder}', steps={self.steps}, parameters={self.parameters}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""

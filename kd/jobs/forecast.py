@@ -60,6 +60,11 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
         guess = estimate(recipe, (len(data.train), len(data.val)), split, backend, found, fits)
         advice = advise(recipe, models, split, backend, facts, found)
     parts = ", ".join(f"{name} {clock(seconds)}" for name, seconds in guess.seconds.items())
+    asked = recipe.loop.teacher_images(len(data.train)) * found.teacher / 1000 if recipe.teacher.needed else 0.0
+    if asked:
+        parts += (
+            f"; the teacher takes {100 * min(1.0, asked / guess.seconds['distillation']):.0f} % of the distillation"
+        )
     measured = describe(found) + ("" if found.load else "; loading not measured, the images do not exist yet")
     lines += [
         f"time      about {clock(guess.total)}: {parts}",

@@ -51,7 +51,16 @@ class Teachers:
 
     @property
     def notes(self) -> list[str]:
-        return [note for model in self.members if isinstance(model, Noted) for note in model.notes]
+        """What a person should know of them, a line each."""
+        notes = [note for model in self.members if isinstance(model, Noted) for note in model.notes]
+        return [*notes, *(self._resizes(model) for model in self.members if self._resizes(model))]
+
+    def _resizes(self, model: Any) -> str:
+        """Say that a model enlarges or shrinks the images, and what that does to its arithmetic; "": it does not."""
+        own, given = getattr(model, "input_size", 0), self.data.section.image_size
+        if not own or own == given:
+            return ""
+        return f"it runs at its own {own} px on images of {given} px: {(own / given) ** 2:.2g} times the arithmetic"
 
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:

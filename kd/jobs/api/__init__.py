@@ -106,6 +106,10 @@ def distill(
             for each class, for the losses bce and binary_kl.
         folder: checkpoints and metrics are written there after each epoch; called again, `distill` resumes from it.
 
+    Returns:
+        The run: `student`, the module that was passed in; `metrics`, its last validation row; `rows`, all of them;
+        `folder`; and `export`.
+
     Raises:
         ConfigError: an unknown key, loss or sifter, a bad value, models that answer with different classes.
         DataError: an item is no image with a label.
@@ -139,7 +143,8 @@ def distill(
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
     metrics = [row for row in rows if row["kind"] == "val"][-1]
     data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
-    return Distilled(student, metrics, rows, state, Origin(arguments, recipe, models.classes, data))
+    origin = Origin(arguments, recipe, models.classes, data)
+    return Distilled(student, metrics, rows, state, origin, Path(folder) if folder is not None else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Origin:
     """A hash of the data; "": not known."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
     """What `distill` returns."""
 
@@ -59,6 +59,8 @@ class Distilled:
     state: State
     origin: Origin = field(repr=False)
     """What `export` needs."""
+    folder: Path | None = None
+    """Where checkpoints and metrics were written; None: nowhere."""
 
     def export(
         self,
@@ -110,6 +112,11 @@ class Distilled:
             images=lambda: nullcontext(pixels.batches),
         )
         return write(subject, Path(folder), ExportOptions.of(**options))
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
+        where = f"'{self.folder}'" if self.folder is not None else None
+        return f"Distilled(folder={where}, steps={self.state.step}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""
