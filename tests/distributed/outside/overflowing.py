@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kd.core.facts import LossFacts
 from kd.parts.losses import kl
 
 
@@ -27,6 +28,10 @@ class Overflowing(kl.KL):
     def forward(self, student, teacher, batch):
         score_B = super().forward(student, teacher, batch)
         return score_B * torch.where(batch.ids == self.image, torch.inf, 1.0)
+
+
+def facts(options) -> LossFacts:
+    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options, dims) -> Overflowing:
