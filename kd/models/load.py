@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,7 +201,8 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
     for sized in ({},) if "img_size" in args or stored else ({"img_size": image_size}, {}):
         try:
-            return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
+            with _without_meta_warnings():
+                return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
         except Exception as error:  # timm raises many types, all caused by name, arguments or config.json
             last = error
             if not isinstance(error, TypeError):
@@ -209,6 +212,14 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     wrong = f"'{spec.model}' cannot be built ({type(last).__name__}: {reason})"
     remedy = f"Correct {spec.where}.model or {spec.where}.args"
     raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from last
+
+
+@contextmanager
+def _without_meta_warnings() -> Iterator[None]:
+    """On the meta device timm compares weights with the network, and torch warns of each tensor that it copies not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+        yield
 
 
 def read_tensors(spec: Spec) -> Any:
@@ -293,7 +304,8 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     require_same_tensors(where, spec.model, own, tensors)
-    network.load_state_dict(tensors)
+    if not any(tensor.is_meta for tensor in own.values()):  # torch would warn of each tensor
+        network.load_state_dict(tensors)
 
 
 def _at_this_size(tensors: dict[str, Tensor], own: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:

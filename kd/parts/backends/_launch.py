@@ -1,6 +1,6 @@
 """Rank and world size, from the environment variables of the launcher.
 
-Supported: torchrun (and `accelerate launch`, which sets the same variables), mpirun, and SageMaker.
+Supported: torchrun (and `accelerate launch` on GPUs, which sets the same variables), mpirun, and SageMaker.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def read_launch() -> Launch:
     with_rank = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ]
     with_world = [launcher for launcher, names in _LAUNCHERS.items() if os.environ.get(names[1], "1") != "1"]
     if not with_rank and not with_world:
+        _refuse_a_lone_accelerate()
         return _sagemaker()
     launcher = (with_rank or with_world)[0]
     names = _LAUNCHERS[launcher]
@@ -57,6 +58,18 @@ def read_launch() -> Launch:
         remedy = f"Unset {names[0]} and {names[1]}, or start with torchrun"
         raise BackendError("backend", f"{launcher} set rank {rank} of {world_size}", "0 <= rank < world size", remedy)
     return Launch(launcher, rank, world_size, local_rank, local_world_size)
+
+
+def _refuse_a_lone_accelerate() -> None:
+    """Refuse a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this one.
+
+    With N above 1 it sets where the ranks meet, but no rank and no world size.
+    """
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
+        wrong = "accelerate was asked for several processes, and has started one without a rank"
+        allowed = "On CPUs it starts several with --mpirun_hostfile alone"
+        remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`, or --num_processes 1"
+        raise BackendError("backend", wrong, allowed, remedy)
 
 
 def _sagemaker() -> Launch:

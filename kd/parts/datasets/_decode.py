@@ -84,6 +84,8 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
         raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
+    except (_TooLarge, Image.DecompressionBombError) as error:
+        raise refuse(subject, where, f"the image is too large ({error})") from error
     except MemoryError:
         raise  # of the machine, not of the image
     except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
@@ -111,10 +113,14 @@ def _load_heif() -> None:
     import_module("pillow_heif").register_heif_opener()
 
 
+class _TooLarge(ValueError):
+    """More pixels than Pillow's limit, beyond which a small file may fill the memory."""
+
+
 def _check_size(image: Image.Image) -> None:
     limit = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
     if limit and image.width * image.height > limit:
-        raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {limit}")
+        raise _TooLarge(f"{image.width} x {image.height} pixels; at most {limit} in all are read")
 
 
 class Names:

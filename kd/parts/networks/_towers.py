@@ -71,9 +71,16 @@ def read_config(spec: Spec, hub: Any) -> Any:
         raise ModelError(f"{spec.where}.args", wrong, "A model that transformers knows", remedy)
     try:
         with quiet(hub):
-            return hub.AutoConfig.from_pretrained(spec.model, **spec.args)
+            config = hub.AutoConfig.from_pretrained(spec.model, **spec.args)
     except Exception as error:  # transformers raises many types, all caused by the folder
         raise refused(spec, error) from error
+    if config.model_type == "timm_wrapper":
+        wrong = f"'{spec.model}' wraps a network of timm ({getattr(config, 'architecture', '?')})"
+        remedy = (
+            f"Save its inner model, `model.timm_model`, with timm.models.save_for_hf, and set {spec.where}.kind=timm"
+        )
+        raise ModelError(f"{spec.where}.model", wrong, "A network that transformers itself implements", remedy)
+    return config
 
 
 def vision_config(config: Any) -> Any:

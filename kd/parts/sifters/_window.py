@@ -118,7 +118,8 @@ def inclusion(probability_B: Tensor, size: int) -> Tensor:
     positions = torch.arange(len(ordered), device=ordered.device)
     scale = (size - positions) / rest  # of this and all later ones, if all before are capped
     capped = (scale * ordered > 1).long().cumprod(0).sum().clamp(max=len(ordered) - 1)
-    scaled = torch.where(positions < capped, 1.0, (ordered * scale[capped]).clamp(min=0, max=1))
+    factor = scale.index_select(0, capped[None])  # `scale[capped]` would wait for the device
+    scaled = torch.where(positions < capped, 1.0, (ordered * factor).clamp(min=0, max=1))
     return torch.empty_like(scaled).scatter_(0, order, scaled)
 
 

@@ -26,7 +26,9 @@ class Options:
     """SageMaker's parameters, under its names."""
 
     beta_value: float = field(default=1.0, metadata={"above": 0.0})
-    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept."""
+    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept. Above 1 is a
+    risk: Amazon's own example, beta 3 after a delay of 10, took a small BERT from 91.6 to 56.7 %, and training for a
+    third of the epochs, without sifting, gave 91.6."""
     loss_history_length: int = field(default=500, metadata={"low": 1})
     """Number of previous losses that a new one is compared with."""
     sift_delay: int = field(default=1000, metadata={"low": 0})
@@ -38,11 +40,11 @@ class Options:
 class Relative:
     """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.core.contracts.Sifter`.
 
-    The number kept of each chunk is fixed: 1 / (1 + beta) of all candidates so far, drawn in proportion to their
-    probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known before
-    it begins. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses of all
-    ranks. Images that fill no micro-batch at the end of an epoch are dropped. Kept images weigh 1: like SageMaker's
-    rule, this is biased towards hard images.
+    The number kept of each chunk is fixed, 1 / (1 + beta) of all candidates over the epochs, drawn in proportion to
+    their probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known
+    before it begins. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses
+    of all ranks. An epoch keeps whole steps. Kept images weigh 1: like SageMaker's rule, this is biased towards hard
+    images.
 
     A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
     """
@@ -67,15 +69,19 @@ class Relative:
     def _counts(self, epoch: int) -> list[int]:
         """Return how many images of each chunk are kept, by candidate step of an epoch."""
         candidates = self.context.num_images // self.context.batch_size
-        micro, beta = self.context.micro_batch, self.options.beta_value
-        delay, counts = self.options.sift_delay, []
+        micro, delay, scored = self.context.micro_batch, self.options.sift_delay, 0
+        unsifted = steps = 0
         for _ in range(epoch + 1):
             unsifted = min(delay, candidates)
-            held = beta if unsifted else min(beta, candidates - 1)  # an epoch has one step at least
-            counts = [micro] * unsifted + [quota(n * micro, micro, held) for n in range(candidates - unsifted)]
+            # A fraction of a step is carried to the next epoch: dropped, it would cost an epoch of 17 candidate steps
+            # at beta 0.5 a 34th of its images (64.7 instead of 66.7 %).
+            steps = quota(scored, candidates - unsifted, self.options.beta_value)
+            steps = steps if unsifted else max(1, steps)  # an epoch has one step at least
+            scored += candidates - unsifted
             if not self.options.repeat_delay_per_epoch:
-                delay = max(0, delay - sum(counts) // micro)
-        return counts
+                delay = max(0, delay - unsifted - steps)
+        kept = [n * steps * micro // max(1, candidates - unsifted) for n in range(candidates - unsifted + 1)]
+        return [micro] * unsifted + [after - before for before, after in itertools.pairwise(kept)]
 
     def first(self, start: int) -> int:
         """Return the candidate step that holds the first image of optimizer step `start`."""

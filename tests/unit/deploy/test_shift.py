@@ -222,3 +222,28 @@ def test_colour_is_seen(change):
         for one in numbers(WINDOW, changed):
             of.count(came, {"embedding": [1.0]}, one)
         assert bool(of.compare(came).lines) is changed
+
+
+def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
+    """Hoeffding's bound of the best of all bounds, two tails each; the pixels alone of an embedding model."""
+    rng = np.random.default_rng(3)
+    width = len(measure(np.zeros((3, 8, 8), np.uint8)))
+    ours, came = rng.normal(120, 20, (600, width)), rng.normal(130, 24, (90, width))
+    usual = Reference.of((), ((0, tuple(row)) for row in ours), False)
+    made = usual.empty()
+    for row in came:
+        usual.count(made, {"embedding": [0.0]}, tuple(row))
+    best, ends = 0.0, 0
+    for column, bounds in enumerate(usual.bounds.values()):
+        for bound in bounds:
+            ends += 1
+            x, y = (int((values[:, column] <= bound).sum()) for values in (came, ours))
+            pooled, evidence = (x + y) / 690, []
+            for count, images in ((x, 90), (y, 600)):
+                q = count / images
+                terms = [(q, pooled), (1 - q, 1 - pooled)]
+                evidence.append(images * sum(a * math.log(a / b) for a, b in terms if a > 0))
+            best = max(best, *evidence)
+    expected = (best - math.log(2 * ends)) / math.log(10)
+    assert expected > 1
+    assert usual.compare(made).appearance == pytest.approx(expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -338,3 +339,19 @@ def test_a_config_json_in_the_working_folder_is_nobody_s(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     monkeypatch.chdir(tmp_path)
     assert build(exact_head=True).num_classes == 3
+
+
+@pytest.mark.parametrize("where", ["model", "checkpoint"])
+def test_weights_that_are_only_compared_raise_no_warnings(tmp_path, where):
+    """On the meta device, as in `--check`: 590 lines of a ViT-B. What does not fit is refused there too."""
+    args = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=2, **args)
+    timm.models.save_for_hf(network, tmp_path, model_config={"num_classes": 2}, safe_serialization=True)
+    named = {"model": str(tmp_path), "pretrained": True} if where == "model" else {}
+    named = named or {"model": "vit_tiny_patch16_224", "checkpoint": str(tmp_path)}
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = load(Spec("teacher", args=args, classes=["a", "b"], exact_head=True, **named), 32)
+    assert next(made.parameters()).is_meta
+    with pytest.raises(ModelError), torch.device("meta"):
+        load(Spec("teacher", args={**args, "depth": 2}, classes=["a", "b"], exact_head=True, **named), 32)

@@ -172,3 +172,13 @@ def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):
     assert found["tokens"].shape == (3, 4, 16)
     torch.testing.assert_close(found["tokens"], said[:, 1:])
     torch.testing.assert_close(found["pooled"], said[:, 0])
+
+
+def test_a_network_of_timm_in_the_wrapper_of_transformers_is_refused_with_the_way_out(tmp_path):
+    from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
+
+    size = {"img_size": SIDE, "patch_size": 16, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", num_labels=3, model_args=size)
+    TimmWrapperForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"^teacher\.model: .*wraps a network of timm \(vit_tiny.*teacher\.kind=timm"):
+        load(tmp_path)

@@ -190,3 +190,23 @@ def test_a_random_subset_is_another_one_in_each_epoch():
     seen = [set(sifter.plan(epoch, 0.3).ids.tolist()) for epoch in range(1, 13)]
     assert all(one != other for one, other in itertools.pairwise(seen))
     assert set.union(*seen) == set(range(IMAGES))
+
+
+@pytest.mark.parametrize("keep", [0.15, 0.5, 0.9])
+def test_an_image_whose_loss_is_nan_is_kept(keep):
+    values = losses()
+    values[[3, 77, 301]] = torch.nan
+    for seed in range(20):
+        assert torch.isin(
+            torch.tensor([3, 77, 301]), warm(history.Options(keep=keep), seed, values).plan(1, 0.3).ids
+        ).all()
+
+
+def test_the_easy_images_of_two_epochs_are_drawn_anew():
+    sifter = warm(history.Options(keep=0.6, refresh=100, anneal=0.0))
+    epochs = []
+    for epoch in (1, 2, 3):
+        plan = sifter.plan(epoch, epoch / 10)
+        epochs.append(frozenset(plan.ids.tolist()))
+        sifter.observe(plan.ids, losses()[plan.ids])
+    assert len(set(epochs)) == 3

@@ -87,6 +87,17 @@ def test_an_epoch_of_which_less_than_a_step_would_be_kept_has_one_step():
     assert [delayed.plan(number, 0.0).steps for number in range(3)] == [4, 1, 1]
 
 
+@pytest.mark.parametrize(("beta", "steps"), [(0.5, [11, 11, 12, 11, 11, 12]), (1.0, [8, 9, 8, 9, 8, 9])])
+def test_a_fraction_of_a_step_is_carried_to_the_next_epoch(beta, steps):
+    """17 candidate steps: without it 11 of 17 are 64.7 %, where 1 / (1 + 0.5) is 66.7 %."""
+    sifter = made(beta, images=17 * 2 * MICRO + 5)
+    assert [sifter.plan(number, 0.0).steps for number in range(6)] == steps
+    losses = torch.rand(17 * 2 * MICRO + 5, generator=torch.Generator().manual_seed(1))
+    sizes = [sum(len(batch.ids) for batch in epoch(sifter, number, losses=losses)) for number in range(6)]
+    assert sizes == [2 * MICRO * count for count in steps]
+    assert sum(sizes) / (6 * 17 * 2 * MICRO) == pytest.approx(1 / (1 + beta))
+
+
 def test_high_losses_are_kept_more_often():
     kept = torch.zeros(IMAGES)
     for seed in range(60):

@@ -111,6 +111,11 @@ def test_the_teacher_is_not_asked_about_images_without_a_label(settings, photos:
     answers = answers_to(Teacher(), data.shown(data.train, "skip"), range(len(data.train)))
     assert len(data.train) == 36
     assert seen == answers.id.tolist() == [id for id in range(36) if data.train.label(id) >= 0]
+    for share in (answers.share, answers.own):
+        assert ((share >= 0) & (share <= 1)).all()
+    right = answers.answer == answers.label
+    assert np.array_equal(answers.share[right], answers.own[right])
+    assert (answers.share >= answers.own).all()
 
 
 def test_a_run_without_a_teacher_has_nothing_to_ask(written, command, refused, inside: Path):
