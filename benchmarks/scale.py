@@ -38,7 +38,7 @@ from kd.core.types import SiftContext
 from kd.data.loader import Share
 from kd.models.cache import Codec, open_store
 from kd.parts.datasets import csv, imagefolder
-from kd.parts.datasets._decode import Column, label_images, part
+from kd.parts.datasets._decode import Repeated, label_images, part
 from kd.parts.datasets._folder import File, Files, ImageFolder
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan
@@ -62,7 +62,7 @@ def listing(count: int, random: bool = False) -> ImageFolder:
     """Make a listing of images that are nowhere, as `imagefolder` does behind its scan."""
     files = Files.of((name, File(10_000 + id % 997, 2**63 + id)) for id, name in enumerate(names(count, random)))
     classes = [f"n{folder:08d}" for folder in range(count // FOLDER)]
-    column = Column(classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER))
+    column = Repeated(classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER))
     order, label = label_images(column, classes, None, "data.root", "train", "all")
     ids = part(files.names, label, VAL, "train")
     return ImageFolder("/nowhere", files.take(ids), label[ids], order, ())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kd
-from kd.models.answers import Answers, write
+from kd.models.answer_table import AnswerTable, write
 from kd.parts import registry
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -147,7 +147,7 @@ def make(root: Path, folder: Path, size: int = 64, width: int = 64, epochs: int 
         found += [source.name(id) for id in range(len(source))]
         with torch.no_grad():
             said.append(net(normalized(photographs.pixels(source))))
-    write(folder / "answers.safetensors", Answers("logits", found, torch.cat(said)[None], names))
+    write(folder / "answers.safetensors", AnswerTable("logits", found, torch.cat(said)[None], names))
     return {
         "transformers": {"kind": "transformers", "model": str(folder / "vit")},
         "zero_shot": {

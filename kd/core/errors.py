@@ -77,7 +77,7 @@ class DataError(KdError):
 
 
 class CorruptImage(DataError):
-    """An image was read whole and cannot be decoded; `data.on_corrupt` decides. What cannot be read is none."""
+    """An image was read and cannot be decoded; `data.on_corrupt` decides. A failed read is a DataError instead."""
 
 
 class ModelError(KdError):

@@ -79,7 +79,7 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class Sampled(Protocol):
-    """An evaluator that keeps what its last row was computed from. Of another one no interval is known."""
+    """An evaluator that keeps what its last row was computed from. Evaluators without it get no confidence interval."""
 
     def samples(self) -> dict[str, Samples]:
         """Return what scores of the last row, by their keys in it, were computed from. All ranks must call it."""

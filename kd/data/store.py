@@ -29,7 +29,7 @@ from kd.files.pixels import centre_crop
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import disk_error, log, open_folder
 
-FORMAT = 4
+FORMAT = 4  # raised with every change of a record; a store of another format is filled anew
 HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
@@ -86,7 +86,7 @@ class Cropped:
         return centre_crop(image, self.size, self.crop)
 
 
-class Slot(NamedTuple):
+class StoredImage(NamedTuple):
     """A stored image."""
 
     image: Image.Image
@@ -103,15 +103,15 @@ class Slots:
         stop = Stop(f"{WHERE}: {name}", "Its images are used, the others are decoded each time.")
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
-    def read(self, id: int) -> Slot | None:
+    def read(self, id: int) -> StoredImage | None:
         content = self.records.read(id)
         if content is None:
             return None
         width, height, crc, stamp = HEAD.unpack_from(content)
         pixels: Any = memoryview(content)[HEAD.size :]
-        return Slot(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
+        return StoredImage(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
 
-    def write(self, id: int, slot: Slot) -> None:
+    def write(self, id: int, slot: StoredImage) -> None:
         """Store an image, if it has at most `pixels` pixels and the disk is not full."""
         self.records.write(id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes())
 
@@ -169,13 +169,13 @@ class Stored:
             if slot is not None:
                 self._same[id] = crc == slot.crc
                 self._warn(id)
-            slot = Slot(self.keep(image), crc, stamp)
+            slot = StoredImage(self.keep(image), crc, stamp)
             if self.slots is not None:
                 self.slots.write(id, slot)
         return Decoded(slot.image, slot.crc)
 
     def _warn(self, id: int) -> None:
-        """Warn once where the bytes of an image are others than those that it was decoded from."""
+        """Warn once where the file of an image changed since it was decoded."""
         if not self._same[id] and not self._same[len(self)]:
             self._same[len(self)] = 1
             text = "%s: '%s' has changed since it was decoded; it and all others that have are decoded again"

@@ -18,7 +18,7 @@ from kd.core.types import Outputs, Plan
 from kd.data.batches import ask
 from kd.data.loader import LocalLoader
 from kd.jobs.opened import opened
-from kd.models.answers import Answers, write
+from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.setup.build import Setting, shown_split
@@ -158,7 +158,7 @@ def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
     held = [source for source in (data.val, data.test) if source is not None]
     answers = [_answers(work, source, work.live.validation(source is data.test)) for source in held]
     classes = list(data.classes) if plan.logits else []
-    table = Answers(
+    table = AnswerTable(
         meaning="logits" if arrays == ["logits"] else "embeddings",
         names=_names(data.train),
         values=values,

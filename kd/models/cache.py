@@ -25,10 +25,11 @@ from kd.core.types import Batch, Outputs, TeacherOutputs
 from kd.files.records import Records, Stop
 from kd.files.storage import MANIFEST, disk_error, lock, log, open_folder
 
-FORMAT = 3
+FORMAT = 3  # raised with every change of a record; a cache of another format is filled anew
 WHERE = "teacher.cache.path"
 DENSE_CLASSES = 1024  # up to here every logit is kept
 TOPK = 64
+"""Logits that are kept of more classes, with the mass of the others: 256 bytes an image instead of 2 for each class."""
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
 READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts

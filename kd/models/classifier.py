@@ -181,8 +181,8 @@ def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     device = None if tensor is None else tensor.device
     image = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
     training = model.training
-    asked = (image, torch.zeros(1, dtype=torch.int64)) if getattr(model, "reads_ids", False) else (image,)
-    outputs = model.eval()(*asked)
+    inputs = (image, torch.zeros(1, dtype=torch.int64)) if getattr(model, "reads_ids", False) else (image,)
+    outputs = model.eval()(*inputs)
     model.train(training)
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
 

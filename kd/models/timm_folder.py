@@ -169,6 +169,6 @@ def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tens
         "unexpected": sorted(tensors.keys() - own.keys()),
         "other shape": [f"{name} {tuple(tensors[name].shape)} != {tuple(own[name].shape)}" for name in both],
     }
-    shown = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
-    if shown:
-        raise ModelError(where, f"the weights are not those of '{model}' ({shown})", "", "Correct model or args")
+    listed = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
+    if listed:
+        raise ModelError(where, f"the weights are not those of '{model}' ({listed})", "", "Correct model or args")

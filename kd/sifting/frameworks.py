@@ -11,7 +11,7 @@ from typing import Any
 from kd.core.errors import MissingExtra
 from kd.sifting.config import RelativeProbabilisticSiftConfig, SiftConfigValidationException
 from kd.sifting.loader import SiftingDataloader
-from kd.sifting.meter import logger
+from kd.sifting.timing import logger
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -15,7 +15,7 @@ from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFo
 from kd.sifting.formats import DefaultTransform
 from kd.sifting.inner import random_state, resume, sizes_of
 from kd.sifting.loss import device_of, losses_of, method_of
-from kd.sifting.meter import Meter, logger, now
+from kd.sifting.timing import Meter, logger, now
 
 COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
 

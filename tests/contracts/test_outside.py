@@ -21,7 +21,7 @@ TASK = '''
 from dataclasses import dataclass, replace
 
 from kd.core.scores import Column
-from kd.parts.tasks.single_label import SCORES, Evaluator, SingleLabel
+from kd.parts.tasks.single_label import SCORES, SingleLabel, SingleLabelEvaluator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Options:
     """Classes by which an answer may miss."""
 
 
-class Near(Evaluator):
+class Near(SingleLabelEvaluator):
     def __init__(self, setting, scores, tolerance):
         super().__init__(setting, scores)
         self.tolerance = tolerance

@@ -17,7 +17,7 @@ from kd.files.storage import append_rows, log
 
 INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
 CHILDREN_EVERY = 10  # samples between two looks for child processes: the system lists all of its processes for it
-MIB = 2**20
+MIB = 2**20  # bytes
 
 
 class Monitor:

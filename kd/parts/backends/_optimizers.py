@@ -93,7 +93,7 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 State = dict[int, dict[str, Tensor]]
-_BASE = 2**20
+_BASE = 2**20  # of the two digits in which a length travels: float32 is exact up to 2**24 alone
 
 
 def is_divided(optimizer: torch.optim.Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:

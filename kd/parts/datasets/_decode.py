@@ -165,20 +165,20 @@ class Names:
         return zlib.decompress(memoryview(self._packed)[self._starts[block] : self._starts[block + 1]])
 
 
-class Column(NamedTuple):
+class Repeated(NamedTuple):
     """A text of each image, such as the name of its class, where many images have the same."""
 
     texts: list[str]  # those that occur, each once
     of: np.ndarray  # the position of each image's, int32 [N]
 
     @classmethod
-    def of_each(cls, texts: Iterable[str]) -> Column:
+    def of_each(cls, texts: Iterable[str]) -> Repeated:
         position: dict[str, int] = {}
         of = np.fromiter((position.setdefault(text, len(position)) for text in texts), np.int32)
         return cls([*position], of)
 
 
-def name_labels(raw: Column, names: Sequence[str]) -> tuple[Column, list[str]]:
+def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str]]:
     """Return the class name of each image, and all classes in order, of labels as written; "" is none.
 
     Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
@@ -201,7 +201,7 @@ def name_labels(raw: Column, names: Sequence[str]) -> tuple[Column, list[str]]:
 
 
 def label_images(
-    names: Column, own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
+    names: Repeated, own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the class order and the label of each image, int32 [N]; -1: it has none.
 

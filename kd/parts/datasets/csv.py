@@ -15,7 +15,7 @@ from typing import TextIO
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import DatasetFacts, file_key
-from kd.parts.datasets._decode import Column, label_images
+from kd.parts.datasets._decode import Repeated, label_images
 from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
 from kd.parts.datasets._lists import DELIMITERS, Entry, Lists, content, table
 
@@ -63,7 +63,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     if labels == "all" and "" in label_of:
         wrong = f"{[*found.values()][label_of.index('')].entry} has no label"
         raise DataError(where, wrong, "A label for each image", "Add it, or set data.labels=some")
-    column = Column.of_each(label_of)
+    column = Repeated.of_each(label_of)
     order, label = label_images(column, _in_order({*column.texts} - {""}), classes, where, split, labels)
     keep = lists.held(names, label, split)
     files = Files.of((names[id], found[names[id]].file) for id in keep)

@@ -106,11 +106,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
-    names, own = images.Column([""], np.zeros(len(table), np.int32)), []
+    names, own = images.Repeated([""], np.zeros(len(table), np.int32)), []
     if labels != "none":
         label_key = _label_key(hub, table.features, options.label_key)
         written = enumerate(table.with_format(None)[label_key])
-        raw = images.Column.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
+        raw = images.Repeated.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
         names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
     order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(table))

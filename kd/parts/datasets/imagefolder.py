@@ -10,7 +10,7 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import DatasetFacts, file_key
-from kd.parts.datasets._decode import Column, first_few, label_images, part
+from kd.parts.datasets._decode import Repeated, first_few, label_images, part
 from kd.parts.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
@@ -62,7 +62,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
         listing = scan(root, folder)
     files, notes = listing.files, listing.notes
-    class_of = Column([text(name[len(folder) + 1 if folder else 0 :]) for name in listing.folders], listing.folder_of)
+    class_of = Repeated([text(name[len(folder) + 1 if folder else 0 :]) for name in listing.folders], listing.folder_of)
     if not len(files.names):
         raise _no_images(os.path.join(root, os.fsdecode(folder)), split, notes)
     if labels != "none":
@@ -110,7 +110,7 @@ def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:
     return DataError(WHERE, f"no images for the split '{split}' in '{path}'{there}", allowed, "Check the path")
 
 
-def _check_inside(files: Files, class_of: Column) -> None:
+def _check_inside(files: Files, class_of: Repeated) -> None:
     if "" in class_of.texts:
         found = np.flatnonzero(class_of.of == class_of.texts.index(""))
         outside = text(files.names[found[0]])

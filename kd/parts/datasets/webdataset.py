@@ -22,9 +22,9 @@ from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
 from kd.files.shards import Shard, content, find, members, read
 from kd.parts.datasets._decode import (
-    Column,
     Listed,
     Names,
+    Repeated,
     check_bytes,
     fingerprint,
     label_images,
@@ -95,7 +95,7 @@ class _Index:
         self._position: dict[str, int] = {}
         self._label_of = array("i")
         self.names = Names(self._read(read))
-        self.labels = Column([*self._position], np.asarray(self._label_of))
+        self.labels = Repeated([*self._position], np.asarray(self._label_of))
 
     def _read(self, read: Callable[[str], Sequence[_Image]]) -> Iterator[bytes]:
         for number, (path, title) in enumerate(zip(self.shards, self._titles, strict=True)):

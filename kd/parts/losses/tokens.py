@@ -29,7 +29,7 @@ from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
-COSINE = 0.9
+COSINE = 0.9  # share of the cosine; the paper's weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

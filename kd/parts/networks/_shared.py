@@ -114,8 +114,8 @@ def columns(pick: nn.Module) -> dict[str, list[int]]:
 def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None:
     """Refuse losses that need both logits and features: this teacher returns one of them."""
     if (spec.logits and features) or set(features) - {"pooled"}:
-        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
-        wrong = f"is {kind}, which has one output, but the losses need {asked}"
+        needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        wrong = f"is {kind}, which has one output, but the losses need {needed}"
         raise ModelError(f"{spec.where}.kind", wrong, "Losses on logits, or losses on pooled features", "Take others")
 
 

@@ -142,61 +142,63 @@ class Tower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the logits [B, C], or the pooled features [B, D] of a model without classes."""
-        said = self._ask(self.model, pixels)
-        return self._logits(said) if CLASSIFIER in type(self.model).__name__ else self._pooled(said, pixels)
+        output = self._ask(self.model, pixels)
+        return self._logits(output) if CLASSIFIER in type(self.model).__name__ else self._pooled(output, pixels)
 
     def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
         """Return logits [B, C] (width 0 without classes) with the features that are named."""
         if CLASSIFIER in type(self.model).__name__:
             logits_BC, pooled_BD, last = self._classified(pixels)
         else:
-            seen: list[Any] = []  # CLIP's projected vectors come without the tokens that they are made of
+            hidden: list[Any] = []  # CLIP's projected vectors come without the tokens that they are made of
             inner: Any = getattr(self.model, "vision_model", self.model)
-            hook = inner.register_forward_hook(lambda _, given, said: seen.append(said.last_hidden_state))
+            hook = inner.register_forward_hook(lambda _, inputs, output: hidden.append(output.last_hidden_state))
             pooled_BD = self.forward(pixels)
             hook.remove()
-            logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), seen[0]
+            logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), hidden[0]
         features = {"pooled": pooled_BD} if "pooled" in names else {}
         if "tokens" in names:
             features["tokens"] = self._tokens(last, pixels)
         return Outputs(logits_BC, features)
 
-    def _logits(self, said: Any) -> Tensor:
-        return self.pick(said.logits if hasattr(said, "logits") else said.last_hidden_state)  # PP-LCNet's name of them
+    def _logits(self, output: Any) -> Tensor:
+        return self.pick(
+            output.logits if hasattr(output, "logits") else output.last_hidden_state
+        )  # PP-LCNet's name of them
 
     def _ask(self, model: Any, pixels: Tensor) -> Any:
         if self.order != [0, 1, 2]:
             pixels = pixels[:, self.order]
         if hasattr(model, "get_image_features"):
-            said = model.get_image_features(pixel_values=pixels)
-            return SimpleNamespace(pooler_output=said) if isinstance(said, Tensor) else said
+            output = model.get_image_features(pixel_values=pixels)
+            return SimpleNamespace(pooler_output=output) if isinstance(output, Tensor) else output
         return model(pixel_values=pixels)
 
     def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Return logits, what the classifier takes (the mean of two), and what the backbone returns."""
         inner: Any = self.model
         heads = [one for name, one in inner.named_children() if name.endswith(HEADS) and [*one.parameters()]]
-        taken: list[Tensor] = []
-        said: list[Any] = []
-        hooks = [head.register_forward_pre_hook(lambda _, given: taken.append(given[0])) for head in heads]
+        head_inputs: list[Tensor] = []
+        outputs: list[Any] = []
+        hooks = [head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0])) for head in heads]
         backbone = [one for one in inner.children() if one not in heads]
-        hooks += [one.register_forward_hook(lambda _, given, answer: said.append(answer)) for one in backbone]
+        hooks += [one.register_forward_hook(lambda _, inputs, output: outputs.append(output)) for one in backbone]
         logits_BC = self._logits(self._ask(inner, pixels))
         for hook in hooks:
             hook.remove()
-        last = [one.last_hidden_state for one in said if hasattr(one, "last_hidden_state")]
-        if not taken or not last:
+        last = [one.last_hidden_state for one in outputs if hasattr(one, "last_hidden_state")]
+        if not head_inputs or not last:
             wrong = f"'{type(inner).__name__}' has no vector of features before its classifier, which a loss needs"
             raise ModelError("losses", wrong, "Losses on logits", "Take others, or another teacher")
-        vectors = [one.mean(1) if one.ndim == 3 else one.flatten(1) for one in taken]
+        vectors = [one.mean(1) if one.ndim == 3 else one.flatten(1) for one in head_inputs]
         return logits_BC, torch.stack(vectors).mean(0), last[-1]
 
-    def _pooled(self, said: Any, pixels: Tensor) -> Tensor:
+    def _pooled(self, output: Any, pixels: Tensor) -> Tensor:
         for name in ("image_embeds", "pooler_output"):
-            value = getattr(said, name, None)
+            value = getattr(output, name, None)
             if value is not None:
                 return value.flatten(1)
-        last = said.last_hidden_state
+        last = output.last_hidden_state
         if last.ndim == 3 and last.shape[1] > self._places(last, pixels):
             return last[:, 0]
         return last.mean(1) if last.ndim == 3 else last.mean((2, 3))

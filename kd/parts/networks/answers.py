@@ -21,7 +21,7 @@ from kd.core.contracts import Source
 from kd.core.errors import ModelError
 from kd.core.facts import file_key
 from kd.core.types import Outputs
-from kd.models.answers import Answers, below, read
+from kd.models.answer_table import AnswerTable, below, read
 from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits
 
@@ -98,8 +98,8 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     table = read(spec.model, where)
     _check_views(spec.where, table, spec.images)
     if spec.logits == (table.meaning == "embeddings") or set(features) - (set() if spec.logits else {"pooled"}):
-        asked = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
-        wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {asked}"
+        needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
+        wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {needed}"
         raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
     images, values = spec.images, table.values
     names = below([*table.names, *table.val_names], images.train.name(0))
@@ -138,7 +138,7 @@ def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, so
             raise ModelError(error.where, f"{error.wrong}: '{source.name(id)}'", error.allowed, error.remedy) from error
 
 
-def _unseen(table: Answers, images: DatasetSpec) -> tuple[str, ...]:
+def _unseen(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
     """Say which augmentation the student sees and the answers do not."""
     shown = images.transform
     plain = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "policy": ""}
@@ -161,7 +161,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
     return torch.tensor(found)
 
 
-def _check_views(where: str, table: Answers, images: DatasetSpec) -> None:
+def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
     """Require that answers for views belong to the views of this run."""
     shown = json.loads(json.dumps(images.shown()))
     if not table.made_for:

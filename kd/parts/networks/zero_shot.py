@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kd.core.errors import ModelError
 from kd.core.facts import file_key
-from kd.models.answers import read_vectors
+from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
 from kd.parts.networks._shared import named, read_names
@@ -98,7 +98,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         vectors_CD = text_vectors(spec, hub, model, names, options.prompts)
     scale = options.scale or _learned(spec, model)
     if hasattr(model, "text_model"):
-        model.text_model = None  # type: ignore[assignment]  # it has no more to say
+        model.text_model = None  # type: ignore[assignment]  # it is not needed after the class vectors are computed
     with torch.no_grad():
         width = Tower(model)(torch.zeros(1, 3, shown["input_size"], shown["input_size"])).shape[1]
     if vectors_CD.shape[1] != width:
@@ -150,8 +150,8 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
         padding = {"padding": "max_length", "max_length": most} if siglip else {"padding": True, "max_length": most}
         tokens = tokenizer(texts, return_tensors="pt", truncation=True, **padding)
         given = {key: tokens[key] for key in ("input_ids", "attention_mask") if key in tokens}
-        said = model.get_text_features(**given if not siglip else {"input_ids": given["input_ids"]})
-        vectors_PD = said if isinstance(said, Tensor) else said.pooler_output
+        vectors = model.get_text_features(**given if not siglip else {"input_ids": given["input_ids"]})
+        vectors_PD = vectors if isinstance(vectors, Tensor) else vectors.pooler_output
         found.append(F.normalize(F.normalize(vectors_PD, dim=1).mean(0), dim=0))
     return torch.stack(found)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kd.core.types import Plan, SiftContext
 from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 
-NEVER = -1
+NEVER = -1  # in place of an epoch, which counts from 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

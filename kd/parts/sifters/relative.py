@@ -18,7 +18,7 @@ from kd.core.types import Batch, Costs, Plan, SiftContext
 from kd.parts.sifters._plan import full_plan
 from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
 
-NO_EPOCH = -1
+NO_EPOCH = -1  # before the first plan; epochs count from 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

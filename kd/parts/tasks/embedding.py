@@ -57,8 +57,8 @@ class Embedding:
     name, logits, label, problem_type = "embedding", "", "class", ""
     label_loss, scores, keeps_topk = "ce", SCORES, True
 
-    def evaluator(self, setting: Evaluation) -> Evaluator:
-        return Evaluator(setting, self.scores)
+    def evaluator(self, setting: Evaluation) -> EmbeddingEvaluator:
+        return EmbeddingEvaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return logits of width 0: features are not averaged."""
@@ -116,7 +116,7 @@ class Vectors:
         return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
 
 
-class Evaluator:
+class EmbeddingEvaluator:
     """Score an embedding student. See `kd.core.evaluation.Evaluator`.
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
@@ -165,7 +165,7 @@ class Evaluator:
         self.backend.broadcast_([shared])  # another processor may round otherwise
         return dict(zip(values, shared.tolist(), strict=True))
 
-    def of(self, teacher: Teacher) -> Evaluator:
+    def of(self, teacher: Teacher) -> EmbeddingEvaluator:
         other = copy.copy(self)
         other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
         other._right = {}

@@ -46,8 +46,8 @@ class LabelSets:
     name, logits, label, problem_type = "label_sets", "sigmoid", "set", "multi_label_classification"
     label_loss, scores, keeps_topk = "bce", SCORES, False
 
-    def evaluator(self, setting: Evaluation) -> Evaluator:
-        return Evaluator(setting, self.scores)
+    def evaluator(self, setting: Evaluation) -> LabelSetsEvaluator:
+        return LabelSetsEvaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return log(p / (1 - p)) of the averaged p of K teachers."""
@@ -104,7 +104,7 @@ def build(options: Options) -> LabelSets:
     return LabelSets()
 
 
-class Evaluator(LogitsEvaluator):
+class LabelSetsEvaluator(LogitsEvaluator):
     """Score models that answer for each class alone.
 
     A row has for the student `map` (the mean over classes of the average precision), `f1_macro` and `f1_micro` at the

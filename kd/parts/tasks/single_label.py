@@ -41,8 +41,8 @@ class SingleLabel:
     name, logits, label, problem_type = "single_label", "softmax", "class", "single_label_classification"
     label_loss, scores, keeps_topk = "ce", SCORES, True
 
-    def evaluator(self, setting: Evaluation) -> Evaluator:
-        return Evaluator(setting, self.scores)
+    def evaluator(self, setting: Evaluation) -> SingleLabelEvaluator:
+        return SingleLabelEvaluator(setting, self.scores)
 
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return log of the averaged probabilities of K teachers (arXiv:1503.02531)."""
@@ -80,7 +80,7 @@ def build(options: Options) -> SingleLabel:
     return SingleLabel()
 
 
-class Evaluator(LogitsEvaluator):
+class SingleLabelEvaluator(LogitsEvaluator):
     """Score models that answer with one class.
 
     A row has for the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,

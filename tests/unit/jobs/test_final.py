@@ -13,7 +13,7 @@ from kd.core.errors import ConfigErrors
 from kd.core.intervals import paired, wilson
 from kd.jobs.evaluate import evaluate
 from kd.jobs.train import train
-from kd.models.answers import Answers, write
+from kd.models.answer_table import AnswerTable, write
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 
@@ -102,7 +102,7 @@ def test_the_teacher_of_a_table_answers_for_test_images(settings, photos, tmp_pa
     import torch
 
     logits = 5 * torch.eye(3)[torch.tensor(right)]
-    write(tmp_path / "table.safetensors", Answers("logits", names, logits[None], sources.train.classes))
+    write(tmp_path / "table.safetensors", AnswerTable("logits", names, logits[None], sources.train.classes))
     settings["teacher"] = {"kind": "answers", "model": str(tmp_path / "table.safetensors")}
     result = train(config.load(settings, ["run.epochs=1", "data.test_fraction=0.4", "data.augment.mixup=0"]))
     assert result.scored.split == "test"

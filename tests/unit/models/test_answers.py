@@ -12,8 +12,8 @@ import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
 from kd.jobs.check import check
-from kd.models import answers
-from kd.models.answers import read, read_vectors
+from kd.models import answer_table
+from kd.models.answer_table import read, read_vectors
 from kd.setup.data import Data, open_sources
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers
@@ -79,12 +79,12 @@ def test_a_wrong_table_is_one_line(tmp_path, name, content, words):
 
 
 def test_a_table_is_written_for_others_or_an_error_of_the_disk(tmp_path, small_disk):
-    table = answers.Answers("logits", [f"{i}.jpg" for i in range(2000)], torch.zeros(1, 2000, 50))
-    answers.write(tmp_path / "a.safetensors", table)
+    table = answer_table.AnswerTable("logits", [f"{i}.jpg" for i in range(2000)], torch.zeros(1, 2000, 50))
+    answer_table.write(tmp_path / "a.safetensors", table)
     assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o644
     assert len(read(str(tmp_path / "a.safetensors"), WHERE).names) == 2000
     with pytest.raises(OSError, match="No space left"):
-        answers.write(small_disk / "a.safetensors", table)
+        answer_table.write(small_disk / "a.safetensors", table)
 
 
 # ------------------------------------------------------------------------------------------------------- with images

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 from pieces import WITHOUT_HEIF
 from PIL import Image
 
-from kd import config
-from kd.core.errors import ConfigErrors, DataError
+from kd.core.errors import DataError
 from kd.parts.datasets.csv import Options, build, facts
 
 IMAGES = ("apple_pie/1.jpg", "apple_pie/2.jpg", "apple_pie/3.jpg", "baklava/1.jpg", "baklava/2.jpg", "baklava/3.jpg")
@@ -186,24 +184,3 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
 def test_options(wrong, message):
     with pytest.raises(ValueError, match=message):
         Options(**{"root": "x", "train_list": "a.csv", "val_list": "b.csv", **wrong})
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "remedy"),
-    [
-        ("imagefolder", "train_list", r"Set data\.kind=csv"),
-        ("imagefolder", "val_list", r"Set data\.kind=csv"),
-        ("multilabel", "ending", "may lack its ending"),
-    ],
-)
-def test_a_removed_key_names_its_successor_and_the_record_of_an_old_run_is_read(kind, key, remedy):
-    more = {"train_labels": "a", "val_labels": "b"} if kind == "multilabel" else {}
-    raw = {
-        "data": {"kind": kind, "root": os.curdir, **more},
-        "teacher": {"model": "vit_tiny_patch16_224"},
-        "student": {"model": "vit_tiny_patch16_224"},
-        "losses": [{"kind": "binary_kl" if more else "kl"}],
-    }
-    with pytest.raises(ConfigErrors, match=rf"data\.{key}: no such key\. .*{remedy}"):
-        config.load(raw, [f"data.{key}=x"])
-    assert not hasattr(config.load(raw, [f"data.{key}="]).data.options, key)

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from kd.core.errors import DataError
-from kd.parts.datasets._decode import BLOCK, FORMATS, Column, Names, decode, hold_out, name_labels
+from kd.parts.datasets._decode import BLOCK, FORMATS, Names, Repeated, decode, hold_out, name_labels
 
 RNG = np.random.default_rng(0)
 NOISE = Image.fromarray(RNG.integers(0, 256, (24, 32, 3), np.uint8))
@@ -311,7 +311,7 @@ def test_hold_out_keeps_one_image_on_either_side():
 
 def test_labels_as_written():
     def named(*raw: str, names: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-        column, order = name_labels(Column.of_each(raw), names)
+        column, order = name_labels(Repeated.of_each(raw), names)
         return [column.texts[position] for position in column.of], order
 
     assert named("1", "003", "1") == (["1", "3", "1"], ["0", "1", "2", "3"])

@@ -21,7 +21,7 @@ import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
 from kd.jobs.check import check
-from kd.models.answers import Answers, read, write
+from kd.models.answer_table import AnswerTable, read, write
 from kd.models.classifier import main_output
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
@@ -416,16 +416,25 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: Answers("logits", t.names[1:], t.values, t.classes), "49 answers and 48 names"),
-        (lambda t: Answers("logits", t.names[1:], t.values[:, 1:], t.classes), "no answer for 1 of 36 training images"),
-        (lambda t: Answers("logits", t.names[:-1], t.values[:, :-1], t.classes), "no answer for 1 of 13 validation"),
-        (lambda t: Answers("logits", t.names, t.values * np.nan, t.classes), "has NaN or infinity"),
-        (lambda t: Answers("logits", t.names, t.values[..., :2], t.classes), "2 numbers an image and 3 classes"),
-        (lambda t: Answers("logits", t.names, t.values[..., :2], t.classes[:2]), "has 2 classes, the data has 3"),
-        (lambda t: Answers("embeddings", t.names, t.values), "holds embeddings, but the losses need logits"),
-        (lambda t: Answers("logits", t.names, t.values.expand(2, -1, -1), t.classes), "does not say what they show"),
+        (lambda t: AnswerTable("logits", t.names[1:], t.values, t.classes), "49 answers and 48 names"),
         (
-            lambda t: Answers("logits", t.names, t.values, t.classes, made_for={"views": 3}),
+            lambda t: AnswerTable("logits", t.names[1:], t.values[:, 1:], t.classes),
+            "no answer for 1 of 36 training images",
+        ),
+        (
+            lambda t: AnswerTable("logits", t.names[:-1], t.values[:, :-1], t.classes),
+            "no answer for 1 of 13 validation",
+        ),
+        (lambda t: AnswerTable("logits", t.names, t.values * np.nan, t.classes), "has NaN or infinity"),
+        (lambda t: AnswerTable("logits", t.names, t.values[..., :2], t.classes), "2 numbers an image and 3 classes"),
+        (lambda t: AnswerTable("logits", t.names, t.values[..., :2], t.classes[:2]), "has 2 classes, the data has 3"),
+        (lambda t: AnswerTable("embeddings", t.names, t.values), "holds embeddings, but the losses need logits"),
+        (
+            lambda t: AnswerTable("logits", t.names, t.values.expand(2, -1, -1), t.classes),
+            "does not say what they show",
+        ),
+        (
+            lambda t: AnswerTable("logits", t.names, t.values, t.classes, made_for={"views": 3}),
             "views of another views \\(3\\); this run has 0",
         ),
     ],
@@ -448,7 +457,7 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
 def test_answers_for_validation_images_are_checked_too(said, message, made, tmp_path):
     """NaN became a class: the teacher's accuracy and the agreement were wrong, and nothing was said."""
     table = read(made["answers"]["model"], "teacher.model")
-    table = Answers("logits", table.names, table.values, table.classes, ["a", "b"], said)
+    table = AnswerTable("logits", table.names, table.values, table.classes, ["a", "b"], said)
     write(tmp_path / "c.safetensors", table)
     with pytest.raises(ModelError, match=message):
         read(str(tmp_path / "c.safetensors"), "teacher.model")

@@ -1,4 +1,4 @@
-"""Answers that somebody has already, by the name of an image: read and written.
+"""Read and write a table of teacher outputs by file name.
 
 `.safetensors`, which `kd-cache --export` writes too:
 
@@ -43,7 +43,7 @@ FAILURES = (OSError, ValueError, KeyError, TypeError, SafetensorError, EOFError,
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerTable:
     """A table of answers."""
 
     meaning: str  # "logits" or "embeddings"
@@ -57,7 +57,7 @@ class Answers:
     problem_type: str = ""  # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: the table does not say
 
 
-def read(path: str, where: str) -> Answers:
+def read(path: str, where: str) -> AnswerTable:
     """Read a table."""
     file = Path(path).expanduser()
     ending = file.suffix.lower()
@@ -85,7 +85,7 @@ def below(names: Sequence[str], example: str) -> list[str]:
     return [name.removeprefix(folder) for name in names]
 
 
-def _check(found: Answers, path: str, where: str) -> None:
+def _check(found: AnswerTable, path: str, where: str) -> None:
     tables = [found.values, *([] if found.val_values is None else [found.val_values[None]])]
     both, problem = [found.names, found.val_names], ""
     rows = [one.shape[1] if one.ndim == 3 else -1 for one in tables]
@@ -112,7 +112,7 @@ def _not_finite(values: Tensor) -> list[int]:
     return (~values.isfinite().all(2).all(0)).nonzero()[:, 0].tolist()
 
 
-def write(path: str | Path, answers: Answers) -> None:
+def write(path: str | Path, answers: AnswerTable) -> None:
     """Write a table as .safetensors; of one view the axis V is left out. OSError: it cannot be written."""
     values = answers.values[0] if len(answers.values) == 1 else answers.values
     tensors = {answers.meaning: values.contiguous(), "names": _joined(answers.names)}
@@ -132,14 +132,14 @@ def _joined(names: Sequence[str]) -> Tensor:
     return torch.frombuffer(bytearray("\0".join(names).encode("utf-8", "surrogateescape")), dtype=torch.uint8)
 
 
-def _safetensors(file: Path) -> Answers:
+def _safetensors(file: Path) -> AnswerTable:
     with safe_open(str(file), framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         text = opened.metadata() or {}
     meaning = _meaning(tensors)
     names, other = (_split(tensors.get(f"{prefix}names")) for prefix in ("", "validation."))
     values = tensors[meaning]
-    return Answers(
+    return AnswerTable(
         meaning,
         names,
         values if values.ndim == 3 else values[None],
@@ -157,13 +157,15 @@ def _split(joined: Tensor | None) -> list[str]:
     return joined.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0")
 
 
-def _npz(file: Path) -> Answers:
+def _npz(file: Path) -> AnswerTable:
     with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy leaves a damaged file open
         arrays = {name: opened[name] for name in opened.files}
     meaning = _meaning(arrays)
     values = torch.from_numpy(np.ascontiguousarray(arrays[meaning]))
     classes = [str(name) for name in arrays.get("classes", ())]
-    return Answers(meaning, [str(n) for n in arrays["names"]], values if values.ndim == 3 else values[None], classes)
+    return AnswerTable(
+        meaning, [str(n) for n in arrays["names"]], values if values.ndim == 3 else values[None], classes
+    )
 
 
 def _meaning(found: Mapping[str, Any]) -> str:
@@ -173,7 +175,7 @@ def _meaning(found: Mapping[str, Any]) -> str:
     return there[0]
 
 
-def _csv(file: Path) -> Answers:
+def _csv(file: Path) -> AnswerTable:
     with file.open(newline="", encoding="utf-8-sig") as opened:
         reader = csv.reader(opened, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
         header = [name.strip() for name in next(filter(None, reader), [])]
@@ -189,7 +191,7 @@ def _csv(file: Path) -> Answers:
                 raise ValueError(f"line {reader.line_num}: {error}") from error
             names.append(row[0])
     table = np.stack(values) if values else np.zeros((0, len(header) - 1), np.float32)
-    return Answers("logits", names, torch.from_numpy(table)[None], header[1:])
+    return AnswerTable("logits", names, torch.from_numpy(table)[None], header[1:])
 
 
 def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
