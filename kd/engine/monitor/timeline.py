@@ -23,10 +23,8 @@ import torch
 from kd.core.types import UNKNOWN, Loading, State
 from kd.files.storage import append_rows, keep_rows, log
 
-IN_A_STEP = ("data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait")
 APART = ("evaluation", "checkpoint", "profile", "setup")  # spans that are no part of a step
-SPANS = (*IN_A_STEP, *APART, "other")
-"""The parts of the time, in the order in which they are shown."""
+SPANS = ("data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait", *APART, "other")
 WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill
 
 
