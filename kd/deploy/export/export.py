@@ -105,6 +105,9 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
         facts = _write_weights(subject, made, draft)
         if options.pick.measures:
             facts |= variants.compare(draft, made.qualities, made.image, options.pick, options.check.max_drop)
+            if disturbed := facts["picked"].get("noisy"):
+                text = "noisy: other work disturbed the clients of {}, twice; compare again on a quiet machine"
+                made.lines.append(text.format(", ".join(disturbed)))
         card = ModelCard(subject, made, facts, target.name, options.license)
         (draft / "README.md").write_text(card.render(), encoding="utf-8")
         seal(draft, facts)

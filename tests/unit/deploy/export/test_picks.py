@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kd.core.errors import ModelError
 from kd.core.text import variant_rows
-from kd.deploy.export.variants import MeasuredVariant, Quality, Variant, pick
+from kd.deploy.export.variants import MeasuredVariant, Quality, Variant, noisy, pick
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
@@ -98,3 +99,17 @@ def test_a_search_in_the_teachers_index():
     same, all_found = recalled(bank, label, teacher, teacher, wanted)
     assert all_found == 1.0
     assert torch.equal(same["recall"], same["teacher_recall"])
+
+
+@pytest.mark.parametrize(
+    ("p50", "p99", "cpu", "wanted"), [(2.0, 5.0, 0.4, False), (2.0, 6.5, 0.4, True), (39.5, 41.0, 0.42, True)]
+)
+def test_times_that_other_work_disturbed(p50, p99, cpu, wanted):
+    """Issue 49: before, the pick came out of such noise without a word."""
+    assert noisy(Latency(p50, p99, 1.0, 1.0), cpu) is wanted
+
+
+def test_a_file_that_is_hardly_int8_is_not_picked():
+    """Issue 49: before, `--compare` took a file of which 0.6 % was int8; `--int8` refuses it."""
+    hardly = replace(ROWS[1], quality=replace(ROWS[1].quality, int8_share=0.006))
+    assert pick([ROWS[0], ROWS[2], hardly], 1, 0.01) == "openvino.xml"
