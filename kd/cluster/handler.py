@@ -33,7 +33,7 @@ WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "config.json")
 FORMATS = ("JPEG", "PNG", "WEBP")
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp", "application/x-image")
-MAX_PIXELS, MAX_IMAGES, TOP = 25_000_000, 16, 5
+MAX_PIXELS, MAX_IMAGES, TOP = 25_000_000, 16, 5  # as in `deploy.serve.limits` and `app`: the same contract
 
 
 class Student:

@@ -24,7 +24,7 @@ from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted,
 from kd.setup.teacher import META, Teachers, load_teachers
 
 POLL = 0.5  # seconds between two looks at the folder
-MINE, FITTED, IN_USE = 0, 1, 2
+MINE, FITTED, IN_USE = 0, 1, 2  # what rank 0 found; a number, because it is summed over the ranks
 log = logging.getLogger("kd")
 
 

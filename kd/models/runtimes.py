@@ -31,9 +31,9 @@ from kd.core.types import Outputs
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import is_timm
 
-OPSET = 20
+OPSET = 20  # of ONNX: the first in which GELU is one operator
 OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
-LARGEST_BATCH = 4096
+LARGEST_BATCH = 4096  # upper bound of the dynamic batch: torch.export wants one; kd never sends so many
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
 
 

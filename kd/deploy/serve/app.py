@@ -29,9 +29,9 @@ from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
-TOP = 5
+TOP = 5  # classes in an answer that does not ask for another number: what "top-5" accuracy counts
 HEALTH = "/ping"
-MAX_QUERY = 256
+MAX_QUERY = 256  # bytes of a query; chosen, several times as long as the longest that has a meaning
 REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
 
 

@@ -12,7 +12,7 @@ from kd.deploy.serve.problems import Problem
 RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 JSON, MULTIPART = "application/json", "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
-MAX_PART_HEADER = 8192
+MAX_PART_HEADER = 8192  # bytes: chosen: half of what all headers of a request may have
 SPARE_VALUES = 1000
 """Values that a JSON body may hold beside its images. They are counted before parsing, because a list of empty lists
 takes 25 bytes of memory for each byte of text."""

@@ -23,10 +23,10 @@ from kd.deploy.serve.problems import MEDIA_TYPE, Problem
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
-READ_SIZE = 65_536
-DISCARD_SECONDS = 1.0
-HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048
-SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10
+READ_SIZE = 65_536  # bytes of one read, so that a client cannot make the parser hold more at a time
+DISCARD_SECONDS = 1.0  # that a refused client has to read its answer before the connection is cut
+HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048  # its first bytes, and its length: chosen: one read holds it
+SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10  # at the end: how long, and how often, it looks for answers to be sent
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
 FREE_CHUNKS = 64  # chunks of a body that may be smaller than `Limits.min_chunk`

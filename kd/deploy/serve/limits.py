@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB = 2**20
+MIB = 2**20  # bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

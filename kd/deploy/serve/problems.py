@@ -9,7 +9,7 @@ from http import HTTPStatus
 from starlette.responses import Response
 
 MEDIA_TYPE = "application/problem+json"
-RETRY_SECONDS = 1
+RETRY_SECONDS = 1  # in Retry-After, which has whole seconds: the shortest
 CLIENT_GONE = 499  # the client disconnected. This status is counted in the metrics and never sent; no RFC defines it.
 
 

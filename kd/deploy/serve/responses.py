@@ -14,7 +14,7 @@ from kd.core.sure import Bands, mark
 from kd.deploy.serve.problems import Problem
 
 JSON, CSV = "application/json", "text/csv"
-DIGITS = 6
+DIGITS = 6  # decimals of a probability: float32 has seven
 MAX_ENTRIES = 32  # entries of an Accept header
 
 

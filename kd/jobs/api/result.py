@@ -29,7 +29,7 @@ from kd.setup.recipe import Recipe
 if TYPE_CHECKING:
     from kd.deploy.export.subject import WrittenExport
 
-BATCH = 16
+BATCH = 16  # images of a forward: a batch of the comparison of graphs
 OFF = 0.05
 """How far a pixel may lie from a whole grey level; 8-bit pixels that were normalized in float32 stay within 1e-4."""
 

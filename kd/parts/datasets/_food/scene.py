@@ -1,7 +1,6 @@
 """Paint tables, crockery, ingredients and light with Pillow: what the dishes of `food_mini` have in common.
 
-Every random choice comes from one `random.Random`, whose stream Python keeps stable. Imports nothing from kd, hence no
-torch: a rendering process starts in a fraction of a second.
+Every random choice comes from one `random.Random`, whose stream Python keeps stable. Nothing of kd is imported.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from PIL import Image, ImageChops, ImageDraw, ImageFilter
 Color = tuple[int, int, int]
 Points = list[tuple[float, float]]
 
-# Colours of food, tables and crockery, chosen by eye from photographs. Dishes share them, so that a colour alone does
-# not give the dish away.
+# Colours chosen by eye. Dishes share them, so that a colour alone does not give the dish away.
 WHITE, CREAM, BLACK = (246, 244, 238), (246, 226, 176), (38, 36, 40)
 GREENS: list[Color] = [(64, 124, 44), (92, 158, 58), (134, 186, 76), (44, 96, 44), (166, 202, 104)]
 REDS: list[Color] = [(188, 46, 34), (206, 70, 40), (158, 34, 32)]
