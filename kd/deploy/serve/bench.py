@@ -27,9 +27,7 @@ that do not count, because the caches still hold another model."""
 ENOUGH = 400  # answers of each server, after which the time does not count
 _PDEATHSIG = 1  # of prctl: a server gets a signal when this process ends, also when it is killed
 START_SECONDS = 120.0  # until a server must be ready; chosen: a server that takes longer hangs
-ANSWER_SECONDS = (
-    60.0  # until an answer must be there: chosen far above any answer measured, so that only a hang ends it
-)
+ANSWER_SECONDS = 60.0  # until an answer must be there: chosen far above any that was measured
 
 
 @dataclass(frozen=True, slots=True)
