@@ -109,7 +109,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
         for one in students
         for x, y in zip(one.x, one.y, strict=True)
     ]
-    return standalone(lines(series, 640, 300, "epochs", "%"), COLORS, "".join(marks))
+    return standalone(lines(series, (640, 300), "epochs", "%"), COLORS, "".join(marks))
 
 
 def main() -> None:

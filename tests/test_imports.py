@@ -3,9 +3,11 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,14 +190,57 @@ def test_no_file_imports_itself_through_others():
 def test_budgets(path):
     text = path.read_text()
     name = name_of(path)
-    # A table of drawings is data: its length says nothing about how hard it is to read.
-    limit = 500 if name.startswith("kd/parts/datasets/_food") else 400
-    assert len(text.splitlines()) <= limit, f"{name} is longer than {limit} lines"
+    assert len(text.splitlines()) <= 350, f"{name} is longer than 350 lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node, clean=False)
             lines = (node.end_lineno or 0) - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
             assert lines <= 60, f"{name}:{node.lineno} {node.name} has {lines} lines beside its docstring"
+
+
+def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[Path, Any]]:
+    for path in FILES:
+        yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+
+
+def test_a_class_name_means_one_thing():
+    """`Options` is what every part has."""
+    names = Counter(node.name for _, node in definitions(ast.ClassDef) if node.name != "Options")
+    assert len([name for name, count in names.items() if count > 1]) <= 8
+
+
+def test_few_functions_take_many_arguments():
+    many = [
+        f"{name_of(path)} {node.name}"
+        for path, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef)
+        if sum(one.arg not in ("self", "cls") for one in [*node.args.args, *node.args.kwonlyargs]) >= 7
+    ]
+    assert len(many) <= 8, many
+
+
+def constants(source: str) -> Iterator[tuple[str, bool]]:
+    """Yield each numeric constant of a module's first level, and whether a text stands beside, above or below it."""
+    lines, body = source.splitlines(), ast.parse(source).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(
+            node.value, (ast.Constant, ast.Tuple, ast.BinOp, ast.UnaryOp)
+        ):
+            continue
+        if any(isinstance(one, ast.Call) for one in ast.walk(node.value)):
+            continue  # computed from others
+        numbers = [one for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+        if all(name.isupper() for name in names) and any(type(one.value) in (int, float) for one in numbers):
+            below = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            beside = any("#" in line for line in lines[node.lineno - 1 : node.end_lineno])
+            yield names[0], below or beside or lines[node.lineno - 2].startswith("#")
+
+
+def test_each_constant_has_its_reason():
+    without = [(name_of(path), name) for path in FILES for name, text in constants(path.read_text()) if not text]
+    assert without == []
+    assert list(constants("A = 3\nB = 4  # why\nC = 5\n'why'\n")) == [("A", False), ("B", True), ("C", True)]
 
 
 def loaded_by(code: str) -> set[str]:

@@ -203,7 +203,7 @@ def plot(rows: Sequence[Row]) -> str:
         f'<text x="{720 - 12}" y="{250 + 18 * number}" text-anchor="end" style="fill:var(--c{number})">{arm}</text>'
         for number, arm in enumerate(arms, 1)
     )
-    return svg.standalone(svg.lines(drawn, 720, 360, "seconds of training", "%"), COLORS, names)
+    return svg.standalone(svg.lines(drawn, (720, 360), "seconds of training", "%"), COLORS, names)
 
 
 def main() -> None:

@@ -22,36 +22,42 @@ def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
 
     A reference that leads nowhere is an error; with `here=False`, for the record of a run made elsewhere, it stays.
     """
-    return _container(raw, OmegaConf.to_container(raw, resolve=False), raw, "", errors, here)
+    return _Resolver(raw, errors, here).container(raw, OmegaConf.to_container(raw, resolve=False), "")
 
 
-def _container(node: Any, texts: Any, root: Any, where: str, errors: list[KdError], here: bool) -> Any:
-    keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
-    values = {}
-    for key in keys:
-        path = f"{where}[{key}]" if OmegaConf.is_list(node) else f"{where}.{key}" if where else str(key)
-        values[key] = _value(node, key, texts[key], root, path, errors, here)
-    return list(values.values()) if OmegaConf.is_list(node) else values
+class _Resolver:
+    """The walk over a configuration. `where` is the path of a node, for messages."""
 
+    def __init__(self, root: Any, errors: list[KdError], here: bool) -> None:
+        self.root, self.errors, self.here = root, errors, here
 
-def _value(node: Any, key: Any, text: Any, root: Any, where: str, errors: list[KdError], here: bool) -> Any:
-    if not OmegaConf.is_interpolation(node, key):
-        plain = not isinstance(text, (dict, list))
-        return text if plain else _container(node[key], text, root, where, errors, here)
-    try:
-        value, reference = node[key], _expand(text, root)
-    except (OmegaConfBaseException, RecursionError) as error:
-        if here:
-            wrong = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else "refers to itself"
-            errors.append(ConfigError(where, wrong, "", "Correct it"))
-        return Referenced(text, text)
-    section = isinstance(value, (dict, list)) or OmegaConf.is_config(value)
-    if section and "${" in reference:
-        wrong = f"'{text}' stands for a whole section"
-        errors.append(ConfigError(where, wrong, "A reference to the environment stands for one value", "Write it"))
-    elif section:
-        return _container(value, OmegaConf.to_container(value, resolve=False), root, where, errors, here)
-    return Referenced(value, reference) if isinstance(value, str) and "${" in reference else value
+    def container(self, node: Any, texts: Any, where: str) -> Any:
+        keys = range(len(node)) if OmegaConf.is_list(node) else list(node)
+        values = {}
+        for key in keys:
+            path = f"{where}[{key}]" if OmegaConf.is_list(node) else f"{where}.{key}" if where else str(key)
+            values[key] = self.value(node, key, texts[key], path)
+        return list(values.values()) if OmegaConf.is_list(node) else values
+
+    def value(self, node: Any, key: Any, text: Any, where: str) -> Any:
+        if not OmegaConf.is_interpolation(node, key):
+            plain = not isinstance(text, (dict, list))
+            return text if plain else self.container(node[key], text, where)
+        try:
+            value, reference = node[key], _expand(text, self.root)
+        except (OmegaConfBaseException, RecursionError) as error:
+            if self.here:
+                wrong = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else "refers to itself"
+                self.errors.append(ConfigError(where, wrong, "", "Correct it"))
+            return Referenced(text, text)
+        section = isinstance(value, (dict, list)) or OmegaConf.is_config(value)
+        if section and "${" in reference:
+            wrong = f"'{text}' stands for a whole section"
+            allowed = "A reference to the environment stands for one value"
+            self.errors.append(ConfigError(where, wrong, allowed, "Write it"))
+        elif section:
+            return self.container(value, OmegaConf.to_container(value, resolve=False), where)
+        return Referenced(value, reference) if isinstance(value, str) and "${" in reference else value
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:

@@ -67,7 +67,7 @@ def pair(one: Predictions) -> str:
         Series("student, and the teacher where it is unsure", "--c1", [*(cuts / images)], [*(right / images)]),
         Series("teacher alone", "--teacher", [0.0, 1.0], [teacher, teacher], dashed=True),
     ]
-    drawing = lines(series, 515, 260, "share passed on to the teacher", "%")
+    drawing = lines(series, (515, 260), "share passed on to the teacher", "%")
     names = legend([(each.name, each.color) for each in series])
     rows = []
     for share in SHARES:

@@ -117,7 +117,7 @@ def _chart(title: str, series: Sequence[Series], unit: str) -> str:
     if all(len(one.x) < 3 or one.dashed for one in series):  # two evaluations make no curve: the last one counts
         return card(title, bars([(one.name, [(one.y[-1], one.color)]) for one in series], unit))
     names = legend([(one.name, one.color) for one in series]) if len(series) > 1 else ""
-    return card(title, lines(series, 350, 220, "step", unit), names)
+    return card(title, lines(series, (350, 220), "step", unit), names)
 
 
 def time(runs: Sequence[RunRecord]) -> str:
@@ -213,7 +213,7 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     if not series:
         return ""
     return card(
-        title, lines(series, 515, 200, CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
+        title, lines(series, (515, 200), CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
     )
 
 
@@ -230,7 +230,7 @@ def variants(runs: Sequence[RunRecord]) -> str:
             series.append(Series(name, color(i), [time], [float(one["score"])]))
             series.append(Series(f"{name}, 95 %", color(i), [time, time], ends, dashed=True))
         first = next(iter(found.values()))
-        plot = lines(series, 515, 240, "p50 on one thread, ms", first["unit"])
+        plot = lines(series, (515, 240), "p50 on one thread, ms", first["unit"])
         names = legend([(name, color(i)) for i, name in enumerate(found)])
         cards.append(card(run.name if len(runs) > 1 else "", table(rows, ["file"])))
         cards.append(card(f"{first['title'].capitalize()} against time", plot, names))
@@ -247,7 +247,9 @@ def sifting(runs: Sequence[RunRecord]) -> str:
         shares = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
         series = Series("trained", color(i), [float(epoch) for epoch in range(len(shares))], shares)
         title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
-        cards.append(card(title, lines([series], 1060, 180, "epoch", "%", True), f'<p class="hint">{esc(saving)}</p>'))
+        cards.append(
+            card(title, lines([series], (1060, 180), "epoch", "%", True), f'<p class="hint">{esc(saving)}</p>')
+        )
         if run.sheet:
             data = base64.b64encode(run.sheet).decode()
             image = f'<img class="sheet" alt="contact sheet of {esc(run.name)}" src="data:image/jpeg;base64,{data}">'

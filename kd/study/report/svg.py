@@ -81,8 +81,7 @@ def number(value: float, unit: str = "") -> str:
 
 def lines(
     series: Sequence[Series],
-    width: int,
-    height: int,
+    size: tuple[int, int],
     x_name: str,
     unit: str = "",
     zero: bool = False,
@@ -90,8 +89,10 @@ def lines(
 ) -> str:
     """Draw lines over a common x axis; at least one has a point. The unit "%" takes shares.
 
-    `zero`: the vertical axis begins at 0. `log`: the other one is logarithmic, and each x above 0; no `data-chart`.
+    `size`: width and height. `zero`: the vertical axis begins at 0. `log`: the other one is logarithmic, and each x
+    above 0; no `data-chart`.
     """
+    width, height = size
     series = [thinned(one) for one in series if len(one.x)]
     series = [replace(one, x=[math.log10(x) for x in one.x]) for one in series] if log else series
     values = [value for one in series for value in one.y]

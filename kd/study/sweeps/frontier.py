@@ -121,7 +121,7 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
     names = [f"{row['number']}  {one}: {row['ms']:.3g} ms, {column.text(row['score'])}" for row, one in both]
     names.append("blue: the frontier; grey: the others; orange: labels only; dashed: the teacher; 95 % intervals")
     texts = [f'<text x="12" y="{HEIGHT + LINE * i}">{esc(name)}</text>' for i, name in enumerate(names, 1)]
-    made = lines(series, WIDTH, HEIGHT, "ms of CPU time an image", column.unit, log=True)
+    made = lines(series, (WIDTH, HEIGHT), "ms of CPU time an image", column.unit, log=True)
     made = made.replace(f' {HEIGHT}"', f' {HEIGHT + LINE * (len(names) + 1)}"', 1)  # of the viewBox
     return standalone(made, COLORS, "".join(texts))
 
