@@ -69,6 +69,7 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
     if not manifest.get("classes"):
         raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     classes, data = manifest["classes"], manifest.get("data", "not recorded")
+    expected = manifest.get("data") or ("" if vouched.images else "not recorded")
     student, provenance = best_student(folder, recipe.student, recipe.data.section, classes)
     if index:
         student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
@@ -82,7 +83,7 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
         baseline=alone.metrics("val"),
         scored=(folder.scored(), alone.scored()),
         origin=_origin(recipe.student.section, student),
-        images=partial(_images, recipe.data, recipe.backend, classes, data if vouched.images else ""),
+        images=partial(_images, recipe.data, recipe.backend, classes, expected),
     )
 
 

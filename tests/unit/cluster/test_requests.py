@@ -18,7 +18,7 @@ from kd import config
 from kd.cluster import aws as sending
 from kd.cluster import requests
 from kd.config.flat import flat
-from kd.config.schema import JoinedHost
+from kd.config.schema import Member
 from kd.core.errors import ConfigErrors, RunError
 from kd.core.types import State
 from kd.jobs.progress.console import Console
@@ -249,7 +249,7 @@ def _sections():
             yield registry.options_type(folder, kind, name), f"{name}.also[]."
     for name in ("data", "teacher", "student"):
         yield get_type_hints(schema)[name], f"{name}."
-    yield JoinedHost, "teacher.also[]."
+    yield Member, "teacher.also[]."
 
 
 def test_too_long_and_too_many_values_are_found():

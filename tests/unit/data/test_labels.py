@@ -20,7 +20,7 @@ from kd.engine.criterion import Criterion
 from kd.models.load import load
 from kd.models.spec import Spec
 from kd.parts import registry
-from kd.parts.datasets._decode import Column, hold_out, label_images
+from kd.parts.datasets._decode import Repeated, hold_out, label_images
 from kd.parts.tasks.single_label import compare, score
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
@@ -75,7 +75,7 @@ def test_some_labels(photos, tmp_path):
 
 def test_some_must_be_there():
     with pytest.raises(DataError, match=r"^data\.x: the split 'train' has no labelled image"):
-        label_images(Column.of_each(["", ""]), [], None, "data.x", "train", "some")
+        label_images(Repeated.of_each(["", ""]), [], None, "data.x", "train", "some")
 
 
 def test_images_without_a_label_are_held_out_like_a_class():

@@ -120,16 +120,6 @@ def test_records_of_another_teacher_are_refused_when_a_cache_is_opened(make, tmp
         make(*keys(tmp_path))
 
 
-def test_a_cache_whose_records_are_not_finite_is_computed_again(make, settings, tmp_path):
-    chosen = config.load(settings, ["data.batch_size=12", *keys(tmp_path, views=1)])
-    job.cache(chosen)
-    spoil(tmp_path, float("inf"))
-    made = make(LOG, "data.batch_size=12", *keys(tmp_path, views=1))
-    train(made.run)
-    assert taught(made) == [12.0] * 3 + [0.0] * 3
-    assert job.cache(chosen).missing == 0
-
-
 def test_images_replaced_under_their_names_are_taught_anew(make, settings, photos, tmp_path, caplog):
     """The check of an opened cache passes over them; the run finds all of them and computes them again."""
     root = shutil.copytree(photos, tmp_path / "photos")
