@@ -18,20 +18,21 @@ from kd.core.types import State
 def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
     """Split trainable parameters into a group with weight decay and one without.
 
-    Without decay: vectors (biases, norms, layer scales), and parameters in a timm model's `no_weight_decay` (position
-    embeddings, class and register tokens).
+    Without decay: vectors (biases, norms, layer scales), and parameters that match a pattern of a timm model's
+    `no_weight_decay` (position embeddings, class and register tokens).
 
     Returns:
         Up to two parameter groups for a torch optimizer. An empty group is left out, because ZeroRedundancyOptimizer
         does not accept one.
     """
-    decayed, kept = [], []
+    decayed, undecayed = [], []
     for module in modules:
         exempt = getattr(module, "no_weight_decay", set)()
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                (kept if parameter.ndim <= 1 or name in exempt else decayed).append(parameter)
-    both = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+                plain = parameter.ndim <= 1 or any(fnmatchcase(name, pattern) for pattern in exempt)
+                (undecayed if plain else decayed).append(parameter)
+    both = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in both if group["params"]]
 
 

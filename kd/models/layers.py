@@ -18,8 +18,7 @@ def trained_network(student: Any) -> nn.Module:
 def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
     """Return timm's parameter groups of a network: `lr_scale` is `layer_decay` to the power of a layer's depth.
 
-    Frozen parameters are left out. timm's patterns say what does not decay; kd's own groups, without layers, compare
-    whole names.
+    Frozen parameters are left out. timm's patterns say what does not decay, as in `kd.engine.optim.groups`.
     """
     from timm.optim import param_groups_layer_decay  # only where layers differ
 

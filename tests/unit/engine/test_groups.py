@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
+from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from kd.engine.optim import groups
@@ -57,3 +58,15 @@ def test_decay_changes_only_the_decayed_group():
     optimizer.step()
     torch.testing.assert_close(network.weight.detach(), before * 0.95)
     assert torch.equal(network.bias, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "model", ["xcit_nano_12_p16_224", "vit_tiny_patch16_224", "resnet10t", "swin_tiny_patch4_window7_224"]
+)
+def test_what_does_not_decay_is_what_timm_says(model):
+    """XCiT names a pattern, `pos_embed.*`: its position embedding is a convolution with weights of four dimensions."""
+    with torch.device("meta"):
+        network = timm.create_model(model)
+    timms = param_groups_weight_decay(network, 0.05, no_weight_decay_list=getattr(network, "no_weight_decay", set)())
+    expected = {group["weight_decay"]: names_of(network, group) for group in timms}
+    assert {group["weight_decay"]: names_of(network, group) for group in groups([network], 0.05)} == expected
