@@ -170,6 +170,8 @@ def choose_teacher(session: Session, section: TeacherSection, model: TeacherMode
         batch = noise(session.split.micro_batch, size, backend)
         require(lambda: factory(mode)(batch).main, f"teacher.{mode.key}", mode)
     live = factory(mode)
+    if section.pipeline:  # it is cut at its first batch; what each rank holds is recorded before step 1
+        live(noise(session.split.micro_batch, size, backend))
     if mode.rebuilt or not (mode.plain or error or line):
         error, line = logit_error(mode, factory, session)
     live.images = 0

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, a display in a notebook, plain lines elsewhere. Rank 0 only."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Console:
         self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
         # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.
         terminal = False if "JPY_PARENT_PID" in os.environ else None
-        self._console = RichConsole(stderr=False, highlight=False, soft_wrap=True, force_terminal=terminal)
+        self._console = RichConsole(highlight=False, soft_wrap=True, force_terminal=terminal, force_jupyter=False)
         self._bar: Progress | None = None
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
@@ -38,7 +38,7 @@ class Console:
         self._first_progress: float | None = None
 
     def __enter__(self) -> Console:
-        if not self.quiet and self._console.is_terminal and not self._console.is_jupyter:
+        if not self.quiet and self._console.is_terminal:
             columns = [
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=16),
