@@ -115,13 +115,16 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
         name, default = flag or f"--{one.name.replace('_', '-')}", one.default
         text = docs[one.name].removesuffix(".").replace("%", "%%")
         text = text[:1].lower() + text[1:] if text[1:2].islower() else text
-        more: dict[str, Any] = {"dest": one.name, "default": None if default is MISSING else default}
+        more: dict[str, Any] = {"dest": one.name, "default": default}
+        if default is MISSING:
+            parser.add_argument(one.name, metavar=metavar, type=_type(parse) if parse else str, help=text)
+            continue
         if isinstance(default, bool):
             more["action"] = argparse.BooleanOptionalAction if default else "store_true"
             text += " (default: yes)" * default
         else:
             more |= {"metavar": metavar, "type": _type(parse) if parse else str}
-            text += f" (default {default})" if default not in (MISSING, None, "") and "(default" not in text else ""
+            text += f" (default {default})" if default not in (None, "") and "(default" not in text else ""
         parser.add_argument(name, help=text, **more)
 
 

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kd.cli.command import Parser, add_trust, guarded, new_parser, whole_number
+from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser
+from kd.core.options import option, whole_number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    """What is written, and where."""
+
+    to: Path | None = option(None, "FILE", Path)
+    """where to write the page (default: report.html in the first RUN), or the prices"""
+    price: bool = option(False)
+    """print throughput, billable time, cost and saving only"""
+    images: int = option(2000, "N", whole_number(0, 10**9))
+    """validation images to ask both models; 0: all"""
 
 
 def report(argv: Sequence[str] | None = None) -> int:
@@ -44,12 +58,8 @@ def _parser() -> Parser:
         "kd-report runs/vit_food runs/zscore --to compared.html",
         with_config=False,
     )
-    add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", help="run folders; also key=value, such as price.instance=NAME")
-    text = "where to write the page (default: report.html in the first RUN), or the prices"
-    add("--to", metavar="FILE", type=Path, help=text)
-    add("--price", action="store_true", help="print throughput, billable time, cost and saving only")
-    text = "validation images to ask both models; 0: all (default 2000)"
-    add("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
+    text = "run folders; also key=value, such as price.instance=NAME"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    add_fields(parser, ReportOptions)
     add_trust(parser)
     return parser

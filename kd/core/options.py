@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import MISSING, field
@@ -17,7 +18,7 @@ def option(
     """Declare a field that a command has as an option; `kd.cli.command.add_fields` adds it.
 
     `metavar` stands for the value in the help, `parse` makes the value of the text, `flag` is another name than the
-    field's. A bool is a switch.
+    field's. A bool is a switch. Without a default it is an argument without a flag.
     """
     return field(default=default, metadata={"option": {"metavar": metavar, "parse": parse, "flag": flag}})
 
@@ -52,3 +53,27 @@ def positive(text: str) -> float:
     if not 0 < value < 1e15:  # false for NaN; beyond lies only what somebody mistyped
         raise ValueError(f"'{text}' is not a number above 0")
     return value
+
+
+def pixels(text: str) -> int:
+    """Return a number of pixels such as 25e6; ValueError: it is none."""
+    return int(positive(text))
+
+
+def size(text: str) -> int:
+    """Return a size such as 6MiB in bytes; ValueError: it is none."""
+    match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise ValueError(f"'{text}' is not a size such as 6MiB, 512KiB or 1000000")
+    return int(match[1]) * {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}[match[2].lower()]
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    """Return the parser of one of some words; ValueError: it is none of them."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"'{text}' is not one of {', '.join(words)}")
+        return text
+
+    return parse

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kd import config
 from kd.config.schema import BackendSection, DataSection, StudentSection
-from kd.core.errors import RunError
+from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, versions
 from kd.core.references import written
 from kd.deploy.export import graphs, variants
@@ -21,14 +21,14 @@ from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.subject import ReadImages, Subject, WrittenExport
-from kd.deploy.export.teacher_subject import teacher_of
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.timm_folder import export_files, is_timm
 from kd.setup.build import distributed
-from kd.setup.data import DataPlan, open_data
+from kd.setup.data import DataPlan, open_data, open_sources
 from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.setup.teacher import load_fitted
 from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
 
 VERSION_DIGITS = 12  # of the weights' hash: two exports of one name are told apart, and a person can read it out
@@ -60,7 +60,7 @@ def export(
     if options.graphs.any:  # they are compared on images
         vouched.check_folder(recipe.data)
     subject = _subject(folder, recipe, vouched, options.graphs.index)
-    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
+    return write(_teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
@@ -85,6 +85,41 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
         origin=_origin(recipe.student.section, student),
         images=partial(_images, recipe.data, recipe.backend, classes, expected),
     )
+
+
+def _teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
+    """Return what is exported of a run's teacher, from what is exported of its student."""
+    recipe, task = subject.recipe, subject.recipe.student.task
+    plan, kinds = recipe.teacher, [one.kind for one in recipe.teacher.members.values()]
+    if not kinds:
+        raise ModelError("--teacher", "the run has no teacher: it learned labels alone", "", "Name another run")
+    if len(kinds) > 1:
+        remedy = "Name a run with one of them, or export that model by a run of its own"
+        raise ModelError("--teacher", f"the run averages {len(kinds)} teachers, which are no one graph", "", remedy)
+    vouched.check_folder(recipe.data)
+    vouched.check_teacher(plan)
+    model = load_fitted(plan, open_sources(recipe.data)).model
+    if not isinstance(model, Classifier):
+        wrong = f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is written from"
+        raise ModelError("--teacher", wrong, "Kinds timm, torch and zero_shot", "Ask it by itself, beside kd-predict")
+    if task.logits and not model.num_classes:
+        wrong = "the run's losses read the teacher's features alone, so that it was loaded without classes"
+        raise ModelError("--teacher", wrong, "", "Export it by a run whose losses read its logits")
+    last = subject.scored[0]
+    own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get("teacher", {})
+    scored = replace(last, row=own, samples=last.of("teacher")) if last is not None else None
+    section = replace(recipe.student.section, model=plan.section.model)
+    alone = replace(
+        recipe,
+        record=replace(recipe.record, name=f"{recipe.record.name}-teacher"),
+        student=replace(recipe.student, section=section, losses=()),
+        teacher=replace(plan, section=replace(plan.section, model="")),
+    )
+    fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
+    provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
+    origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
+    more = {"origin": origin, "baseline": (), "scored": (scored, None)}
+    return replace(subject, recipe=alone, student=model, provenance=provenance, **more)
 
 
 @contextmanager

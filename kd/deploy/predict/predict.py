@@ -17,6 +17,7 @@ from typing import IO
 
 from kd.core.errors import MissingExtra, ModelError, RunError
 from kd.core.host import cores as usable_cores
+from kd.core.options import option, pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
 from kd.deploy.predict.results import WHERE, check_format, opened
 from kd.deploy.predict.rows import ASKED, BY, MEASURES, Predictor, Row, in_order
@@ -35,20 +36,25 @@ PROGRESS_SECONDS = 5.0  # between two lines of progress
 class PredictOptions:
     """What to classify, and how."""
 
-    export: Path
-    images: str
-    to: Path = Path("predictions.csv")
-    file: str = ""
-    """As `kd.deploy.serve.description.describe` takes it."""
-    second: Path | None = None
-    """Another export, such as that of the teacher: it answers for images of which the first is not sure."""
-    top: int = 1
-    """Labels of each image, best first. 0: all."""
-    cores: int = 0
-    """0: as many as the affinity and the cgroup allow."""
-    max_pixels: int = 100_000_000
-    ray: bool = False
-    """Use all hosts of the cluster that RAY_ADDRESS names, and not the cores of this machine."""
+    export: Path = option(metavar="EXPORT", parse=Path)
+    """what kd-export wrote"""
+    images: str = option(metavar="IMAGES")
+    """a folder, an image, a list (a path a line), shards (train-{000..009}.tar), a URL such as s3://BUCKET/PREFIX, or
+    -: an image or a list on the standard input"""
+    to: Path = option(Path("predictions.csv"), "FILE", Path)
+    """.csv, .jsonl or .parquet"""
+    file: str = option("", "FILE")
+    """the graph (default: the one that kd-export picked or accepted, or model.onnx)"""
+    second: Path | None = option(None, "EXPORT", Path)
+    """another export, such as the teacher's, that answers where the first is not sure (kd-export --defer)"""
+    top: int = option(1, "N", whole_number(0, 10**9))
+    """labels of each image, best first; 0: all"""
+    cores: int = option(0, "N", whole_number(0, 10**9), flag="--threads")
+    """cores to use; 0: as many as the affinity and the cgroup allow"""
+    max_pixels: int = option(100_000_000, "N", pixels)
+    """of an image (default 1e8)"""
+    ray: bool = option(False)
+    """use all hosts of the Ray cluster that RAY_ADDRESS names, and not the cores of this machine"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kd.core.options import option, pixels, positive, size, whole_number
+
 MIB = 2**20  # bytes
 
 
@@ -11,14 +13,18 @@ MIB = 2**20  # bytes
 class Limits:
     """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the server is busy."""
 
-    max_body: int = 6 * MIB  # bytes of a request. SageMaker's real-time endpoints have the same limit.
-    max_pixels: int = 25_000_000  # width x height of an image. Read from its header, before pixels are decoded.
-    max_images: int = 16  # images in one request
+    max_body: int = option(6 * MIB, "SIZE", size)
+    """of a request (default 6MiB, as of SageMaker's real-time endpoints)"""
+    max_pixels: int = option(25_000_000, "N", pixels)
+    """of an image, read from its header, before pixels are decoded (default 25e6)"""
+    max_images: int = option(16, "N", whole_number(1, 1024))
+    """in a request"""
     min_side: int = 4
     max_aspect: float = 20.0  # longer side over shorter side
     max_scans: int = 64
     """Scans of a progressive JPEG. Each is a pass over all pixels, and a crafted file has thousands."""
-    max_in_flight: int = 32  # requests that are being computed or wait for a thread. The next one gets 503 at once.
+    max_in_flight: int = option(32, "N", whole_number(1, 65536))
+    """requests that are computed or wait for a thread; the next one gets 503 at once"""
     max_buffered: int = 64 * MIB  # bytes of all request bodies in memory
     max_connections: int = 512
     spare_connections: int = 256
@@ -28,12 +34,14 @@ class Limits:
     min_chunk: int = 256  # mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller
     header_seconds: float = 10.0
     """From the start of a connection, or of the next request on it, to the end of the headers."""
-    body_seconds: float = 10.0  # from the end of the headers to the end of the body
-    deadline: float = 10.0  # from the end of the body to the answer
+    body_seconds: float = option(10.0, "S", positive, flag="--body-timeout")
+    """from the end of the headers to the end of the body (default 10)"""
+    deadline: float = option(10.0, "S", positive)
+    """from the end of the body to the answer (default 10)"""
     write_seconds: float = 10.0
     """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
-    drain_seconds: float = 0.0
-    """From SIGTERM to when the port closes. Health checks fail meanwhile, and everything else is answered."""
+    drain_seconds: float = option(0.0, "S", whole_number(0, 3600), flag="--drain")
+    """from SIGTERM to the close of the port; /ping fails and all else is answered (default 5 of `serve`, else 0)"""
     end_seconds: float = 25.0
     """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kd.core.errors import KdError, MissingExtra
 from kd.core.host import cores
+from kd.core.options import one_of, option, whole_number
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.logs import to_stderr
 
@@ -25,19 +26,24 @@ log = logging.getLogger("kd.serve")
 class ServeOptions:
     """How to serve."""
 
-    folder: Path
-    file: str = ""
-    """Of the graph; "": the one that `kd-export --compare` picked, or model.onnx."""
-    host: str = "127.0.0.1"
-    port: int = 8080
-    cores: int = 0
-    """0: as many as the affinity and the cgroup allow."""
-    slots: int = 0
-    """Requests that are computed at the same time, each with cores / slots threads. 0: as many as cores."""
-    ui: bool = True
-    quiet: bool = False
-    log_format: str = "text"
-    """"text" or "json": a JSON object a line."""
+    folder: Path = option(metavar="FOLDER")
+    """what kd-export wrote; the bare word `serve`: /opt/ml/model, on 0.0.0.0"""
+    file: str = option("", "FILE")
+    """the graph (default: the one that kd-export picked or accepted, or model.onnx)"""
+    host: str = option("127.0.0.1", "HOST")
+    """interface (default 127.0.0.1: only this machine)"""
+    port: int = option(8080, "PORT", whole_number(0, 65535))
+    """0: any free one, which is printed (default 8080, or $SAGEMAKER_BIND_TO_PORT)"""
+    cores: int = option(0, "N", lambda text: 0 if text == "auto" else whole_number(1, 4096)(text), flag="--threads")
+    """cores to use (default auto: as many as the affinity and the cgroup allow)"""
+    slots: int = option(0, "N", whole_number(1, 1024))
+    """requests computed at once, each with threads / slots threads (default: as many as threads)"""
+    ui: bool = option(True)
+    """the page at /"""
+    quiet: bool = option(False)
+    """log no requests"""
+    log_format: str = option("text", "FORMAT", one_of("text", "json"))
+    """text, or json: an object a line"""
     limits: Limits = field(default_factory=Limits)
 
 

@@ -14,6 +14,8 @@ from kd.core.options import option, whole_number
 class Wanted:
     """Options of a command."""
 
+    folder: str = option(metavar="FOLDER")
+    """Without a flag."""
     inner: str = "not an option"
     count: int = option(2, "N", whole_number(1, 9))
     """How many, at most 5 % of all."""
@@ -28,11 +30,12 @@ class Wanted:
 def test_fields_are_options_and_their_docs_the_help():
     parser = new_parser("kd-wanted", "x", "kd-wanted", with_config=False)
     add_fields(parser, Wanted)
-    assert taken(Wanted, parser.read([])) == Wanted()
-    words = ["--count", "3", "--body-timeout", "2", "--quiet", "--no-onnx"]
-    assert taken(Wanted, parser.read(words)) == Wanted(count=3, body_seconds=2.0, quiet=True, onnx=False)
+    assert taken(Wanted, parser.read(["here"])) == Wanted(folder="here")
+    words = ["here", "--count", "3", "--body-timeout", "2", "--quiet", "--no-onnx"]
+    assert taken(Wanted, parser.read(words)) == Wanted(folder="here", count=3, body_seconds=2.0, quiet=True, onnx=False)
     help_text = " ".join(parser.format_help().split())
     assert "--count N how many, at most 5 % of all (default 2)" in help_text
+    assert "FOLDER without a flag" in help_text
     assert "--onnx, --no-onnx JSON stays as it is (default: yes)" in help_text
     assert "inner" not in help_text
 
