@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from kd.core.contracts import Backend, Loader, Teacher
@@ -61,11 +62,7 @@ class Evaluator(Protocol):
     """The value that decides, of a model that guesses; 0: unknown."""
 
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
-        """Return a validation row (see `kd.core.scores`), empty where `stop`, asked before each batch, gave it up.
-
-        Raises:
-            DataError: there is no image to score.
-        """
+        """Return a validation row (see `kd.core.scores`), empty where `stop`, asked before each batch, gave it up."""
         ...
 
     def of(self, teacher: Teacher) -> Evaluator:
@@ -74,7 +71,7 @@ class Evaluator(Protocol):
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return scores [B] of a training batch beside the loss terms."""
-        ...
+        return {}
 
 
 @runtime_checkable
@@ -89,7 +86,8 @@ class Sampled(Protocol):
 class Task(Protocol):
     """What a model answers, how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
 
-    Whether images have labels, all, some or none, is a property of the data, not of the task.
+    Whether images have labels, all, some or none, is a property of the data, not of the task. A task that derives from
+    this class inherits what one of classes answers.
     """
 
     name: str
@@ -113,11 +111,11 @@ class Task(Protocol):
 
     def no_labels(self, images: int, num_classes: int) -> Tensor:
         """Return labels for images of noise: class 0, or the empty set."""
-        ...
+        return torch.zeros(images, dtype=torch.int64)
 
     def refuse(self, answer_BC: Tensor) -> str:
         """Return what is wrong with a teacher's first answers, or ""."""
-        ...
+        return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool: ...
 
@@ -131,4 +129,4 @@ class Task(Protocol):
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return for each class from which probability it is answered; {}: the class with the largest logit is."""
-        ...
+        return {}

@@ -84,10 +84,7 @@ class BackendFacts:
 def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:
     """Declare an option that names files which a run reads, so that a launcher can bring them to another machine.
 
-    Args:
-        default: no argument: the option is required.
-        within: the option of the same part whose folder a relative path starts from; "": the working folder.
-        or_name: a value may also be a name that is looked up, such as a model's.
+    Without a default it is required. See `FileKey`; here `within` is an option of the same part.
     """
     metadata = {"files": within, "or_name": or_name}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
@@ -102,3 +99,4 @@ class FileKey(NamedTuple):
     within: str
     """The key of the folder that a relative path starts from; "": the working folder."""
     or_name: bool
+    """A value may also be a name that is looked up, such as a model's."""

@@ -97,13 +97,7 @@ class Batch:
 
     @classmethod
     def of(cls, image: Tensor, label: Tensor, ids: Tensor | None = None) -> Batch:
-        """Make a batch of unmixed images of weight 1 from images and labels.
-
-        Args:
-            image: [B, ...], on the device.
-            label: int64 [B], or int8 [B, C].
-            ids: int64 [B]; None: 0 to B - 1.
-        """
+        """Make a batch of unmixed images [B, ...] of weight 1; labels are int64 [B] or int8 [B, C], `ids` int64 [B]."""
         ones = torch.ones(len(label), device=label.device)
         numbers = torch.arange(len(label), device=label.device)
         return cls(numbers if ids is None else ids, image, label, label, ones, ones)
@@ -279,13 +273,7 @@ class SiftContext:
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:
-        """Return the context of a single process without micro-batches.
-
-        Args:
-            labels: every image's class, int64 [num_images].
-            batch_size: images per optimizer step.
-            seed: of all random draws of the sifter.
-        """
+        """Return the context of a single process without micro-batches; `labels` is int64 [num_images]."""
         return cls(len(labels), batch_size, batch_size, 0, 1, seed, lambda: labels, lambda tensor: tensor)
 
 

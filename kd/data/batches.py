@@ -38,12 +38,9 @@ def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Itera
 
 
 def ask(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Answered]:
-    """Yield ids, labels and the outputs of a model, without gradients.
+    """Yield ids, labels and the outputs of a model on `device`, without gradients.
 
-    Args:
-        model: answers a batch; a module that takes pixels is asked by `lambda batch: module(batch.image)`.
-        batches: see `batches_of`, or a loader's.
-        device: of the model.
+    A module that takes pixels is asked by `lambda batch: module(batch.image)`.
     """
     for batch in batches:
         with torch.no_grad():

@@ -23,14 +23,11 @@ WHERE = "data.workers"
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
     """Require room for the batches on their way from the workers: `needed` bytes of all ranks here, `free` MiB."""
     if workers and needed / 2**20 > free:
-        raise RunError(
-            WHERE,
-            f"the batches on their way from {workers} workers take about {needed / 2**20:.0f} MiB of shared memory; "
-            f"/dev/shm has {free:.0f} MiB free",
-            "Docker gives a container 64 MB unless told otherwise",
-            f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g, or set fewer data.workers, or "
-            "data.workers=0",
-        )
+        wrong = f"the batches on their way from {workers} workers take about {needed / 2**20:.0f} MiB of shared memory"
+        remedy = f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g, or set fewer data.workers"
+        allowed = "Docker gives a container 64 MB unless told otherwise"
+        wrong = f"{wrong}; /dev/shm has {free:.0f} MiB free"
+        raise RunError(WHERE, wrong, allowed, f"{remedy}, or data.workers=0")
 
 
 def worker_error(error: Exception) -> RunError | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import IO
@@ -41,26 +39,6 @@ def clear_libraries() -> None:
     """Remove what was compiled, so that it is compiled anew; nothing happens where nothing was."""
     for folder in _locks:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def compiled_before(name: str) -> bool:
-    """Return whether libraries lie here of what an earlier process compiled and noted under a name."""
-    with suppress(OSError):  # the folder cannot be written: nothing is compiled here
-        return _note(name).is_file()
-    return False
-
-
-def note_compiled(name: str) -> None:
-    """Note that the libraries of something are there, for later processes. Notes and libraries go together."""
-    with suppress(OSError):  # a later process then takes a trial for longer than it is
-        file = _note(name)
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-
-
-def _note(name: str) -> Path:
-    _own_folder()
-    return next(iter(_locks)) / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.known"
 
 
 def _own_folder() -> None:

@@ -35,16 +35,7 @@ def names(folder: str) -> list[str]:
 
 
 def find(folder: str, kind: str, where: str) -> ModuleType:
-    """Import the module of a part.
-
-    Args:
-        folder: one of `FOLDERS`.
-        kind: a file name without its suffix, or a dotted module path outside the repository.
-        where: config path for error messages.
-
-    Raises:
-        PartNotFound: no such file, or the module lacks `Options` or `build`.
-    """
+    """Import the module of a part; `kind` is its file name without the suffix, or a dotted path outside kd."""
     path = kind if "." in kind else f"kd.parts.{folder}.{kind}"
     known = names(folder)
     if "." not in kind and kind not in known:
@@ -53,12 +44,9 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     module = _imported(path, where, known) if path not in sys.modules else sys.modules[path]
     options = getattr(module, "Options", None)
     if not (dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))):
-        raise PartNotFound(
-            where,
-            f"the module '{path}' is not a part",
-            "A part has a frozen dataclass `Options` and a function `build`",
-            f"Add them, or choose one of: {', '.join(known)}",
-        )
+        allowed = "A part has a frozen dataclass `Options` and a function `build`"
+        remedy = f"Add them, or choose one of: {', '.join(known)}"
+        raise PartNotFound(where, f"the module '{path}' is not a part", allowed, remedy)
     return module
 
 
@@ -118,11 +106,7 @@ def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> A
 
 
 def facts(folder: str, kind: str, options: Any, where: str) -> Any:
-    """Return what others must know of a part with these options: what its `facts(options)` returns, or the defaults.
-
-    Raises:
-        PartNotFound: a loss has no such function, or it returns something else.
-    """
+    """Return what others must know of a part with these options: what its `facts(options)` returns, or the defaults."""
     function, cls = getattr(find(folder, kind, where), "facts", None), FACTS[folder]
     if function is None and cls is not LossFacts:
         return cls()

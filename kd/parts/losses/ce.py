@@ -80,11 +80,7 @@ class CE(nn.Module):
 
 
 def class_weights(wanted: Any, dims: Dims) -> Tensor:
-    """Return the weight of each class, float32 [C]: their mean over the training images is 1.
-
-    Raises:
-        ConfigError: they are not weights of these classes, or no training image has one above 0.
-    """
+    """Return the weight of each class, float32 [C]: their mean over the training images is 1."""
     assert dims.labels is not None
     labels_N = dims.labels()
     count_C = torch.bincount(labels_N[labels_N >= 0], minlength=dims.num_classes).double()

@@ -58,10 +58,6 @@ def facts(options: Options) -> LossFacts:
 
 
 def build(options: Options, dims: Dims) -> Loss:
-    """Build the loss, with a projector from the student's width to the teacher's.
-
-    Raises:
-        ModelError: one of the models has no pooled features.
-    """
+    """Build the loss, with a projector from the student's width to the teacher's."""
     require_features("losses.cosine", dims.student_features, dims.teacher_features)
     return Cosine(dims.student_features, dims.teacher_features)

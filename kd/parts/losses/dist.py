@@ -47,9 +47,7 @@ class DIST(nn.Module):
 
     def __init__(self, beta: float, gamma: float, temperature: float) -> None:
         super().__init__()
-        self.beta = beta
-        self.gamma = gamma
-        self.temperature = temperature
+        self.beta, self.gamma, self.temperature = beta, gamma, temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return each image's L_inter plus the batch's L_intra [B]; `batch` is not read."""

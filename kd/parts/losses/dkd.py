@@ -45,9 +45,7 @@ class DKD(nn.Module):
 
     def __init__(self, alpha: float, beta: float, temperature: float) -> None:
         super().__init__()
-        self.alpha = alpha
-        self.beta = beta
-        self.temperature = temperature
+        self.alpha, self.beta, self.temperature = alpha, beta, temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         """Return alpha * TCKD + beta * NCKD of each image [B], in nats times T^2."""

@@ -55,10 +55,6 @@ def facts(options: Options) -> LossFacts:
 
 
 def build(options: Options, dims: Dims) -> Loss:
-    """Build the loss.
-
-    Raises:
-        ModelError: one of the models has no pooled features.
-    """
+    """Build the loss."""
     require_features("losses.relational", dims.student_features, dims.teacher_features)
     return Relational()

@@ -79,11 +79,7 @@ def facts(options: Options) -> LossFacts:
 
 
 def build(options: Options, dims: Dims) -> Loss:
-    """Build the loss, with a projector from the student's width to the teacher's.
-
-    Raises:
-        ModelError: one of the models has no tokens, or they are not those of a square grid.
-    """
+    """Build the loss, with a projector from the student's width to the teacher's."""
     (count, width), (teacher_count, teacher_width) = dims.student_tokens, dims.teacher_tokens
     require_features("losses.tokens", width, teacher_width)
     for model, number in (("student", count), ("teacher", teacher_count)):

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from kd.core.contracts import Teacher
 from kd.core.errors import DataError
-from kd.core.evaluation import Evaluation
+from kd.core.evaluation import Evaluation, Evaluator
 from kd.core.scores import Scores
 from kd.core.types import Batch
 
 
-class LogitsEvaluator:
+class LogitsEvaluator(Evaluator):
     """Score models on one validation split. See `kd.core.evaluation.Evaluator`.
 
     The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
@@ -60,9 +60,6 @@ class LogitsEvaluator:
         other = copy.copy(self)
         other.teacher, other._teacher_logits, other._last = teacher, [], []
         return other
-
-    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {}
 
     def _ask_teacher(self, number: int, batch: Batch) -> Tensor | None:
         """Return the teacher's logits [B, C] for a batch; on XLA a graph of its own, so that evaluations are alike."""

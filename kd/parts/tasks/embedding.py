@@ -6,9 +6,8 @@ Shape legend: N images that are searched, M images that ask, B images of a batch
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import DataError
-from kd.core.evaluation import Evaluation, Split
+from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
@@ -51,7 +50,7 @@ class Options:
     """No options."""
 
 
-class Embedding:
+class Embedding(Task):
     """See `kd.core.evaluation.Task`."""
 
     name, logits, label, problem_type = "embedding", "", "class", ""
@@ -64,12 +63,6 @@ class Embedding:
         """Return logits of width 0: features are not averaged."""
         return logits_KBC[0]
 
-    def no_labels(self, images: int, num_classes: int) -> Tensor:
-        return torch.zeros(images, dtype=torch.int64)
-
-    def refuse(self, answer_BC: Tensor) -> str:
-        return ""
-
     def are_probabilities(self, answer_BC: Tensor) -> bool:
         return False
 
@@ -81,9 +74,6 @@ class Embedding:
         cosine = (outputs * reference).sum().item() / max(1, len(outputs))
         summary = f"mean cosine {cosine:.6f} on {len(outputs)} validation images"
         return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
-
-    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        return {}
 
 
 def build(options: Options) -> Embedding:
@@ -116,7 +106,7 @@ class Vectors:
         return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
 
 
-class EmbeddingEvaluator:
+class EmbeddingEvaluator(Evaluator):
     """Score an embedding student. See `kd.core.evaluation.Evaluator`.
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
@@ -170,9 +160,6 @@ class EmbeddingEvaluator:
         other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
         other._right = {}
         return other
-
-    def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {}
 
     def samples(self) -> dict[str, Samples]:
         """Return which images are right, of each accuracy."""

@@ -5,14 +5,12 @@ Shape legend: B images of a batch, N images of a split, C classes, K calibration
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kd.core.evaluation import Evaluation
+from kd.core.evaluation import Evaluation, Task
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
@@ -35,7 +33,7 @@ class Options:
     """No options."""
 
 
-class SingleLabel:
+class SingleLabel(Task):
     """See `kd.core.evaluation.Task`."""
 
     name, logits, label, problem_type = "single_label", "softmax", "class", "single_label_classification"
@@ -47,12 +45,6 @@ class SingleLabel:
     def average(self, logits_KBC: Tensor, shares_K: Tensor) -> Tensor:
         """Return log of the averaged probabilities of K teachers (arXiv:1503.02531)."""
         return (logits_KBC.log_softmax(-1) + shares_K.log()[:, None, None]).logsumexp(0)
-
-    def no_labels(self, images: int, num_classes: int) -> Tensor:
-        return torch.zeros(images, dtype=torch.int64)
-
-    def refuse(self, answer_BC: Tensor) -> str:
-        return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
         """Return whether each row is not negative and has the sum 1."""
@@ -70,9 +62,6 @@ class SingleLabel:
         facts = {"same_top1": same, "correct": correct, "accuracy": correct / max(1, images)}
         summary = f"same top-1 on {same} of {images} validation images"
         return GraphScores(facts, "accuracy", "accuracy", summary, images - same)
-
-    def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        return {}
 
 
 def build(options: Options) -> SingleLabel:

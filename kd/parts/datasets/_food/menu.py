@@ -13,32 +13,24 @@ from random import Random
 
 from PIL import Image
 
-from kd.parts.datasets._food.dishes import burger, curry_rice, fried_egg, pizza, ramen, risotto, salad, spaghetti, sushi
-from kd.parts.datasets._food.scene import (
-    Scene,
-    clutter,
-    move_camera,
-    photograph,
-    serve_on,
-    set_table,
-)
-from kd.parts.datasets._food.sweets import donut, ice_cream, pancakes
+from kd.parts.datasets._food import dishes as paint
+from kd.parts.datasets._food.scene import Scene, clutter, move_camera, photograph, serve_on, set_table
 
 SUPERSAMPLE = 2  # drawn at twice the size: Pillow's polygons have hard edges, and halving is the cheapest antialiasing
 
 PAINTERS: dict[str, tuple[Callable[[Scene], None], str]] = {
-    "burger": (burger, "plate board paper"),
-    "curry_rice": (curry_rice, "plate plate bowl"),
-    "donut": (donut, "plate plate board paper"),
-    "fried_egg": (fried_egg, "plate plate pan pan"),
-    "ice_cream": (ice_cream, "plate bowl bowl"),
-    "pancakes": (pancakes, "plate plate board pan"),
-    "pizza": (pizza, "plate board board pan paper"),
-    "ramen": (ramen, "bowl"),
-    "risotto": (risotto, "plate bowl pan"),
-    "salad": (salad, "plate bowl bowl"),
-    "spaghetti": (spaghetti, "plate plate bowl pan"),
-    "sushi": (sushi, "board board plate"),
+    "burger": (paint.burger, "plate board paper"),
+    "curry_rice": (paint.curry_rice, "plate plate bowl"),
+    "donut": (paint.donut, "plate plate board paper"),
+    "fried_egg": (paint.fried_egg, "plate plate pan pan"),
+    "ice_cream": (paint.ice_cream, "plate bowl bowl"),
+    "pancakes": (paint.pancakes, "plate plate board pan"),
+    "pizza": (paint.pizza, "plate board board pan paper"),
+    "ramen": (paint.ramen, "bowl"),
+    "risotto": (paint.risotto, "plate bowl pan"),
+    "salad": (paint.salad, "plate bowl bowl"),
+    "spaghetti": (paint.spaghetti, "plate plate bowl pan"),
+    "sushi": (paint.sushi, "board board plate"),
 }
 """Each dish: who paints it, and on what it may lie."""
 
@@ -69,7 +61,7 @@ def render(dish: str, split: str, index: int, seed: int, size: int, shot: int = 
 
 def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
     """Paint a dish about (x, y), with this share of the picture's side."""
-    paint, surfaces = PAINTERS[dish]
+    painter, surfaces = PAINTERS[dish]
     x, y = x + share * scene.number(-0.1, 0.1), y + share * scene.number(-0.1, 0.1)
     radius = share * scene.number(0.95, 1.15)
     squash = scene.number(0.85, 1.0)
@@ -78,4 +70,4 @@ def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
     inside = serve_on(scene, kinds[scene.count(0, len(kinds) - 1)])
     turn = scene.number(-0.3, 0.3) if dish == "burger" else scene.number(0, 2 * pi)
     scene.place(x, y, radius * inside * scene.number(0.92, 1.0), turn, squash)
-    paint(scene)
+    painter(scene)
