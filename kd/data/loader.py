@@ -171,13 +171,19 @@ class LocalLoader:
         return (self.workers * AHEAD + 2) * batch if self.workers else 0
 
     def _require_few_skipped(self) -> None:
-        most, images = max(1, int(self.max_skipped * len(self.dataset))), len(self.dataset)
+        images = len(self.dataset)
+        most = most_skipped(self.max_skipped, images)
         if len(self.unreadable) > most:
             ids = ", ".join(str(id) for id in sorted(self.unreadable)[:5])
             wrong = f"{len(self.unreadable)} of {images} images could not be decoded, the first with the ids {ids}"
             allowed = f"At most {most} (a share of {self.max_skipped:g}, and always one)"
             remedy = "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped"
             raise DataError("data.max_skipped", wrong, allowed, remedy)
+
+
+def most_skipped(share: float, images: int) -> int:
+    """Return how many images of a split may be left out because they cannot be decoded: one always."""
+    return max(1, int(share * images))
 
 
 def end_workers(batches: Any, process: int) -> None:

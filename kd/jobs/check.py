@@ -48,7 +48,8 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     built = {}
     for name, phase in phases.items():
         with torch.device("meta"):
-            built[name] = build_student(phase.student, data.classes, section.image_size, weights=False)
+            named = bool(phase.student.section.checkpoint)  # a file, which may not fit; other weights do
+            built[name] = build_student(phase.student, data.classes, section.image_size, weights=named)
         tune(phase.student, built[name])
     state_mib = {name: _state_mib(one.loop.optimizer, built[name], num_ranks) for name, one in phases.items()}
     student = built["distillation"]

@@ -13,6 +13,9 @@ from kd.config import instances
 from kd.core.contracts import Source
 from kd.core.errors import CorruptImage, DataError
 from kd.core.text import clock, money
+from kd.data.loader import most_skipped
+from kd.files.name_list import quoted
+from kd.files.storage import write_text
 from kd.jobs.advice import advise
 from kd.jobs.check import check
 from kd.jobs.estimate import describe, estimate, measure, random_models
@@ -37,6 +40,7 @@ from kd.study.audit.lists import (
 
 LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # how long, and how many images at most, are decoded where not all are
 PROGRESS_SECONDS, NAMED = 10.0, 3  # between two lines of progress; pairs that are named
+DAMAGED, MOST_NAMED = "damaged.txt", 20  # in `audit`; of damaged images so many are named on the terminal
 
 log = logging.getLogger("kd")
 
@@ -48,7 +52,8 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     """
     checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
     section = data.section
-    lines = [checked, *look(data.splits, section.on_corrupt, recipe.record.path, everything)]
+    most = section.max_skipped if section.on_corrupt == "skip" else -1.0
+    lines = [checked, *look(data.splits, most, recipe.record.path, everything)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures"])
     split = split_batch(section, 1, len(data.train))
@@ -76,10 +81,11 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     return "\n".join([*lines, *advice])
 
 
-def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything: bool = False) -> list[str]:
+def look(splits: Mapping[str, Source], max_skipped: float, folder: Path, everything: bool = False) -> list[str]:
     """Decode images, all or for five seconds in random order; say which are damaged, and which repeat.
 
-    Pairs in two splits, or with two labels, are listed in `audit` of a run folder. Nothing is removed.
+    Of a split the share `max_skipped` may be damaged, as in the run; below 0: none. Damaged images, and pairs in two
+    splits or with two labels, are listed in `audit` of a run folder. Nothing is removed.
     """
     damaged, album = _decoded(splits, everything)
     total = sum(map(len, splits.values()))
@@ -87,15 +93,11 @@ def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything
         return []  # not rendered or unpacked yet
     looked = len(damaged) + len(album)
     of = f"{looked} of {total}" if looked < total else f"all {looked}"
-    text = "none is damaged"
+    lines = [f"images    decoded {of}: " + (f"{len(damaged)} damaged, to be skipped" if damaged else "none is damaged")]
     if damaged:
-        first = damaged[0]
-        if on_corrupt == "error":
-            more = f"; {len(damaged)} damaged images among {of}" if len(damaged) > 1 else ""
-            raise CorruptImage(first.where, first.wrong + more, first.allowed, first.remedy)
-        text = f"{len(damaged)} damaged, to be skipped; {first.wrong}"
+        lines += _damaged(damaged, splits, max_skipped, of, folder / FOLDER / DAMAGED)
     found = repeats(album, copies(album), splits)
-    lines = [f"images    decoded {of}: {text}", *_described(found, of)]
+    lines += _described(found, of)
     if looked < total:
         lines.append("          --check=all compares all of them")
     if found:
@@ -107,14 +109,34 @@ def look(splits: Mapping[str, Source], on_corrupt: str, folder: Path, everything
     return lines
 
 
-def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[list[CorruptImage], Album]:
-    """Decode images; empty where they do not exist yet."""
-    sources, starts = [*splits.values()], [0]
+def _damaged(
+    damaged: Mapping[str, CorruptImage], splits: Mapping[str, Source], max_skipped: float, of: str, file: Path
+) -> list[str]:
+    """Name the damaged images, all of them in a file for `data.exclude`, and refuse more than the run skips."""
+    names, first = list(damaged), next(iter(damaged.values()))
+    write_text(file, "\n".join(["# Damaged images, for data.exclude.", *map(quoted, names), ""]))
+    more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
+    listed, remedy = ", ".join(names[:MOST_NAMED]) + more, f"Repair them, or leave them out: data.exclude={file}"
+    if max_skipped < 0:
+        wrong = first.wrong if len(names) == 1 else f"{len(names)} images among {of} are damaged: {listed}"
+        raise CorruptImage(first.where, wrong, first.allowed, first.remedy if len(names) == 1 else remedy)
+    for split, source in splits.items():
+        count, most = sum(name.startswith(f"{split}:") for name in names), most_skipped(max_skipped, len(source))
+        if count > most:
+            wrong = f"{count} of the {len(source)} images of '{split}' are damaged: {listed}"
+            allowed = f"At most {most} (a share of {max_skipped:g}, and always one)"
+            raise DataError("data.max_skipped", wrong, allowed, f"{remedy}, or raise data.max_skipped")
+    return [f"          {one.wrong}" for one in list(damaged.values())[:MOST_NAMED]] + [f"          listed in '{file}'"]
+
+
+def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[dict[str, CorruptImage], Album]:
+    """Decode images and return the damaged ones by split and name; empty where they do not exist yet."""
+    names, sources, starts = [*splits], [*splits.values()], [0]
     for source in sources:
         starts.append(starts[-1] + len(source))
     total, start = starts[-1], time.monotonic()
     count = total if everything else min(total, MOST_LOOKED)
-    damaged: list[CorruptImage] = []
+    damaged: dict[str, CorruptImage] = {}
     album, logged = Album(count), start
     for position in range(total) if everything else random.Random(0).sample(range(total), count):
         split = next(i for i in range(len(sources)) if position < starts[i + 1])
@@ -122,11 +144,11 @@ def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[list[Corru
         try:
             album.add(split, id, sources[split].decode(id))
         except CorruptImage as error:
-            damaged.append(error)
+            damaged[f"{names[split]}:{sources[split].name(id)}"] = error
         except DataError:
             if everything:
                 raise
-            return [], Album(0)
+            return {}, Album(0)
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
             logged = now

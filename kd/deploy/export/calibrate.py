@@ -66,7 +66,8 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
 def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
     """Return logits [N, C], each divided by a temperature that was fitted on the half in which its image is not.
 
-    So what is said of them holds for images that chose nothing. The halves are every second image.
+    So no image is judged by a temperature that it fitted; all may have chosen the checkpoint. The halves are every
+    second image.
     """
     first_N = torch.arange(len(label_N)) % 2 == 0
     divided_NC = logits_NC.clone()

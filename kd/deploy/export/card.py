@@ -132,8 +132,8 @@ def _calibration(found: Mapping[str, Any]) -> list[str]:
     return [
         f"These are the logits of the run. Here they are divided by {found['temperature']:.3g}, fitted on "
         f"{found['images']} validation images (arXiv:1706.04599). The calibration error goes from "
-        f"{percent(found['ece'])} to {percent(found['calibrated_ece'])} on images that chose nothing: fitted on one "
-        "half of them and counted on the other, twice. The answers are the same.",
+        f"{percent(found['ece'])} to {percent(found['calibrated_ece'])}, fitted on one half of them and counted "
+        "on the other, twice. The same images chose the checkpoint. The answers are the same.",
         "",
     ]
 
@@ -220,5 +220,9 @@ def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
     return (
         "An image has each label whose probability exceeds its threshold in manifest.json, or none. "
         f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images; the others are 0.5. "
-        + (f"On images that chose nothing the mean F1 is {percent(sum(known) / len(known))}. " if known else "")
+        + (
+            f"On images that did not choose the thresholds the mean F1 is {percent(sum(known) / len(known))}. "
+            if known
+            else ""
+        )
     )

@@ -226,7 +226,7 @@ def jaccard(one_NC: Tensor, other_NC: Tensor) -> float:
 def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
     """Return the F1 of each class [C] with thresholds that were chosen on the half in which an image is not.
 
-    So it holds for images that chose nothing. The halves are every second image.
+    So no image is judged by thresholds that it chose. The halves are every second image.
     """
     first_N = torch.arange(len(truth_NC)) % 2 == 0
     answer_NC = torch.zeros_like(truth_NC)

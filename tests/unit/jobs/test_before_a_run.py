@@ -13,6 +13,8 @@ from pathlib import Path
 import huggingface_hub.constants as hub
 import pytest
 import timm
+import torch
+from safetensors.torch import save_file
 
 import kd
 from kd import config
@@ -160,6 +162,19 @@ def test_a_checkpoint_that_is_not_there_is_found_before_the_fit(settings):
     gone = ("student.init=pretrained", "student.checkpoint=gone.safetensors")
     with pytest.raises(ModelError, match=r"^student\.checkpoint: no file 'gone\.safetensors'"):
         lines(settings, *gone)
+
+
+def test_a_checkpoint_that_does_not_fit_is_found_before_the_fit(settings, tmp_path):
+    """`--check` passed, and the run ended with the same line after the teacher's fit."""
+    pickled, foreign, own = (str(tmp_path / name) for name in ("a.safetensors", "b.safetensors", "c.safetensors"))
+    torch.save({"weight": torch.zeros(1)}, pickled)
+    save_file({"body.weight": torch.zeros(3)}, foreign)
+    save_file(timm.create_model("test_vit2", num_classes=7, img_size=32).state_dict(), own)
+    for file, wrong in ((pickled, "is not whole safetensors"), (foreign, "body.weight")):
+        with pytest.raises(ModelError, match=rf"^student\.checkpoint: .*{wrong}"):
+            lines(settings, "student.init=pretrained", f"student.checkpoint={file}")
+    other = {**settings, "student": {"model": "test_vit2", "init": "pretrained"}}
+    assert "test_vit2" in lines(other, f"student.checkpoint={own}")["student"]
 
 
 def test_memory_is_that_of_the_largest_phase(settings):
