@@ -52,7 +52,7 @@ def asked(path: Path, test: bool) -> Predictions:
     folder, settings = opened_run(path)
     assert isinstance(folder, RunDir)
     recipe = resolve(settings)
-    student, _ = best_student(folder, recipe.student, recipe.data.section, folder.manifest()["classes"])
+    student, _ = best_student(folder, recipe.student, recipe.data, folder.manifest()["classes"])
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         if test:

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 import _record
-from kd.config.schema import DataSection
 from kd.core.types import SiftContext
 from kd.data.loader import Share
 from kd.models.cache import Codec, open_store
@@ -132,7 +131,7 @@ def parts(root: str) -> dict[str, Callable[[int], Any]]:
 def labels(count: int) -> Any:
     """Read the label of each image of a listing."""
     source = ImageFolder("/nowhere", Files.of([]), np.zeros(count, np.int32), ("a", "b"), ())
-    return source, Data(DataPlan(DataSection(), 0, 0, ""), source, source).labels()
+    return source, Data(DataPlan(), source, source).labels()
 
 
 def measure(name: str, count: int, root: str) -> dict[str, Any]:

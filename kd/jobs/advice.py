@@ -62,7 +62,7 @@ def advise(
         asked = loop.teacher_images(num_images)
     fixed = found.fixed / split.micro_batch
     made = [
-        compare_teachers(recipe.teacher.section, models, backend, count, asked * found.teacher / 1000),
+        compare_teachers(recipe.teacher, models, backend, count, asked * found.teacher / 1000),
         compare_students(recipe.student, models, backend, count, images * (fixed + found.step) / 1000),
     ]
     if facts.cpu and not facts.threads:
@@ -98,12 +98,12 @@ def compare_teachers(section: TeacherSection, models: Models, backend: Backend, 
 
 def compare_students(plan: StudentPlan, models: Models, backend: Backend, count: int, seconds: float) -> Compared:
     """Time the student's training step in other modes; `seconds` is what the run gives to it."""
-    section, distillation = plan.section, models.distillation
+    distillation = models.distillation
     if backend.compiles:
         return Compared()
-    rule = torch_mode(plan.precision, section.attention, False, distillation, backend)
-    stages = torch_stages(plan.precision, section.attention, count_attention(distillation))
-    stages += [lambda best: [replace(best, compiled=True)]] if section.compile == "off" else []
+    rule = torch_mode(plan.precision, plan.attention, False, distillation, backend)
+    stages = torch_stages(plan.precision, plan.attention, count_attention(distillation))
+    stages += [lambda best: [replace(best, compiled=True)]] if plan.compile == "off" else []
     with ExitStack() as stack:
 
         def work(mode: ExecutionMode) -> Work:
@@ -217,7 +217,7 @@ def _sifts(loop: LoopPlan) -> bool:
 
 def describe_sifter(recipe: Recipe, models: Models, split: BatchSplit, backend: Backend, found: Measured) -> str:
     """Return what the sifter of a run saves or costs, from the measured parts of a step."""
-    section, data, workers = recipe.loop.sifter, models.teachers.data, recipe.data.section.workers
+    section, data, workers = recipe.loop.sifter, models.teachers.data, recipe.data.workers
     count = default_workers(backend) if workers == "auto" else int(workers)
     step = found.step + found.fixed / split.micro_batch
     costs = Costs(recipe.loop.teacher_share * found.teacher, found.score, step, found.load / max(1, count), count > 0)

@@ -61,7 +61,7 @@ def _live(run: Run) -> Any:
 def _training(run: Run, data: Data) -> TeacherAnswers:
     """Return the answers to the training images: from the cache, and for the others from the teacher."""
     shown, left, known = data.shown(data.train, "skip"), np.arange(len(data.train)), []
-    if isinstance(run.teacher, CachedTeacher) and not data.section.augment.mixes:  # mixed images have two labels
+    if isinstance(run.teacher, CachedTeacher) and not data.plan.augment.mixes:  # mixed images have two labels
         known = [_stored(run.teacher.store, data.plan.views, data.train)]
         left = np.setdiff1d(left, known[0].id)
     return _joined([*known, answers_to(_live(run), shown, left.tolist())])

@@ -126,7 +126,7 @@ def score_alone(plan: TeacherPlan, run: Run, several: Ensemble) -> dict[str, flo
 def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
     """Require a teacher to be better than one that guesses."""
     chance, column = run.evaluator.chance, plan.task.scores.own[0]
-    least = plan.section.min_accuracy
+    least = plan.min_accuracy
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
     if reached < least:
         guessing = f"; guessing has {column.text(chance)}" if chance else ""

@@ -83,12 +83,12 @@ def cache(settings: Config, export: str = "") -> Cached:
 def _open(plan: TeacherPlan, setting: Setting) -> _Work:
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
     assert model is not None
-    section = data.section
+    section = data.plan
     session = Session(backend, data, split_batch(section, backend.world_size, len(data.train)))
-    report = choose_teacher(session, plan.section, model)
+    report = choose_teacher(session, plan, model)
     if report.line and backend.rank == 0:
         log.info("teacher: %s", report.line)
-    timeout_seconds = setting.section.timeout_seconds
+    timeout_seconds = setting.machine.timeout_seconds
     loader, _ = loaders(data.views(), section, session.split, backend, timeout_seconds)
     return _Work(session, report.live, open_cache(plan, report, model, session), loader, timeout_seconds)
 
@@ -154,7 +154,7 @@ def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
     if arrays not in (["logits"], ["pooled"]):
         wrong = f"the cache keeps {' and '.join(arrays)}"
         raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
-    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(plan.section.cache.views)])
+    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(plan.cache.views)])
     held = [source for source in (data.val, data.test) if source is not None]
     answers = [_answers(work, source, work.live.validation(source is data.test)) for source in held]
     classes = list(data.classes) if plan.logits else []

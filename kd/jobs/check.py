@@ -29,7 +29,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
     """
-    section, plan, student_plan = recipe.data.section, recipe.teacher, recipe.student
+    section, plan, student_plan = recipe.data, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
     if recipe.record.trackers:
         from kd.jobs.progress.trackers import check as check_trackers  # only where some are named
@@ -40,7 +40,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     folders = fit_folders(plan, data.fingerprint).items()
     fits = {where: fit for where, (fit, target) in folders if not is_fitted(target)}
     for model in (*(fit.student for fit in fits.values()), student_plan):
-        if model.section.kind == "timm":
+        if model.kind == "timm":
             require_weights(student_spec(model, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
@@ -48,7 +48,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     built = {}
     for name, phase in phases.items():
         with torch.device("meta"):
-            named = bool(phase.student.section.checkpoint)  # a file, which may not fit; other weights do
+            named = bool(phase.student.checkpoint)  # a file, which may not fit; other weights do
             built[name] = build_student(phase.student, data.classes, section.image_size, weights=named)
         tune(phase.student, built[name])
     state_mib = {name: _state_mib(one.loop.optimizer, built[name], num_ranks) for name, one in phases.items()}
@@ -63,8 +63,8 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *(f"          {note}" for note in data.notes),
         *_skew(data.labels()),
         *_unseen(data.labels(val=True), data.classes),
-        f"student   {student_plan.section.model}: {_millions(student)}, images of {student.input_size} px, "
-        f"init {student_plan.section.init}",
+        f"student   {student_plan.model}: {_millions(student)}, images of {student.input_size} px, "
+        f"init {student_plan.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         *(f"          {note}" for note in teachers.notes),
         *(_answers(plan, teachers) if answers else ()),
@@ -73,7 +73,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
-        _memory(recipe.teacher.section, teachers, state_mib, num_ranks),
+        _memory(recipe.teacher, teachers, state_mib, num_ranks),
     ]
     return "\n".join(lines)
 
@@ -137,13 +137,13 @@ def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
 
 
 def _cache(plan: TeacherPlan, teachers: Teachers) -> list[str]:
-    if not (plan.needed and plan.section.cache.views and teachers.model is not None):
+    if not (plan.needed and plan.cache.views and teachers.model is not None):
         return []
     from kd.setup.cache import cache_codec, price  # only where answers are stored
 
     data = teachers.data
-    codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.section.image_size))
-    return [f"cache     {price(plan.section.cache, codec, len(data.train))}"]
+    codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
+    return [f"cache     {price(plan.cache, codec, len(data.train))}"]
 
 
 def _millions(model: Any) -> str:

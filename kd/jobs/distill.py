@@ -51,7 +51,7 @@ class Result(Trained):
 
         folder, stored = opened_run(self.folder, trust=True)
         plan = resolve(stored)
-        return best_student(folder, plan.student, plan.data.section, folder.manifest()["classes"])[0]
+        return best_student(folder, plan.student, plan.data, folder.manifest()["classes"])[0]
 
     def __repr__(self) -> str:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))

@@ -61,7 +61,7 @@ class Models:
     @property
     def image_size(self) -> int:
         """Side of an image, pixels."""
-        return self.teachers.data.section.image_size
+        return self.teachers.data.plan.image_size
 
 
 def random_models(teacher: TeacherPlan, student: StudentPlan, data: Data, backend: Backend) -> Models:
@@ -69,16 +69,14 @@ def random_models(teacher: TeacherPlan, student: StudentPlan, data: Data, backen
     named = data.required_classes is not None  # else only its weights say how many classes it has
     random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
     teachers = load_teachers(teacher, data, random)
-    fresh = replace(student, section=replace(student.section, init="scratch", checkpoint=""))
+    fresh = replace(student, init="scratch", checkpoint="")
     distillation, model = build_distillation(fresh, teachers).to(backend.device), teachers.model
-    apply_mode(
-        torch_mode(student.precision, student.section.attention, False, distillation, backend), distillation, backend
-    )
+    apply_mode(torch_mode(student.precision, student.attention, False, distillation, backend), distillation, backend)
     live: Teacher = NoTeacher()
     if model is not None:
-        mode = replace(teacher_mode(teacher.section, model, backend), compiled=False)
-        whole = replace(teacher.section, shard=False, pipeline=0)
-        live = TeacherFactory(whole, model, backend, data.section.image_size)(mode)
+        mode = replace(teacher_mode(teacher, model, backend), compiled=False)
+        whole = replace(teacher, shard=False, pipeline=0)
+        live = TeacherFactory(whole, model, backend, data.plan.image_size)(mode)
     return Models(teachers, live, distillation)
 
 
@@ -157,7 +155,7 @@ def estimate(
 
     `sizes`: training and validation images. `fits`: how many teachers are fitted first.
     """
-    loop, teacher, section, (num_images, num_val) = recipe.loop, recipe.teacher, recipe.data.section, sizes
+    loop, teacher, section, (num_images, num_val) = recipe.loop, recipe.teacher, recipe.data, sizes
     workers = default_workers(backend) if section.workers == "auto" else int(section.workers)
     images = loop.images(num_images)
     share = loop.teacher_images(num_images) / images if teacher.needed else 0.0

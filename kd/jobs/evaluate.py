@@ -31,7 +31,7 @@ def evaluate(
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
-    vouched = Trust.of(trust, overrides, recipe.data.section)
+    vouched = Trust.of(trust, overrides, recipe.data)
     vouched.check_teacher(recipe.teacher)
     vouched.check_student(recipe.student)
     vouched.check_folder(recipe.data)

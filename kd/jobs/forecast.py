@@ -51,7 +51,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     `everything`: decode and compare all images, not those of five seconds.
     """
     checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
-    section = data.section
+    section = data.plan
     most = section.max_skipped if section.on_corrupt == "skip" else -1.0
     lines = [checked, *look(data.splits, most, recipe.record.path, everything)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

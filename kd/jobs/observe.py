@@ -157,7 +157,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         local_ranks=backend.local_world_size,
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
-        store=setting.teachers.data.section.store,
+        store=setting.teachers.data.plan.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
         evaluate=evaluate,
         checkpoint=run.length.every.checkpoint or evaluate,

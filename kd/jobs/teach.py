@@ -46,13 +46,12 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
 
 def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
     """Load the teacher, or all of several; fit first where there is no checkpoint. All ranks must call it."""
-    section = plan.section
-    if section.shard or section.pipeline:
-        backend.check_divided(section.pipeline)  # before minutes are spent on fitting one
+    if plan.shard or plan.pipeline:
+        backend.check_divided(plan.pipeline)  # before minutes are spent on fitting one
     weights: dict[str, str | Path] = {}
     for where, (fit, target) in fit_folders(plan, data.fingerprint).items():
         weights[where] = fit_teacher(fit, target, data, backend)
-    if section.shard and backend.rank != 0:
+    if plan.shard and backend.rank != 0:
         weights = dict.fromkeys(plan.members, META)
     return load_teachers(plan, data, weights)
 
@@ -69,7 +68,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
                 log.info("teacher: reusing '%s'", target)
             return target
         if backend.rank == 0:
-            weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.section.init]
+            weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.init]
             log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
         data = replace(data, plan=recipe.data)  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
@@ -77,9 +76,9 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             from kd.deploy.export.package import write_folder  # these two only where a teacher was fitted
             from kd.study.finished import best_student
 
-            student, provenance = best_student(folder, recipe.student, data.section, data.classes)
+            student, provenance = best_student(folder, recipe.student, data.plan, data.classes)
             problem_type = recipe.student.task.problem_type
-            content, weights = export_files(student, data.classes, data.section.eval_crop, problem_type)
+            content, weights = export_files(student, data.classes, data.plan.eval_crop, problem_type)
             write_folder(target, content, weights, provenance)
         backend.barrier()
     return target

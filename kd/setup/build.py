@@ -140,12 +140,12 @@ class Setting:
 
     teachers: Teachers
     backend: Backend
-    section: BackendSection
+    machine: BackendSection
 
     @property
     def facts(self) -> BackendFacts:
         """What the options of the backend say."""
-        return registry.facts("backends", self.section.kind, self.section.options, "backend.kind")
+        return registry.facts("backends", self.machine.kind, self.machine.options, "backend.kind")
 
 
 def build_run(
@@ -157,19 +157,19 @@ def build_run(
 ) -> Built:
     """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
-    logger, section, num_images = results.logger, data.section, len(data.train)
-    session = Session(backend, data, split_batch(section, backend.world_size, num_images))
+    logger, num_images = results.logger, len(data.train)
+    session = Session(backend, data, split_batch(data.plan, backend.world_size, num_images))
     distillation = build_distillation(student, setting.teachers).to(backend.device)
 
     with region("choose teacher"):
-        report = choose_teacher(session, teacher.section, model)
+        report = choose_teacher(session, teacher, model)
     logger.info(f"teacher: {report.line}" if report.line else "")
     with region("open cache"):
         answering = step_teacher(teacher, report, model, session)
     with region("choose student"):
         mode = choose_student(session, distillation, student, report.live)
         apply_mode(mode, distillation, backend)
-    loader, val_loader = loaders(data.views(), section, session.split, backend, setting.section.timeout_seconds)
+    loader, val_loader = loaders(data.views(), data.plan, session.split, backend, setting.machine.timeout_seconds)
     sifter, line = build_sifter(session, loop)
     logger.info(line)
     evaluation = evaluation_of(setting, session, distillation, report.live, val_loader)
@@ -195,7 +195,7 @@ def step_teacher(plan: TeacherPlan, report: TeacherReport, model: TeacherModel |
     """Return the step's teacher: live, cached, or NoTeacher if no loss needs one."""
     if model is None or not plan.needed:
         return NoTeacher()
-    if not plan.section.cache.views:
+    if not plan.cache.views:
         return report.live
     from kd.setup.cache import open_cache  # only where answers are stored
 
@@ -214,7 +214,7 @@ def evaluation_of(
         teacher=live.validation(),
         num_classes=len(data.classes),
         labelled=data.labelled,
-        bank=partial(bank_split, session, setting.section.timeout_seconds),
+        bank=partial(bank_split, session, setting.machine.timeout_seconds),
         bank_teacher=live,
         agreement=distillation.criterion.agreement,
         projected=distillation.criterion.projected,
@@ -235,7 +235,7 @@ def test_evaluator(
     """Return what scores the test split as an evaluation does the validation split; made at the end of a run."""
     source = session.data.test
     assert source is not None
-    split = shown_split(session, source, torch.arange(len(source)), setting.section.timeout_seconds)
+    split = shown_split(session, source, torch.arange(len(source)), setting.machine.timeout_seconds)
     teacher = live.validation(test=True) if evaluation.teacher is not None else None
     return task.evaluator(replace(evaluation, val=split, teacher=teacher))
 
@@ -243,7 +243,7 @@ def test_evaluator(
 def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_seconds: float) -> Split:
     """Return images of a source as evaluation shows them, by their ids [N]."""
     data, split = session.data, session.split
-    loader = evaluation_loader(data.shown(source), data.section, split, session.backend, timeout_seconds)
+    loader = evaluation_loader(data.shown(source), data.plan, split, session.backend, timeout_seconds)
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
 

@@ -48,7 +48,7 @@ def cache_identity(
         "images": len(data.train),
         "classes": list(data.classes),
         "seed": data.plan.seed,
-        "dtype": plan.section.cache.dtype,
+        "dtype": plan.cache.dtype,
         "topk": codec.topk,
     }
     if codec.features:
@@ -62,7 +62,7 @@ def cache_identity(
 
 def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
     """Return how logits of so many classes, and features of these shapes, are stored."""
-    cache, classes = plan.section.cache, num_classes if plan.logits else 0
+    cache, classes = plan.cache, num_classes if plan.logits else 0
     topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and plan.task.keeps_topk else 0)
     return Codec(classes, cache.dtype, topk if topk < classes else 0, features)
 
@@ -97,12 +97,12 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
 
     One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
     """
-    backend, data, section, mode = session.backend, session.data, plan.section, report.mode
+    backend, data, mode = session.backend, session.data, report.mode
     assert mode is not None
     codec = cache_codec(plan, len(data.classes), feature_shapes(model, session.image_size))
-    size = price(section.cache, codec, len(data.train))
+    size = price(plan.cache, codec, len(data.train))
     made_from = cache_identity(plan, model.identity(), mode, data, codec)
-    name, path = Path(section.model).name.replace(":", "_"), section.cache.path
+    name, path = Path(plan.model).name.replace(":", "_"), plan.cache.path
     folder = Path(path) if path else hashed_folder(Path(data.plan.folder) / "caches", name, made_from)
     mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
     writable = bool(backend.reduce_sum(mine).item())
@@ -117,7 +117,7 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, fixed_shape=backend.compiles or mode.compiled)
-    check_records(cached, session, tolerance(mode, section.cache.dtype, backend.device))
+    check_records(cached, session, tolerance(mode, plan.cache.dtype, backend.device))
     return cached
 
 

@@ -21,14 +21,12 @@ from kd.parts import registry
 log = logging.getLogger("kd")
 
 
-@dataclass(frozen=True, slots=True)
-class DataPlan:
-    """Which images a run sees, and how."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlan(DataSection):
+    """Which images a run sees, and how. `views` are those of the teacher's cache where the data names none."""
 
-    section: DataSection
-    seed: int  # of the run; views and order depend on it
-    views: int  # how many views an image has; 0: a fresh one every epoch
-    folder: str  # `run.folder`, below which stores and caches lie
+    seed: int = 0  # of the run; views and order depend on it
+    folder: str = ""  # `run.folder`, below which stores and caches lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,6 @@ class Data:
     stored: tuple[Source, Source] | None = None
     """Training and validation images behind a store of decoded pixels, where there is one."""
     teacher_classes: tuple[str, ...] = ()  # the teacher's classes, where the images have no labels
-
-    @property
-    def section(self) -> DataSection:
-        return self.plan.section
 
     @property
     def fingerprint(self) -> str:
@@ -83,25 +77,25 @@ class Data:
 
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
-        found = {"image_size": self.section.image_size, **asdict(self.section.augment)}
+        found = {"image_size": self.plan.image_size, **asdict(self.plan.augment)}
         if not found["erase"]:  # the pixels are those from before this key
             del found["erase"]
-        if self.section.store != "none":  # a store changes the pixels
+        if self.plan.store != "none":  # a store changes the pixels
             from kd.setup.store import keep_rules
 
-            found["store"] = list(asdict(keep_rules(self.section)[0]).values())
+            found["store"] = list(asdict(keep_rules(self.plan)[0]).values())
         return found
 
     @property
     def labelled(self) -> bool:
         """Whether images have labels, all or some."""
-        return self.section.labels != "none"
+        return self.plan.labels != "none"
 
     def labelled_share(self) -> float:
         """Return the expected share of training images whose label, and that of a mixed one's partner, is known."""
-        if self.section.labels != "some":
+        if self.plan.labels != "some":
             return 1.0
-        share, augment = (self.labels() >= 0).float().mean().item(), self.section.augment
+        share, augment = (self.labels() >= 0).float().mean().item(), self.plan.augment
         return share * (1 - (1 - share) * augment.mix_probability) if augment.mixes else share
 
     def labels(self, val: bool = False) -> torch.Tensor:
@@ -114,54 +108,51 @@ class Data:
         return torch.from_numpy(labels)
 
     def evaluate(self) -> Evaluate:
-        return Evaluate(self.section.image_size, self.section.eval_crop)
+        return Evaluate(self.plan.image_size, self.plan.eval_crop)
 
     def shown(self, source: Source, on_corrupt: str = "") -> Views:
         """Return the images of a split as evaluation shows them, from their files; `on_corrupt` "": as configured."""
-        section = self.section
-        on_corrupt = on_corrupt or section.on_corrupt
-        return Views(source, self.evaluate(), section.image_size, self.plan.seed, on_corrupt=on_corrupt)
+        plan = self.plan
+        on_corrupt = on_corrupt or plan.on_corrupt
+        return Views(source, self.evaluate(), plan.image_size, self.plan.seed, on_corrupt=on_corrupt)
 
     def views(self) -> tuple[Views, Views]:
         """Return the views of both splits, of the stored pixels where there is a store."""
-        section, augment = self.section, self.section.augment
+        plan, augment = self.plan, self.plan.augment
         train, val = self.stored or (self.train, self.val)
         mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability) if augment.mixes else None
-        common: Any = {"size": section.image_size, "seed": self.plan.seed, "on_corrupt": section.on_corrupt}
-        crop = Evaluate(section.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
-        shown = train_transform(section.image_size, augment)
+        common: Any = {"size": plan.image_size, "seed": self.plan.seed, "on_corrupt": plan.on_corrupt}
+        crop = Evaluate(plan.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
+        shown = train_transform(plan.image_size, augment)
         return Views(train, shown, mixing=mixing, **common), Views(val, crop, **common)
 
 
 def open_sources(plan: DataPlan) -> Data:
     """List all splits; nothing is decoded or rendered yet."""
-    section = plan.section
-    more = {} if section.labels == "all" else {"labels": section.labels}
+    more = {} if plan.labels == "all" else {"labels": plan.labels}
 
     def listed(split: str, classes: Sequence[str] | None) -> Source:
-        return registry.build(
-            "datasets", section.kind, section.options, "data.kind", split=split, classes=classes, **more
-        )
+        return registry.build("datasets", plan.kind, plan.options, "data.kind", split=split, classes=classes, **more)
 
     train = listed("train", None)
     val = listed("val", train.classes)
-    if len(train.classes) < 2 and section.labels != "none":
+    if len(train.classes) < 2 and plan.labels != "none":
         wrong = f"the training split has {len(train.classes)} class ({', '.join(train.classes)})"
         remedy = "Check that each class has a folder of its own; without labels, set data.labels=none"
         raise DataError("data.kind", wrong, "At least two classes", remedy)
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
-    named = registry.facts("datasets", section.kind, section.options, "data.kind").test
+    named = registry.facts("datasets", plan.kind, plan.options, "data.kind").test
     splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
-    if section.exclude:
+    if plan.exclude:
         from kd.data.subset import without  # only where images are left out
 
-        splits = without(section.exclude, splits)
+        splits = without(plan.exclude, splits)
     train, val = splits["train"], splits["val"]
-    if section.test_fraction:
+    if plan.test_fraction:
         from kd.data.subset import set_aside  # only where images are set aside
 
-        return Data(plan, train, *set_aside(val, section.test_fraction))
+        return Data(plan, train, *set_aside(val, plan.test_fraction))
     return Data(plan, train, val, splits.get("test"))
 
 
@@ -177,11 +168,11 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
         for source in data.splits.values():
             source.prepare()
     backend.barrier()
-    if plan.section.store == "none":
+    if plan.store == "none":
         return data
     from kd.setup.store import open_store  # only where pixels are stored
 
-    return replace(data, stored=open_store(plan.section, (data.train, data.val), plan.folder, backend, fill))
+    return replace(data, stored=open_store(plan, (data.train, data.val), plan.folder, backend, fill))
 
 
 def train_transform(size: int, augment: Augment) -> Train:

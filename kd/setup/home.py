@@ -35,7 +35,7 @@ class Compared:
 
 def compare(plan: TeacherPlan, teachers: Teachers, device: torch.device) -> list[Compared]:
     """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks."""
-    if plan.section.shard or plan.section.pipeline:
+    if plan.shard or plan.pipeline:
         return []
     device = torch.device("cpu") if device.type == "xla" else device  # it would compile for each batch size
     members = zip(plan.members, teachers.members, strict=False)
@@ -63,7 +63,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
     if own is not None:
         values |= _differences(_vectors(ours), _at_home(where, model, own, pictures, device), ours.logits.shape[1] > 0)
         texts.append(_words(own, values))
-        if values.get("equal", 1.0) < LEAST_EQUAL and plan.section.min_accuracy != 0:
+        if values.get("equal", 1.0) < LEAST_EQUAL and plan.min_accuracy != 0:
             raise _refused(where, own, values)
     return Compared(where, "; ".join(texts), values)
 

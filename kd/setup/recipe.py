@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,13 @@ class Record:
     """The same with the references themselves, to show."""
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherPlan:
-    """Which teachers answer, and what is asked of them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherPlan(TeacherSection):
+    """Which teachers answer, how they are executed and cached, and what is asked of them.
 
-    section: TeacherSection
-    """How the frozen forward is executed and cached; of several teachers, the first one's model."""
+    Of several teachers `kind`, `model` and their like are the first one's.
+    """
+
     members: Mapping[str, TeacherSection]
     """Each teacher alone, by its config path; empty without a teacher."""
     fits: Mapping[str, Config]
@@ -72,14 +73,13 @@ class TeacherPlan:
     @property
     def weights(self) -> list[float]:
         """The weight of each teacher in the average."""
-        return [1.0, *(member.weight for member in self.section.also)]
+        return [1.0, *(member.weight for member in self.also)]
 
 
-@dataclass(frozen=True, slots=True)
-class StudentPlan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudentPlan(StudentSection):
     """The student and what it minimizes."""
 
-    section: StudentSection
     losses: tuple[LossSection, ...]
     task: Task
     features: tuple[str, ...]
@@ -92,7 +92,7 @@ class StudentPlan:
 
     @property
     def tuned_by(self) -> str:
-        """Config path of `section.tuning`; all fits have one."""
+        """Config path of `tuning`; all fits have one."""
         return "student.tuning" if self.where == "student" else "teacher.fit.tuning"
 
 
@@ -168,7 +168,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         shown=flatten(configuration.to_dict(config)),
     )
     teacher = TeacherPlan(
-        section=config.teacher,
+        **values_of(config.teacher),
         members=members,
         fits={w: teacher_fit(config, one) for w, one in members.items() if one.fitted and not one.checkpoint},
         task=task,
@@ -189,13 +189,25 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     return Recipe(
         record=record,
         backend=config.backend,
-        data=DataPlan(config.data, run.seed, views, run.folder),
+        data=DataPlan(**{**values_of(config.data), "views": views}, seed=run.seed, folder=run.folder),
         teacher=teacher,
-        student=StudentPlan(config.student, config.losses, task, read.features, config.backend.precision, run.seed),
+        student=StudentPlan(
+            **values_of(config.student),
+            losses=config.losses,
+            task=task,
+            features=read.features,
+            precision=config.backend.precision,
+            seed=run.seed,
+        ),
         loop=loop,
         price=config.price,
         baseline=labels_only(config) if run.baseline else None,
     )
+
+
+def values_of(section: Any) -> dict[str, Any]:
+    """Return the values of a section by their keys: a plan has them beside what it adds."""
+    return {one.name: getattr(section, one.name) for one in fields(section)}
 
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
@@ -235,7 +247,7 @@ class Session:
     @property
     def image_size(self) -> int:
         """Side of an image, pixels."""
-        return self.data.section.image_size
+        return self.data.plan.image_size
 
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.

@@ -34,31 +34,30 @@ def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, we
     spec = student_spec(plan, classes)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
     made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    student = registry.build("networks", plan.section.kind, plan.section.options, "student.kind", **made)
+    student = registry.build("networks", plan.kind, plan.options, "student.kind", **made)
     training = student.training
-    require_repeatable(student, plan.where, plan.section.model, image_size)
+    require_repeatable(student, plan.where, plan.model, image_size)
     return student.train(training)
 
 
 def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
     """Return which model a student is, with which weights."""
-    section = plan.section
     return Spec(
         where=plan.where,
-        model=section.model,
-        args=section.args,
+        model=plan.model,
+        args=plan.args,
         classes=classes if plan.task.logits else (),
-        checkpoint=section.checkpoint,
-        pretrained=section.init == "pretrained",
-        free_size=section.init == "scratch",
-        task=None if section.kind == "timm" else plan.task,
+        checkpoint=plan.checkpoint,
+        pretrained=plan.init == "pretrained",
+        free_size=plan.init == "scratch",
+        task=None if plan.kind == "timm" else plan.task,
     )
 
 
 def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
     """Return what losses are built for, one for each teacher; one without teachers too."""
     data = teachers.data
-    image_size, classes = data.section.image_size, tuple(data.classes)
+    image_size, classes = data.plan.image_size, tuple(data.classes)
     own, none = feature_shapes(student, image_size), (0, 0)
     return [
         Dims(
@@ -113,7 +112,7 @@ def build_criterion(
 def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:
     """Build student and criterion as one nn.Module."""
     data = teachers.data
-    student = build_student(plan, data.classes, data.section.image_size)
+    student = build_student(plan, data.classes, data.plan.image_size)
     frozen = tune(plan, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
@@ -123,8 +122,8 @@ def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:
 
 def choose_student(session: Session, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:
     """Return how the student is executed. `distillation` is on the device and not wrapped yet."""
-    section, backend = plan.section, session.backend
-    mode = torch_mode(plan.precision, section.attention, section.compile == "on", distillation, backend)
+    backend = session.backend
+    mode = torch_mode(plan.precision, plan.attention, plan.compile == "on", distillation, backend)
     if mode.compiled:
         from kd.setup.trial import Trial  # only where a compiler is used
 

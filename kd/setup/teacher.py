@@ -57,7 +57,7 @@ class Teachers:
 
     def _resizes(self, model: Any) -> str:
         """Say that a model enlarges or shrinks the images, and what that does to its arithmetic; "": it does not."""
-        own, given = getattr(model, "input_size", 0), self.data.section.image_size
+        own, given = getattr(model, "input_size", 0), self.data.plan.image_size
         if not own or own == given:
             return ""
         return f"it runs at its own {own} px on images of {given} px: {(own / given) ** 2:.2g} times the arithmetic"
@@ -109,7 +109,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         free = where in plan.fits and not section.pretrained
         spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
     with torch.device("meta") if weights == META else torch.device("cpu"):
-        size, features = data.section.image_size, plan.features
+        size, features = data.plan.image_size, plan.features
         kind = f"{where}.kind"
         model = registry.build(
             "networks", section.kind, section.options, kind, spec=spec, image_size=size, features=features
@@ -210,8 +210,8 @@ def _compared(
 class TeacherFactory:
     """Make the live teacher that a mode stands for; what takes seconds to make is made once."""
 
-    def __init__(self, section: TeacherSection, model: TeacherModel, backend: Backend, image_size: int) -> None:
-        self.section, self.model, self.backend, self.image_size = section, model, backend, image_size
+    def __init__(self, plan: TeacherSection, model: TeacherModel, backend: Backend, image_size: int) -> None:
+        self.plan, self.model, self.backend, self.image_size = plan, model, backend, image_size
         self._rebuilt: dict[ExecutionMode, LiveTeacher] = {}
 
     def __call__(self, mode: ExecutionMode) -> LiveTeacher:
@@ -223,12 +223,12 @@ class TeacherFactory:
 
     def on(self, device: torch.device, mode: ExecutionMode) -> LiveTeacher:
         """Make it on a device."""
-        section, backend = self.section, self.backend
+        plan, backend = self.plan, self.backend
         dtype = torch.float32 if mode.exported else DTYPES[mode.precision]
-        shard = backend.shard if section.shard else None
-        stages = backend.pipeline if section.pipeline else None
+        shard = backend.shard if plan.shard else None
+        stages = backend.pipeline if plan.pipeline else None
         change = partial(rebuild, mode, self.image_size) if mode.rebuilt else None
-        live = LiveTeacher(self.model, device, dtype, section.micro_batch, shard, stages, change)
+        live = LiveTeacher(self.model, device, dtype, plan.micro_batch, shard, stages, change)
         set_attention(live.model, mode.kernel == "fused")
         return live
 
@@ -250,7 +250,7 @@ def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
 def logit_error(mode: ExecutionMode, factory: TeacherFactory, session: Session) -> tuple[dict[str, Any], str]:
     """Return how far a teacher's logits are from its own in torch float32, in numbers and in words."""
     backend = session.backend
-    if factory.section.shard or factory.section.pipeline:
+    if factory.plan.shard or factory.plan.pipeline:
         return {}, f"{mode}; its logits were not compared with float32's"  # that would divide another teacher
     device = torch.device("cpu") if backend.compiles else backend.device  # 16 images would be a graph of their own
     live = factory.on(device, mode) if backend.compiles else factory(mode)

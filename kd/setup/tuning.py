@@ -23,23 +23,23 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
     Raises:
         ModelError: it has no layers, no classifier, or none of the parameters named.
     """
-    tuning, where, network = plan.section.tuning, plan.tuned_by, trained_network(student)
+    tuning, where, network = plan.tuning, plan.tuned_by, trained_network(student)
     if tuning.layer_decay < 1:
         key, wrong = f"{where}.layer_decay", "does not say what its layers are"
         if hasattr(network, "group_matcher"):
-            with _asked(key, plan.section.model, "group_matcher"):
+            with _asked(key, plan.model, "group_matcher"):
                 rates = {group["lr_scale"] for group in layer_groups(network, 0.0, tuning.layer_decay)}
             wrong = "" if len(rates) > 1 else "has one layer by its group_matcher"
         if wrong:
             allowed = "A network of timm, or one with a method group_matcher as timm's"
-            wrong = f"is {tuning.layer_decay:g}, but '{plan.section.model}' {wrong}"
+            wrong = f"is {tuning.layer_decay:g}, but '{plan.model}' {wrong}"
             raise ModelError(key, wrong, allowed, f"Set {key}=1")
     if tuning.head_lr != 1:
         key = f"{where}.head_lr"
-        with _asked(key, plan.section.model, "get_classifier"):
+        with _asked(key, plan.model, "get_classifier"):
             head = head_parameters(network)
         if not head:
-            wrong = f"is {tuning.head_lr:g}, but '{plan.section.model}' names no classifier with parameters"
+            wrong = f"is {tuning.head_lr:g}, but '{plan.model}' names no classifier with parameters"
             raise ModelError(key, wrong, "A classifier of timm, or a method get_classifier as timm's", f"Set {key}=1")
     if not tuning.freeze:
         return None
@@ -47,12 +47,12 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
     for pattern in tuning.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-            wrong = f"'{pattern}' is the name of no parameter of '{plan.section.model}'"
+            wrong = f"'{pattern}' is the name of no parameter of '{plan.model}'"
             raise ModelError(f"{where}.freeze", wrong, f"Names begin with {shown}", "Correct the pattern")
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     frozen = Frozen(network, tuning.freeze, tuning.freeze_epochs)
     if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in frozen.parameters}:
-        wrong = f"freezes all parameters of '{plan.section.model}'"
+        wrong = f"freezes all parameters of '{plan.model}'"
         raise ModelError(f"{where}.freeze", wrong, "Something must learn", "Leave the classifier out")
     return frozen
 

@@ -137,15 +137,13 @@ class Trust:
 
     def check_student(self, plan: StudentPlan) -> None:
         """Refuse to build a student that is code."""
-        section = plan.section
-        facts = registry.facts("networks", section.kind, section.options, "student.kind")
+        facts = registry.facts("networks", plan.kind, plan.options, "student.kind")
         if facts.runs_code and not self.code:
-            raise untrusted("student.kind", f"is '{section.kind}', so that '{section.model}' would run")
+            raise untrusted("student.kind", f"is '{plan.kind}', so that '{plan.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
         """Refuse a folder of images with links out of it."""
-        section = plan.section
-        root = registry.facts("datasets", section.kind, section.options, "data.kind").root
+        root = registry.facts("datasets", plan.kind, plan.options, "data.kind").root
         if root and not self.code and (link := _link_out(os.path.expanduser(root))):
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
 

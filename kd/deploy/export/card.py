@@ -82,20 +82,18 @@ def _front(card: ModelCard) -> list[str]:
 
 def _intro(card: ModelCard) -> list[str]:
     recipe, student, losses = card.subject.recipe, card.subject.student, card.losses
-    teacher = written(recipe.teacher.section.model)
+    teacher = written(recipe.teacher.model)
     origin = f"distilled from {model_name(teacher)}" if teacher else "trained on labels alone"
     origin += f" by kd (losses: {', '.join(losses)})"
     labels = [plain(label) for label in card.subject.classes]
     names = ", ".join(labels[:NAMED]) + (f" and {len(labels) - NAMED} more" if len(labels) > NAMED else "")
-    model = (
-        f"{model_name(written(recipe.student.section.model))} with {count_parameters(student) / 1e6:.2f} M parameters"
-    )
+    model = f"{model_name(written(recipe.student.model))} with {count_parameters(student) / 1e6:.2f} M parameters"
     return [
         f"# {plain(card.facts['name'])}",
         "",
         f"{model}, {origin if losses else 'a teacher'}. Version `{card.facts['version']}`.",
         "",
-        f"- Data: {recipe.data.section.kind}, content hash {card.subject.data[:12]}",
+        f"- Data: {recipe.data.kind}, content hash {card.subject.data[:12]}",
         f"- Output: a vector of {student.num_features} numbers" if card.embeds else f"- {len(labels)} classes: {names}",
         f"- Weights: {card.subject.origin}",
         f"- Licence: {plain(card.license) or 'not stated (`kd-export --license ID`)'}",

@@ -55,7 +55,7 @@ def export(
     target = target or path / ("export-teacher" if teacher else "export")
     refuse_other(target)  # before minutes of work, not after
     options.require(recipe.student.task)
-    vouched = Trust.of(trust, overrides, recipe.data.section)
+    vouched = Trust.of(trust, overrides, recipe.data)
     vouched.check_student(recipe.student)
     if options.graphs.any:  # they are compared on images
         vouched.check_folder(recipe.data)
@@ -70,7 +70,7 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
         raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     classes, data = manifest["classes"], manifest.get("data", "not recorded")
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
-    student, provenance = best_student(folder, recipe.student, recipe.data.section, classes)
+    student, provenance = best_student(folder, recipe.student, recipe.data, classes)
     if index:
         student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
     alone = RunDir(folder.path / BASELINE)
@@ -82,7 +82,7 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
         provenance=provenance,
         baseline=alone.metrics("val"),
         scored=(folder.scored(), alone.scored()),
-        origin=_origin(recipe.student.section, student),
+        origin=_origin(recipe.student, student),
         images=partial(_images, recipe.data, recipe.backend, classes, expected),
     )
 
@@ -108,12 +108,11 @@ def _teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     last = subject.scored[0]
     own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get("teacher", {})
     scored = replace(last, row=own, samples=last.of("teacher")) if last is not None else None
-    section = replace(recipe.student.section, model=plan.section.model)
     alone = replace(
         recipe,
         record=replace(recipe.record, name=f"{recipe.record.name}-teacher"),
-        student=replace(recipe.student, section=section, losses=()),
-        teacher=replace(plan, section=replace(plan.section, model="")),
+        student=replace(recipe.student, model=plan.model, losses=()),
+        teacher=replace(plan, model=""),
     )
     fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
@@ -153,7 +152,7 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
 def _write_weights(subject: Subject, made: Made, draft: Path) -> dict[str, Any]:
     """Write weights, config.json and kd.json, so that graphs can be served; return the facts for manifest.json."""
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
-    task, section = recipe.student.task, recipe.data.section
+    task, section = recipe.student.task, recipe.data
     if made.calibration:
         provenance |= {"digest": digest(student.network), "calibration": made.calibration}
     labels = subject.classes if task.logits else ()

@@ -65,7 +65,7 @@ def write(subject: Subject, folder: Path, options: ExportOptions) -> Made:
             few = min(options.check.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))
             notes.append(line)
-        runners = _write_float(folder, student, subject.recipe.data.section.image_size, options)
+        runners = _write_float(folder, student, subject.recipe.data.image_size, options)
         made.rungs, failed = _write_int8(subject, folder, images, options)
         written = [name for name in (INT8, int8.STATIC) if (folder / name).is_file()]
         runners |= {name: Variant.at(folder / name).runner() for name in written}

@@ -185,7 +185,7 @@ def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models
 
 
 def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
-    section, task, seed, num_classes = recipe.data.section, recipe.student.task, recipe.loop.seed, len(models.classes)
+    section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(models.classes)
     batch_size, train, labels = section.batch_size, arguments.train, arguments.labels
     val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
@@ -231,8 +231,8 @@ def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models
         decides=scores.decides(arguments.labels != "none").key,
         task=recipe.student.task.name,
         scores=scores.record(),
-        batch=str(recipe.data.section.batch_size),
-        batch_size=recipe.data.section.batch_size,
+        batch=str(recipe.data.batch_size),
+        batch_size=recipe.data.batch_size,
         backend=world.kind,
         world_size=world.world_size,
         machines=world.world_size // world.local_world_size,

@@ -99,7 +99,7 @@ class Distilled:
         name = type(self.student).__qualname__
         student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
         recipe = origin.recipe
-        plan = replace(recipe.data, section=replace(recipe.data.section, image_size=size))
+        plan = replace(recipe.data, image_size=size)
         named = replace(recipe.record, name=Path(folder).resolve().name)
         provenance = {"kd": environment()["packages"]["kd"], "step": self.state.step, "metrics": self.metrics}
         subject = Subject(

@@ -88,7 +88,7 @@ def _predict(
     """Run both models over validation images as evaluation shows them, in float32."""
     if not data.labelled:
         raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
-    student, _ = best_student(folder, plan, data.section, data.classes)
+    student, _ = best_student(folder, plan, data.plan, data.classes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models: dict[str, Any] = {"student": student.to(device).eval()}
     if teacher is not None:

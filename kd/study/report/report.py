@@ -89,7 +89,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
     manifest, val = folder.manifest(), folder.metrics("val")
     counted, note = None, ""
     if images >= 0 and folder.best_row():
-        vouched = Trust.of(trust, overrides, recipe.data.section)
+        vouched = Trust.of(trust, overrides, recipe.data)
         counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images, vouched)
     sheet = path / "sifting.jpg"
     return RunRecord(

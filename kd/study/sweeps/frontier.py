@@ -172,12 +172,12 @@ def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int
 
 def _student(tried: Trials, trial: Trial) -> Classifier:
     folder, recipe = RunDir(tried.folder / trial.name), resolve(trial.config)
-    return best_student(folder, recipe.student, recipe.data.section, folder.manifest()["classes"])[0]
+    return best_student(folder, recipe.student, recipe.data, folder.manifest()["classes"])[0]
 
 
 def _teacher(trial: Trial) -> Classifier:
     recipe = resolve(trial.config)
-    section = recipe.teacher.section
+    section = recipe.teacher
     spread = section.shard or section.pipeline  # it may not fit into the memory of one process
     model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):

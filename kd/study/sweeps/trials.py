@@ -109,7 +109,7 @@ class Trials:
             alike.setdefault(prepared_alike(trial), []).append(trial)
         for trials in alike.values():
             first, plan = trials[0], resolve(trials[0].config).teacher
-            job = "cache" if plan.members and plan.section.cache.views else "teach" * bool(plan.fits)
+            job = "cache" if plan.members and plan.cache.views else "teach" * bool(plan.fits)
             begun = any((self.folder / trial.name / "config.yaml").is_file() for trial in trials)
             if begun or not job or len(trials) < 2:
                 continue

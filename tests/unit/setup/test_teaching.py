@@ -145,7 +145,7 @@ def test_a_divided_teacher_is_not_compared_and_runs_in_float32(monkeypatch, cpu,
     recipe = resolve(config.load(settings, [*AUTO, "teacher.shard=true"]))
     data = open_sources(recipe.data)
     model = load_teachers(recipe.teacher, data, {}).model
-    assert str(teacher_mode(recipe.teacher.section, model, cpu)) == "fp32+unfused"
+    assert str(teacher_mode(recipe.teacher, model, cpu)) == "fp32+unfused"
 
 
 def test_the_work_of_a_run():
@@ -215,8 +215,8 @@ def test_the_error_is_that_of_the_logits(built, settings):
     model = load_teachers(recipe.teacher, data, {}).model
     images = validation_images(data.shown(data.val))
     assert images.shape == (13, 3, 16, 16)
-    session = Session(backend, data, split_batch(data.section, 1, len(data.train)))
-    taught = choose_teacher(session, recipe.teacher.section, model)
+    session = Session(backend, data, split_batch(data.plan, 1, len(data.train)))
+    taught = choose_teacher(session, recipe.teacher, model)
     live = taught.live
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
