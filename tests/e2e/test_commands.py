@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from pieces import tiny
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -21,19 +22,12 @@ from kd import config
 from kd.cli.__main__ import COMMANDS, main
 from kd.config.schema import Config
 
-FIT = {"fit": {"epochs": 2}}
-
 
 @pytest.fixture
 def fitted(settings, photos, tmp_path):
     """The settings with a teacher that must be fitted first."""
-    settings["teacher"] = {
-        "model": "vit_tiny_patch16_224",
-        "args": {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2},
-        "attention": "unfused",
-        "precision": "fp32",
-        "fit": {"epochs": 2, "lr": 3e-3, "folder": str(tmp_path / "teachers")},
-    }
+    fit = {"epochs": 2, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
+    settings["teacher"] = {**tiny(2, 48), "precision": "fp32", "fit": fit}
     return settings
 
 
@@ -90,11 +84,17 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert told["metrics"]["accuracy"] == best["accuracy"]
 
 
-def test_an_export_scores_what_the_run_scored(written, command, tmp_path, photos):
+@pytest.mark.parametrize(("decay", "prefix"), [(0.5, "average.network."), (0.0, "model.student.network.")])
+def test_the_best_weights_are_exported_and_score_what_the_run_scored(written, command, tmp_path, photos, decay, prefix):
     """With plain timm and Pillow, nothing of ours in between."""
-    assert command("train", written(optimizer={"ema": 0.5})).code == 0
+    from kd.files.run_dir import RunDir
+
+    assert command("train", written(optimizer={"ema": decay})).code == 0
     assert command("export", tmp_path / "runs" / "tiny").code == 0
     folder = tmp_path / "runs" / "tiny" / "export"
+    tensors, exported = RunDir(tmp_path / "runs" / "tiny").best()[1], load_file(folder / "model.safetensors")
+    assert exported
+    assert all(torch.equal(tensors[prefix + name], tensor) for name, tensor in exported.items())
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     names, pictures = model.pretrained_cfg["label_names"], sorted((photos / "val").rglob("*.jpg"))
     mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -109,18 +109,6 @@ def test_an_export_scores_what_the_run_scored(written, command, tmp_path, photos
             hits += names[model(((pixels - mean) / std)[None]).argmax()] == path.parent.name
     told = json.loads((folder / "kd.json").read_text())
     assert hits / len(pictures) == pytest.approx(told["metrics"]["accuracy"])
-
-
-@pytest.mark.parametrize(("decay", "prefix"), [(0.9, "average.network."), (0.0, "model.student.network.")])
-def test_the_best_weights_are_exported(written, command, tmp_path, decay, prefix):
-    assert command("train", written(optimizer={"ema": decay})).code == 0
-    assert command("export", tmp_path / "runs" / "tiny").code == 0
-    from kd.files.run_dir import RunDir
-
-    tensors = RunDir(tmp_path / "runs" / "tiny").best()[1]
-    exported = load_file(tmp_path / "runs" / "tiny" / "export" / "model.safetensors")
-    assert exported
-    assert all(torch.equal(tensors[prefix + name], tensor) for name, tensor in exported.items())
 
 
 @pytest.mark.slow
@@ -162,9 +150,8 @@ def test_a_run_killed_right_after_its_best_checkpoint_goes_on(written, command, 
     """Of the fit of a teacher every later start exited with 2; a student was the best it had been before, or none."""
     from kd.files import checkpoint
 
-    args = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
     section = {"epochs": 1, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
-    taught = {"model": "vit_tiny_patch16_224", "args": args, "fit": section, "min_accuracy": 0.0}
+    taught = {**tiny(2, 48), "fit": section, "min_accuracy": 0.0}
     path = written(run={"epochs": 1}, **({"teacher": taught} if fit else {}))
     write = checkpoint.write
 

@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from pieces import without_clocks
+from pieces import slow, without_clocks
 
 from kd.core.host import cores
 
@@ -116,7 +116,7 @@ def test_a_place_that_cannot_be_written_is_one_line(written, refused, tmp_path):
     assert refused("train", written(), "data.store=disk").startswith("data.store: cannot write '")
 
 
-@pytest.mark.parametrize("on_corrupt", ["error", "skip"])
+@pytest.mark.parametrize("on_corrupt", ["error", slow("skip")])
 def test_corrupt_images_are_what_they_were(written, command, photos, tmp_path, on_corrupt):
     root = tmp_path / "photos"
     shutil.copytree(photos, root)

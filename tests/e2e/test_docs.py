@@ -27,25 +27,14 @@ from PIL import Image
 from serving import ROOT, Running
 
 import kd
-from kd.cli.__main__ import main
+from kd.cli.__main__ import COMMANDS, main
 from kd.core.errors import KdError
 
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "results")]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-COMMANDS = (
-    "train",
-    "teach",
-    "cache",
-    "evaluate",
-    "export",
-    "serve",
-    "predict",
-    "launch",
-    "parts",
-    "report",
-    "sweep",
-)
 WITH_CONFIG = ("train", "teach", "cache")
+HELPS: dict[str, str] = {}
+"""What each command says of itself, asked once."""
 NOT_RUN = {
     "git": "needs a network",
     "pip": "needs a network",
@@ -120,9 +109,11 @@ def spans(page: Path) -> list[str]:
 
 
 def help_of(command: Command, name: str) -> str:
-    answers = [command(name, option) for option in ("--help", *(["--help-keys"] if name in WITH_CONFIG else []))]
-    assert all(answer.code == 0 for answer in answers), answers
-    return "".join(answer.out for answer in answers)
+    if name not in HELPS:
+        answers = [command(name, option) for option in ("--help", *(["--help-keys"] if name in WITH_CONFIG else []))]
+        assert all(answer.code == 0 for answer in answers), answers
+        HELPS[name] = "".join(answer.out for answer in answers)
+    return HELPS[name]
 
 
 # ------------------------------------------------------------------------------------------------------------- checking
