@@ -3,11 +3,9 @@
 A new dataset needs one line in `RECIPES`: a function that makes a little data of its kind. The tests fail without it.
 """
 
-import ast
 import dataclasses
 import hashlib
 import importlib
-import inspect
 import io
 import json
 import multiprocessing
@@ -310,22 +308,3 @@ def test_threads_see_the_same_at_the_same_time(built):
     with ThreadPoolExecutor(4) as threads:
         shares = list(threads.map(lambda _: digests(built.train, ids), range(4)))
     assert shares == [digests(built.train, ids)] * 4
-
-
-def _options_class(module: ModuleType) -> ast.ClassDef:
-    tree = ast.parse(inspect.getsource(module))
-    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_options_are_frozen_and_explained(kind):
-    module = importlib.import_module(f"kd.parts.datasets.{kind}")
-    assert (module.__doc__ or "").strip()
-    assert module.Options.__dataclass_params__.frozen
-    body = _options_class(module).body
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign):
-            text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
-            assert isinstance(text, str), f"{kind}: no docstring under {ast.unparse(node.target)}"
-    fields = dataclasses.fields(module.Options)
-    assert all(field.kw_only for field in fields)

@@ -5,9 +5,7 @@ Shape legend: B images of a batch, C classes, D feature width.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import math
 import re
 import typing
@@ -84,24 +82,11 @@ def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
 
 
 @every_loss
-def test_options_are_frozen_keyword_only_and_all_have_defaults(name):
+def test_all_options_have_defaults(name):
     options_type = registry.options_type("losses", name, "losses")
-    assert options_type.__dataclass_params__.frozen
     for field in dataclasses.fields(options_type):
-        assert field.kw_only, field.name
         assert field.default is not dataclasses.MISSING, field.name
     assert not hasattr(options_type(), "__dict__"), "slots=True is missing"
-
-
-@every_loss
-def test_every_option_has_a_docstring(name):
-    source = inspect.getsource(registry.find("losses", name, "losses"))
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    (options,) = [node for node in classes if node.name == "Options"]
-    for field, below in zip(options.body, [*options.body[1:], None], strict=True):
-        if isinstance(field, ast.AnnAssign):
-            documented = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            assert documented, f"no docstring under {ast.unparse(field.target)}"
 
 
 @every_loss
