@@ -1,6 +1,6 @@
 """Are copies found, at what cost, and are planted wrong labels? CPU seconds, for the machine is shared.
 
-    python benchmarks/audit.py planted --data GROCERY         # copies of 5 % each: exact, JPEG 70, cropped to 90 %
+    python benchmarks/audit.py planted --data GROCERY         # copies of 5 % each, of five kinds: see `KINDS`
     python benchmarks/audit.py leaks --data FOLDER --splits train test     # what real data repeats
     python benchmarks/audit.py scale                          # 10^4 to 10^6 synthetic pictures
     python benchmarks/audit.py labels --run RUN               # a run on food_mini with label_noise, after --audit
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import _record
 from kd.core.contracts import Source
@@ -37,6 +37,7 @@ from kd.study.audit.copies import Pairs, copies
 from kd.study.audit.lists import COPY, FOLDER, repeats
 
 SHARE, SEEDS = 0.05, (0, 1, 2)
+KINDS = ("exact", "jpeg70", "crop90", "mirrored90", "bars")  # cropped to 90 % and mirrored; between black bars
 
 
 def opened(root: Path, train: str, val: str) -> dict[str, Source]:
@@ -81,9 +82,13 @@ def planted(root: Path) -> list[dict[str, Any]]:
             home, rng = Path(folder) / "data", random.Random(seed)
             shutil.copytree(root, home, ignore=lambda path, names: ["val"] if Path(path) == root else [])
             files = sorted(home.glob("train/*/*.jpg"))
-            chosen, count, truth = rng.sample(files, 3 * round(SHARE * len(files))), round(SHARE * len(files)), {}
+            chosen, count, truth = (
+                rng.sample(files, len(KINDS) * round(SHARE * len(files))),
+                round(SHARE * len(files)),
+                {},
+            )
             for number, file in enumerate(chosen):
-                kind = ("exact", "jpeg70", "crop90")[number // count]
+                kind = KINDS[number // count]
                 target = home / "test" / file.parent.name / f"planted_{number}.jpg"
                 _plant(file, target, kind, rng)
                 truth[f"train/{file.parent.name}/{file.name}", f"test/{file.parent.name}/{target.name}"] = kind
@@ -97,7 +102,7 @@ def planted(root: Path) -> list[dict[str, Any]]:
             origin = {copy: first for first, copy in truth}
             others = [pair for pair in found if pair not in truth]
             row: dict[str, Any] = {"part": "planted", "seed": seed, "images": len(album)}
-            for kind in ("exact", "jpeg70", "crop90"):
+            for kind in KINDS:
                 wanted = {pair for pair, one in truth.items() if one == kind}
                 row[f"{kind}_planted"], row[f"{kind}_found"] = len(wanted), len(wanted & found)
             row |= {"leaking_pairs": len(found), "second_shots": 0, "to_look_at": 0}
@@ -120,10 +125,16 @@ def _plant(file: Path, target: Path, kind: str, rng: random.Random) -> None:
         return
     with Image.open(file) as opened_image:
         image = opened_image.convert("RGB")
-    if kind == "crop90":
+    if kind == "bars":  # a tenth to a quarter of a side, above and below or left and right
+        width, height = image.size
+        bar, upright = rng.uniform(0.1, 0.25) / 2, rng.random() < 0.5
+        x, y = (0, round(bar * height)) if upright else (round(bar * width), 0)
+        image = ImageOps.expand(image, (x, y), 0)
+    if kind in ("crop90", "mirrored90"):
         width, height = image.size
         x, y = (rng.random() * 0.1 * side for side in (width, height))
         image = image.crop((round(x), round(y), round(x + 0.9 * width), round(y + 0.9 * height)))
+        image = ImageOps.mirror(image) if kind == "mirrored90" else image
     image.save(target, quality=70 if kind == "jpeg70" else 90)
 
 

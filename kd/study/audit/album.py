@@ -1,4 +1,4 @@
-"""A small grey picture of each image, 576 bytes, and 64 bits for the whole of it, 9 crops, and its mirror image.
+"""A small grey picture of each image without black bars, 576 bytes, and 64 bits for it, 9 crops, and their mirrors.
 
 Legend: N images, V variants, S = 24 pixels.
 """
@@ -14,8 +14,11 @@ SIDE, BITS = 24, 8  # pixels a side; frequencies a side of a hash
 SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
 """Parts of a side that a hash covers: any crop to 90 % is within a fortieth of a side of one of nine."""
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))
-"""Rows and columns of `SPANS` of each variant but the last, the mirror image."""
-MIRRORED = len(CROPS)
+"""Rows and columns of `SPANS` of each variant; those of the mirror image follow."""
+MIRRORED = len(CROPS)  # the first variant of the mirror image
+BLACK, GRID, LEAST_LEFT = 20, 160, 0.3
+"""Grey level up to which an edge is a black bar, with what JPEG adds; rows and columns that are looked at for bars, the
+nearest pixel of each; share of a side that must be left: a picture that is darker than that is not cut."""
 _CHUNK = 4096  # pictures at a time, some 10 MB as float32
 
 
@@ -33,7 +36,8 @@ class Album:
 
     def add(self, split: int, id: int, decoded: Decoded) -> None:
         """Add an image of a split, by their numbers. Four pixels of each of 24 x 24 cells are looked at."""
-        small = decoded.image.resize((2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST).reduce(2).convert("L")
+        image = decoded.image
+        small = image.resize((2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image)).reduce(2).convert("L")
         row, self._count = self._count, self._count + 1
         self._luma[row] = np.frombuffer(small.tobytes(), np.uint8).reshape(SIDE, SIDE)
         self._crc[row], self._split[row], self._id[row] = decoded.crc, split, id
@@ -59,6 +63,16 @@ class Album:
         return self._id[: self._count]
 
 
+def inside(image: Image.Image) -> tuple[float, float, float, float]:
+    """Return the part of an image within black bars: left, top, right and bottom in pixels."""
+    bright = image.resize((GRID, GRID), Image.Resampling.NEAREST).convert("L").point(lambda grey: 255 * (grey > BLACK))
+    left, top, right, bottom = bright.getbbox() or (0, 0, GRID, GRID)
+    if min(right - left, bottom - top) < LEAST_LEFT * GRID:
+        left, top, right, bottom = 0, 0, GRID, GRID
+    x, y = image.width / GRID, image.height / GRID
+    return left * x, top * y, right * x, bottom * y
+
+
 def frequencies(low: float, high: float) -> np.ndarray:
     """Return the lowest frequencies of a cosine transform over a part of a side, float32 [8, S]."""
     edges = (np.clip(np.arange(SIDE + 1) / SIDE, low, high) - low) / (high - low)
@@ -72,14 +86,14 @@ BASES = [frequencies(*span) for span in SPANS]
 
 def hashes(luma: np.ndarray) -> np.ndarray:
     """Return the signs of 63 low frequencies of each variant as 64 bits, uint64 [N, V]; luma [N, S, S]."""
-    found = np.empty((len(luma), MIRRORED + 1), np.uint64)
-    every, mirror = np.concatenate(BASES), np.resize(np.array([1, -1], np.float32), BITS)
+    found, every = np.empty((len(luma), 2 * MIRRORED), np.uint64), np.concatenate(BASES)
     for start in range(0, len(luma), _CHUNK):
         rows = slice(start, start + _CHUNK)
-        both = every @ luma[rows].astype(np.float32) @ every.T
-        for variant, (y, x) in enumerate(CROPS):
-            found[rows, variant] = _signs(both[:, BITS * y : BITS * (y + 1), BITS * x : BITS * (x + 1)])
-        found[rows, MIRRORED] = _signs(both[:, :BITS, :BITS] * mirror)
+        for mirrored, pictures in ((0, luma[rows]), (MIRRORED, luma[rows, :, ::-1])):
+            both = every @ pictures.astype(np.float32) @ every.T
+            for variant, (y, x) in enumerate(CROPS):
+                part = both[:, BITS * y : BITS * (y + 1), BITS * x : BITS * (x + 1)]
+                found[rows, mirrored + variant] = _signs(part)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Pairs of images that show the same photograph: copies, encoded again, cropped, mirrored.
+"""Pairs of images that show the same photograph: copies, encoded again, cropped, mirrored, between black bars.
 
 Three sieves, each for what the one before lets through: the same bits of a hash in one of 16 tables (the time grows as
 N log N), few other bits and alike low frequencies, and the correlation of the pictures laid over each other.
@@ -110,7 +110,7 @@ def closely(album: Album, pairs: Pairs) -> Pairs:
 def _pictures(album: Album, pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
     """Return the pictures of pairs of one variant, float32 [P, S, S] twice."""
     first, second = (album.luma[rows].astype(np.float32) for rows in (pairs.first, pairs.second))
-    return first[:, :, ::-1] if (pairs.variant == MIRRORED).any() else first, second
+    return first[:, :, ::-1] if (pairs.variant >= MIRRORED).any() else first, second
 
 
 def _roughly(album: Album, pairs: Pairs) -> np.ndarray:

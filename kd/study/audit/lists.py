@@ -71,7 +71,7 @@ def repeats(album: Album, pairs: Pairs, splits: Mapping[str, Source]) -> list[Re
     found = []
     for first, second, variant, score in zip(*pairs, strict=True):
         one, other = sorted((int(first), int(second)), key=lambda row: (album.split[row], album.id[row]))
-        kind = MIRROR if variant == MIRRORED else PART if variant else PICTURE
+        kind = MIRROR if variant >= MIRRORED else PART if variant else PICTURE
         if album.crc[one] and album.crc[one] == album.crc[other] and (album.luma[one] == album.luma[other]).all():
             kind = COPY
         pair = Repeat(kind, round(float(score), 3), seen(one), seen(other))

@@ -6,11 +6,11 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from kd.core.types import Decoded
 from kd.study.audit import copies
-from kd.study.audit.album import SPANS, Album, frequencies, hashes
+from kd.study.audit.album import SPANS, Album, frequencies, hashes, inside
 
 
 def photograph(seed: int, size: int = 96) -> Image.Image:
@@ -41,23 +41,26 @@ def found(images: list[Image.Image]) -> set[tuple[int, int]]:
     return {(int(min(pair)), int(max(pair))) for pair in zip(pairs.first, pairs.second, strict=True)}
 
 
-@pytest.mark.parametrize("change", ["same", "encoded", "cropped", "mirrored"])
+@pytest.mark.parametrize("change", ["same", "encoded", "cropped", "mirrored", "mirrored crop", "black bars"])
 def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
     images, rng = [photograph(seed) for seed in range(300)], np.random.default_rng(7)
     changed = []
-    for image in images[:40]:
+    for id, image in enumerate(images[:40]):
         x, y = rng.uniform(0, 9.6, 2).round()
+        crop = image.crop((x, y, x + 86, y + 86))
         changed.append(
             {
                 "same": image,
                 "encoded": encoded(image, 70),
-                "cropped": encoded(image.crop((x, y, x + 86, y + 86)), 90),
-                "mirrored": image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+                "cropped": encoded(crop, 90),
+                "mirrored": ImageOps.mirror(image),
+                "mirrored crop": encoded(ImageOps.mirror(crop), 90),
+                "black bars": encoded(ImageOps.expand(image, (0, 4 + round(x)) if id % 2 else (4 + round(x), 0)), 90),
             }[change]
         )
     expected = {(id, 300 + id) for id in range(40)}
     pairs = found([*images, *changed])
-    assert len(pairs & expected) >= (36 if change == "cropped" else 40)
+    assert len(pairs & expected) >= (36 if "crop" in change else 40)
     assert pairs <= expected
 
 
@@ -67,6 +70,16 @@ def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs():
     assert {row for pair in pairs for row in pair} == set(range(403))
     assert len(pairs) < 400 * copies.WINDOW * copies.TABLES
     assert all((one < 400) == (other < 400) for one, other in pairs)
+
+
+def test_a_dark_picture_is_not_cut_for_bars():
+    """Without what is darker than a bar nothing of it would be left to compare."""
+    dark, lamp = Image.new("RGB", (200, 100), (10, 10, 10)), Image.new("RGB", (20, 10), "white")
+    assert inside(dark) == (0, 0, 200, 100)
+    dark.paste(lamp, (90, 45))
+    assert inside(dark) == (0, 0, 200, 100)
+    barred = ImageOps.expand(Image.new("RGB", (200, 100), "white"), (0, 30))
+    assert inside(barred) == pytest.approx((0, 30, 200, 130), abs=1)
 
 
 def test_one_image_or_none_has_no_copy():
