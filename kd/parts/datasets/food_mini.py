@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from kd.core.types import Decoded, Label
 from kd.parts.datasets._decode import read_image
 from kd.parts.datasets._food.menu import PAINTERS
 from kd.parts.datasets._food.paint import VERSION, file_name
+
+
+SECONDS = 0.2  # between two counts of the painted files for the bar: a count of 4,200 takes 10 ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +168,7 @@ def paint(options: Options, folder: Path) -> None:
         (draft / "work.json").write_text(json.dumps(work))
         command = [sys.executable, "-m", "kd.parts.datasets._food.paint", str(draft / "work.json"), str(processes)]
         painters = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(processes)]
+        _show_progress(painters, draft, total)
         failures = [text for _, text in [painter.communicate() for painter in painters] if text]
         if failures or any(painter.returncode for painter in painters):
             reason = (failures or ["a painter ended early"])[0].strip().splitlines()[-1]
@@ -177,6 +182,21 @@ def paint(options: Options, folder: Path) -> None:
         raise DataError("data.root", f"cannot paint into '{folder}' ({reason})", "", remedy) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _show_progress(painters: Sequence[subprocess.Popen], draft: Path, total: int) -> None:
+    """Show a bar while pictures are painted; nothing where the output is no terminal, as in a notebook or a log."""
+    if not sys.stdout.isatty() or "JPY_PARENT_PID" in os.environ:
+        return
+    from rich.progress import Progress  # only where a person watches
+
+    with Progress(refresh_per_second=4) as bar:
+        task = bar.add_task("painting", total=total)
+        while any(painter.poll() is None for painter in painters):
+            bar.update(task, completed=sum(1 for _ in draft.glob("*/*/*.jpg")))
+            time.sleep(SECONDS)
+        if not any(painter.returncode for painter in painters):
+            bar.update(task, completed=total)
 
 
 def _move(draft: Path, folder: Path) -> None:

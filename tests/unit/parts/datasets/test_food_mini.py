@@ -130,6 +130,21 @@ def test_painting_again_changes_nothing(painted: FoodMini):
     assert stamps == {path: path.stat().st_mtime_ns for path in painted.folder.rglob("*")}
 
 
+def test_a_person_at_a_terminal_sees_a_bar(tmp_path: Path):
+    program = (
+        "from kd.parts.datasets.food_mini import Options, build\n"
+        f"build(Options(root={str(tmp_path)!r}, train_images=2, val_images=1, pixels=32), 'train', None).prepare()"
+    )
+    ours, theirs = os.openpty()
+    plain = {name: value for name, value in os.environ.items() if name != "JPY_PARENT_PID"}
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, check=True, env={**plain, "TERM": "xterm"})
+    text = os.read(ours, 2**16).decode()
+    os.close(theirs)
+    os.close(ours)
+    assert "painting 36 pictures" in text
+    assert "100%" in text
+
+
 def test_an_interrupted_painting_is_not_taken_for_whole(tmp_path: Path, painted: FoodMini):
     source = build(small(tmp_path), "train", None)
     torn = source.folder / "train" / "pizza"
