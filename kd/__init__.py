@@ -28,7 +28,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "region", "sweep", "train"]
 
 _HOMES = {
