@@ -124,21 +124,16 @@ class Sifter(Protocol):
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the plan of an epoch: equal on all ranks, its length a multiple of the global batch size.
 
-        All ranks must call it. After a resume, the same epoch gives the same plan.
-
-        Args:
-            epoch: counts from 0.
-            progress: share of the run that is done when the epoch begins, 0 to 1.
+        All ranks must call it. After a resume, the same epoch (from 0) gives the same plan. `progress` is the share of
+        the run that is done when the epoch begins, 0 to 1.
         """
         ...
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
         """Yield full batches of one shape from `batches`, equally many on every rank.
 
-        Args:
-            batches: this rank's micro-batches of the plan, from step `first(start)` on.
-            score: the scoring pass.
-            start: optimizer steps of the epoch that are already done.
+        `batches` are this rank's micro-batches of the plan, from step `first(start)` on; `start` optimizer steps of the
+        epoch are already done.
         """
         ...
 

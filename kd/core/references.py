@@ -17,7 +17,6 @@ class Referenced(str):
     reference: str
 
     def __new__(cls, value: str, reference: str) -> Referenced:
-        """Join a value and the text that stands for it."""
         made = super().__new__(cls, value)
         made.reference = reference
         _variables.update(_VARIABLE.findall(reference))

@@ -224,7 +224,6 @@ class RunDir:
 
 
 def _facts(content: Any) -> dict[str, Any]:
-    """Return what manifest.json records."""
     facts = object_of(content)
     object_of(facts.get("modes", {}))
     return facts

@@ -245,7 +245,6 @@ def _weights_file(spec: Spec) -> Path:
 
 
 def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:
-    """Return the classes that timm's own weights are for, where they say so."""
     folder = Path(spec.model.removeprefix("local-dir:"))
     names = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
     return list(names) if names else folder_classes(folder) if folder.is_dir() else None

@@ -48,7 +48,6 @@ class Graph(nn.Module):
     matrix: Tensor | None
 
     def __init__(self, model: Classifier, size: int) -> None:
-        """Wrap `model` for images of `size` x `size` pixels."""
         super().__init__()
         self.model = model
         target = model.input_size

@@ -262,7 +262,6 @@ class DDPBackend:
 
 
 def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
-    """Make this rank's GPU the current one and return it."""
     if local_rank >= torch.cuda.device_count():
         wrong = f"is '{kind}', but local rank {local_rank} finds {torch.cuda.device_count()} GPUs"
         remedy = "Start fewer processes, or set backend.kind=cpu"

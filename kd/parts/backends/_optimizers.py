@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -34,7 +33,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def mib(tensors: Iterable[Tensor]) -> float:
-    """Return the memory of tensors, in MiB."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 2**20
 
 

@@ -35,8 +35,6 @@ MOST_KINDS = 6  # endings that a line names
 
 
 class File(NamedTuple):
-    """What a listing says about an image file."""
-
     size: int  # bytes
     stamp: int  # see `kd.core.contracts.Stamped`
 
@@ -102,8 +100,6 @@ class ImageFolder(Listed):
 
 
 class Listing(NamedTuple):
-    """What lies below a folder."""
-
     files: Files  # the images, by the bytes of their paths: the same order on every machine, whatever its locale
     folders: list[bytes]  # those that directly hold images, as paths in the root
     folder_of: np.ndarray  # the position of each image's folder, int32 [N]
@@ -225,7 +221,6 @@ def _unread(other: Counter[str]) -> list[str]:
 
 
 def file_of(entry: os.DirEntry[bytes]) -> File:
-    """Return size and stamp of an entry."""
     try:
         status = entry.stat()
     except OSError:
@@ -252,7 +247,6 @@ def folders(path: str) -> list[str]:
 
 
 def find_root(root: str) -> str:
-    """Return the path of a folder, `~` expanded."""
     root = os.path.expanduser(root)
     if os.path.isdir(root):
         return root
@@ -264,5 +258,4 @@ def find_root(root: str) -> str:
 
 
 def text(name: bytes) -> str:
-    """Return a file name as text."""
     return name.decode("utf-8", "backslashreplace")  # a name in another encoding must still print

@@ -22,8 +22,6 @@ SLOW = 10_000  # names in a folder from which on none is proposed for one that i
 
 
 class Entry(NamedTuple):
-    """An image of a list."""
-
     name: str  # as written: a path in data.root or an absolute one below it, with its ending or without
     label: Any  # whatever the reader of the list makes of it
     line: int = 0  # 0: the list has no lines
@@ -33,16 +31,12 @@ class Entry(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """An entry whose file was found."""
-
     entry: Entry
     file: File
 
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """The lists of a dataset."""
-
     root: str
     keys: Mapping[str, str]  # of the configuration: where the list of each split is named; of "train", "val" and "test"
     files: Mapping[str, str]
@@ -149,8 +143,6 @@ def _rows(reader: Any, width: int) -> Iterator[tuple[int, list[str]]]:
 
 
 class _Beside:
-    """A folder with listed images."""
-
     def __init__(self, path: bytes) -> None:
         entries = entries_of(path)[0] if os.path.isdir(path) else []
         self.entries = {entry.name: entry for entry in entries if not is_folder(entry)}

@@ -71,7 +71,6 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _in_order(names: set[str]) -> list[str]:
-    """Return class names in order: integers by their value."""
     numbers = all(name.isdecimal() for name in names)
     return sorted(names, key=lambda name: (int(name), name)) if numbers else sorted(names)
 

@@ -61,11 +61,8 @@ def read_names(path: str, where: str) -> list[str]:
 def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[str, ...], nn.Module]:
     """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all.
 
-    Args:
-        spec: with the data's classes; None: the data has no labels, and the teacher's names are taken.
-        count: of the logits.
-        own: names that came with the model; empty: none did.
-        file: the option `classes`: new names for all logits, or those of `own` that stand for the data's classes.
+    `own` are the names that came with the model, if any did. `file` is the option `classes`: new names for all `count`
+    logits, or those of `own` that stand for the data's classes. Without labels in the data the teacher's are taken.
     """
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
     if spec.where == "student" and spec.classes is not None and count != len(spec.classes):

@@ -27,7 +27,6 @@ HEADS = ("classifier", "head", "fc")  # how the names of their last layers end
 
 
 def library(where: str) -> Any:
-    """Import transformers."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -53,7 +52,6 @@ def quiet(hub: Any) -> Iterator[None]:
 
 
 def refused(spec: Spec, error: Exception) -> ModelError:
-    """Return the error for a folder or an id that transformers cannot use."""
     reason = " ".join(str(error).split())[:200]
     wrong = f"'{spec.model}' cannot be loaded ({type(error).__name__}: {reason})"
     allowed = "A folder that save_pretrained wrote, or an id on the hub; weights as safetensors"
@@ -209,7 +207,6 @@ class Tower(nn.Module):
         return min(patches, math.isqrt(last.shape[1]) ** 2)  # a square image has a square of places
 
     def _tokens(self, last: Tensor, pixels: Tensor) -> Tensor:
-        """Return the tokens of the places [B, N, D]."""
         return last.flatten(2).transpose(1, 2) if last.ndim == 4 else last[:, -self._places(last, pixels) :]
 
 
@@ -219,5 +216,4 @@ class TowerTeacher(Classifier):
     network: Tower
 
     def outputs(self, pixels: Tensor) -> Outputs:
-        """Answer for normalized images [B, 3, S, S]."""
         return self.network.described(pixels, self.features) if self.features else super().outputs(pixels)

@@ -124,7 +124,6 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, source: Source) -> None:
-    """Require all answers [N, C] to mean what the configuration says."""
     for start in range(0, len(rows_N), CHECKED):
         first = max(0, min(start, len(rows_N) - CHECKED))  # never few: a row of logits may look like probabilities
         answer_BC = values[rows_N[first : first + CHECKED]].float()
@@ -149,7 +148,6 @@ def _unseen(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:
-    """Return the row of each image of a split, int64 [N]."""
     found = [rows.get(source.name(id), -1) for id in range(len(source))]
     missing = [id for id, row in enumerate(found) if row < 0]
     if missing:
@@ -162,7 +160,6 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
 
 
 def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
-    """Require that answers for views belong to the views of this run."""
     shown = json.loads(json.dumps(images.shown()))
     if not table.made_for:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]

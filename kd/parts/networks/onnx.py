@@ -57,7 +57,6 @@ class GraphTeacher(nn.Module):
     features: tuple[str, ...] = ()
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
-        """Open the graph and check its input and outputs."""
         super().__init__()
         self.path, self.options, self.where = path, options, where
         self.network = nn.Module()

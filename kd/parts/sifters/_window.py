@@ -48,7 +48,6 @@ class LossWindow:
         return (below_B + tie_rank_B * (upto_B - below_B)) / filled
 
     def push(self, losses_B: Tensor) -> None:
-        """Append the losses of a batch and drop the oldest ones."""
         losses_B = _clean(losses_B)
         self._follow(losses_B.device)
         self.losses_L = torch.cat([self.losses_L, losses_B])[len(losses_B) :]

@@ -82,7 +82,6 @@ class History(Planned):
         return plan
 
     def _sifted(self, epoch: int) -> Tensor:
-        """Return the ids [K] of a sifted epoch."""
         count = num_selected(self.context, self.options.keep)
         overdue_N = (self.seen_N == NEVER) | (epoch - self.seen_N > self.options.refresh)
         overdue = overdue_N.nonzero()[:, 0]
@@ -125,7 +124,6 @@ class History(Planned):
         self.fresh_N[seen] = sums[0][seen] / sums[1][seen]
 
     def _fold(self) -> None:
-        """Move the losses of the finished epoch into the table."""
         fresh = ~self.fresh_N.isnan()
         new = self.fresh_N[fresh]
         first = self.mean_N[fresh].isnan()

@@ -142,7 +142,6 @@ class Relative:
         return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])
 
     def _drop_draws(self, number: int, pending: int) -> None:
-        """Drop the draws of candidate steps without pending images."""
         oldest = number
         while pending > 0:
             oldest -= 1

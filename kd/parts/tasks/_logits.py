@@ -25,7 +25,6 @@ class LogitsEvaluator(Evaluator):
     """
 
     def __init__(self, setting: Evaluation, scores: Scores) -> None:
-        """Prepare evaluations; nothing is computed yet."""
         self.backend, self.loader, self.plan = setting.backend, setting.val.loader, setting.val.plan
         self.teacher, self.num_classes, self.labelled = setting.teacher, setting.num_classes, setting.labelled
         self.decides = scores.decides(self.labelled).key

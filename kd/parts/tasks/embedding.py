@@ -120,7 +120,6 @@ class EmbeddingEvaluator(Evaluator):
     chance = 0.0
 
     def __init__(self, setting: Evaluation, scores: Scores) -> None:
-        """Prepare; nothing is computed yet."""
         assert setting.teacher is not None
         assert setting.agreement is not None
         self.projected = setting.projected or (lambda outputs: None)
@@ -166,7 +165,6 @@ class EmbeddingEvaluator(Evaluator):
         return {key: Samples(one.double().mean().item(), right=one.cpu().numpy()) for key, one in self._right.items()}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
-        """Return all values, or none where `stop` said so."""
         backend, queries = self.backend, Vectors(self.val, self.backend)
         sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
         for number, batch in enumerate(backend.put(self.val.loader.epoch(self.val.plan, view=0))):

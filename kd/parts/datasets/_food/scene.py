@@ -157,7 +157,6 @@ def ramp(slope: float, start: int = 0) -> list[int]:
 
 
 def clip(red: float, green: float, blue: float) -> Color:
-    """Return the nearest colour that exists."""
     return int(min(255, max(0, red))), int(min(255, max(0, green))), int(min(255, max(0, blue)))
 
 
@@ -184,13 +183,11 @@ def blob(
 
 
 def bar(x: float, y: float, length: float, width: float, turn: float) -> Points:
-    """Return a rectangle around (x, y)."""
     c, s, a, b = cos(turn), sin(turn), length / 2, width / 2
     return [(x + c * u - s * v, y + s * u + c * v) for u, v in ((-a, -b), (a, -b), (a, b), (-a, b))]
 
 
 def blobs(scene: Scene, number: int, reach: float, low: float, high: float, wobble: float = 0.1) -> list[Points]:
-    """Return round shapes scattered over the disc of radius `reach`."""
     shapes = []
     for _ in range(number):
         x, y = scene.spot(reach)
@@ -206,7 +203,6 @@ def wreath(scene: Scene, number: int, away: float) -> Points:
 
 
 def noodles(scene: Scene, palette: Sequence[Color], number: int, reach: float, width: float) -> None:
-    """Paint a tangle of strands, each with a dark edge."""
     for _ in range(number):
         (x, y), turn = scene.spot(reach * 0.85), scene.number(0, 2 * pi)
         bend, points = scene.number(-0.5, 0.5), [(x, y)]
@@ -223,7 +219,6 @@ def noodles(scene: Scene, palette: Sequence[Color], number: int, reach: float, w
 
 
 def egg(scene: Scene, x: float, y: float, size: float) -> None:
-    """Paint a fried or a halved egg."""
     scene.lay(scene.color([WHITE], 5), scene.mask(blob(scene, x, y, size, 0.12, 0.85, scene.number(0, pi))), 0.04)
     x, y = x + size * scene.number(-0.15, 0.15), y + size * scene.number(-0.15, 0.15)
     yolk = scene.color([(244, 170, 40), (236, 140, 32), (248, 192, 60)])
@@ -232,12 +227,10 @@ def egg(scene: Scene, x: float, y: float, size: float) -> None:
 
 
 def herbs(scene: Scene, number: int, reach: float = 0.7) -> None:
-    """Scatter chopped green."""
     scene.crumbs(GREENS, number, reach, scene.number(0.05, 0.1), 0.04)
 
 
 def rice(scene: Scene, palette: Sequence[Color], number: int, reach: float, x: float = 0.0, y: float = 0.0) -> None:
-    """Scatter grains around (x, y)."""
     for _ in range(number):
         (u, v), turn = scene.spot(reach), scene.number(0, pi)
         if (x + u) ** 2 + (y + v) ** 2 > 0.9:
@@ -248,7 +241,6 @@ def rice(scene: Scene, palette: Sequence[Color], number: int, reach: float, x: f
 
 
 def set_table(scene: Scene) -> None:
-    """Fill the picture with wood, stone or cloth."""
     kind = scene.count(0, 3)
     scene.place(0, 0, 1, scene.number(0, pi))
     if kind == 0:  # planks
