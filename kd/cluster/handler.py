@@ -12,6 +12,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,12 @@ from PIL import Image
 
 try:
     from exported import MANIFEST, sha256, unchanged  # type: ignore[import-not-found]
-    from pixels import centre_crop, to_rgb  # type: ignore[import-not-found]
+    from pixels import centre_crop, least_of_centre, reduce, to_rgb  # type: ignore[import-not-found]
     from sure import bands, mark  # type: ignore[import-not-found]
 except ImportError:  # inside of kd
     from kd.core.sure import bands, mark
     from kd.files.manifest import MANIFEST, sha256, unchanged
-    from kd.files.pixels import centre_crop, to_rgb
+    from kd.files.pixels import centre_crop, least_of_centre, reduce, to_rgb
 
 WEIGHTS = "model.safetensors"
 FILES = (WEIGHTS, "config.json")
@@ -52,11 +54,12 @@ class Student:
         self.unsure = bands(manifest.get("output", {}), self.labels)
         self.version, pixels = manifest["version"], manifest["input"]
         self.size, self.crop, self.network_size = pixels["size"], pixels["crop"], pixels["network_size"]
+        self.margin = pixels.get("margin", 0)  # an older export: JPEGs are decoded whole
         self.mean, self.std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
 
     def __call__(self, images: list[Image.Image]) -> torch.Tensor:
-        """Return the probabilities of RGB images, [B, C], or the vectors of an embedding model, [B, D], of length 1."""
-        crops = [np.asarray(centre_crop(image, self.size, self.crop)).copy() for image in images]
+        """Return the probabilities of opened images, [B, C], or vectors of an embedding model, [B, D], of length 1."""
+        crops = [np.asarray(centre_crop(self._decode(image), self.size, self.crop)).copy() for image in images]
         pixels = torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float()
         if self.network_size != self.size:
             size = (self.network_size, self.network_size)
@@ -66,6 +69,12 @@ class Student:
             if self.embeds:
                 return torch.nn.functional.normalize(output, dim=1)
             return output.double().sigmoid() if self.thresholds else output.softmax(-1)
+
+    def _decode(self, image: Image.Image) -> Image.Image:
+        with image, _readable():
+            reduce(image, lambda width, height: least_of_centre(width, height, self.size, self.crop), self.margin)
+            image.load()
+            return to_rgb(image)
 
 
 def verified(folder: Path) -> dict[str, Any]:
@@ -85,10 +94,10 @@ def model_fn(model_dir: str, context: Any = None) -> Student:
 
 
 def input_fn(request_body: bytes | str, content_type: str, context: Any = None) -> list[Image.Image]:
-    """Decode a body into RGB images; ValueError: an unknown type, no image, or a limit."""
+    """Open the images of a body; ValueError: an unknown type, no image, or a limit. `predict_fn` decodes them."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind in IMAGE_TYPES:
-        return [_decode(request_body.encode() if isinstance(request_body, str) else bytes(request_body))]
+        return [_open(request_body.encode() if isinstance(request_body, str) else bytes(request_body))]
     if kind != "application/json":
         raise ValueError(f"content type '{kind}' is not one of {', '.join((*IMAGE_TYPES, 'application/json'))}")
     try:
@@ -99,11 +108,13 @@ def input_fn(request_body: bytes | str, content_type: str, context: Any = None) 
         raise ValueError('the JSON body is not {"image": base64} or {"images": [base64, ...]}') from error
     if not 1 <= len(bodies) <= MAX_IMAGES:
         raise ValueError(f"{len(bodies)} images; allowed are 1 to {MAX_IMAGES}")
-    return [_decode(body) for body in bodies]
+    return [_open(body) for body in bodies]
 
 
 def predict_fn(data: list[Image.Image], model: Student, context: Any = None) -> dict[str, Any]:
-    """Classify the images or embed them; where an image may have several labels, return those above their threshold.
+    """Classify the images or embed them; ValueError: one is damaged.
+
+    Where an image may have several labels, return those above their threshold.
 
     An answer has `sure` where the export has a threshold for it, as that of `kd-serve` has.
     """
@@ -130,12 +141,17 @@ def output_fn(prediction: dict[str, Any], accept: str, context: Any = None) -> t
     return json.dumps(prediction), "application/json"
 
 
-def _decode(body: bytes) -> Image.Image:
+def _open(body: bytes) -> Image.Image:
+    with _readable():
+        image = Image.open(io.BytesIO(body), formats=FORMATS)
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")
+    return image
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
     try:
-        with Image.open(io.BytesIO(body), formats=FORMATS) as image:
-            if image.width * image.height <= MAX_PIXELS:
-                image.load()
-                return to_rgb(image)
+        yield
     except Exception as error:  # on damaged data Pillow raises errors of every type
         raise ValueError(f"the body is not a whole image in {', '.join(FORMATS)} ({type(error).__name__})") from error
-    raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS}")

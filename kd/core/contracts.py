@@ -10,7 +10,7 @@ Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,6 +60,15 @@ class Source(Protocol):
             CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
             DataError: they cannot be read. It ends the run.
         """
+        ...
+
+
+@runtime_checkable
+class Reducing(Protocol):
+    """A source that leaves out pixels of a large JPEG that nobody needs, as `kd.files.pixels.reduce` does."""
+
+    def decode_reduced(self, id: int, least: Callable[[int, int], float] | None) -> Decoded:
+        """Return the same as `Source.decode`, with at least the share `least(width, height)` of the sides."""
         ...
 
 

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,12 @@ from PIL import Image, features
 from kd.core.contracts import Source, Stamped
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Label
-from kd.files.pixels import centre_crop
+from kd.data.subset import decoded
+from kd.files.pixels import centre_crop, least_of_centre, least_of_random
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import disk_error, log, open_folder
 
-FORMAT = 4  # raised with every change of a record; a store of another format is filled anew
+FORMAT = 5  # raised with every change of a record; a store of another format is filled anew
 HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
@@ -40,13 +41,7 @@ LONGEST = 4.0  # longer side by shorter side up to which every image finds room 
 class Shrunk:
     """A training image, shrunk to the pixels that a random crop can need.
 
-    No random crop of it has less than `size` pixels a side. A crop (`kd.data.views.random_box`) has at least the
-    share `crop` of the area and, unless a side of the image stops it, a side ratio of at most 4 : 3. So its shorter
-    side is no less than sqrt(3/4 crop W H), or than the shorter side of the image. Both stay at `size` or above where
-
-        factor = max(size / min(W, H), size / sqrt(3/4 crop W H))
-
-    which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape. A smaller image is stored as it is.
+    No random crop of it has less than `size` pixels a side. A smaller image is stored as it is.
     """
 
     size: int  # side of the smallest crop, pixels
@@ -61,14 +56,14 @@ class Shrunk:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """Return the RGB image itself, or a smaller one (bicubic)."""
-        width, height = image.size
-        factor = self.size / min(width, height)
-        if self.crop < 1.0:
-            factor = max(factor, self.size / math.sqrt(0.75 * self.crop * width * height))
+        factor = self.least(*image.size)
         if factor >= 1.0:
             return image
-        sides = math.ceil(factor * width), math.ceil(factor * height)
+        sides = math.ceil(factor * image.width), math.ceil(factor * image.height)
         return image.resize(sides, Image.Resampling.BICUBIC, reducing_gap=3.0)
+
+    def least(self, width: int, height: int) -> float:
+        return least_of_random(width, height, self.size, self.crop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +79,9 @@ class Cropped:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         return centre_crop(image, self.size, self.crop)
+
+    def least(self, width: int, height: int) -> float:
+        return least_of_centre(width, height, self.size, self.crop)
 
 
 class StoredImage(NamedTuple):
@@ -135,7 +133,7 @@ class Stored:
     source is not `Stamped`, an image replaced by one of the same size is noticed by `refresh` only, in a sample.
     """
 
-    def __init__(self, source: Source, keep: Callable[[Image.Image], Image.Image], slots: Slots | None = None) -> None:
+    def __init__(self, source: Source, keep: Shrunk | Cropped, slots: Slots | None = None) -> None:
         """Store `keep(image)` of each image of a source. Without slots nothing is stored; the pixels are the same."""
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
@@ -165,7 +163,7 @@ class Stored:
         stamp = self._stamped.stamp(id) if self._stamped is not None else 0
         slot = self.slots.read(id) if self.slots is not None else None
         if slot is None or (slot.stamp != stamp and not self._same[id]):
-            image, crc = self.source.decode(id)
+            image, crc = decoded(self.source, id, self.keep.least)
             if slot is not None:
                 self._same[id] = crc == slot.crc
                 self._warn(id)

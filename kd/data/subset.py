@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kd.core.contracts import Noted, Source, Stamped
+from kd.core.contracts import Noted, Reducing, Source, Stamped
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
 from kd.core.types import Decoded, Label
 from kd.files.name_list import names_of
 
 EXCLUDE = "data.exclude"
+
+
+def decoded(source: Source, id: int, least: Callable[[int, int], float] | None) -> Decoded:
+    """Decode an image, reduced where its source can."""
+    return source.decode_reduced(id, least) if isinstance(source, Reducing) else source.decode(id)
 
 
 class Subset:
@@ -41,6 +46,9 @@ class Subset:
 
     def decode(self, id: int) -> Decoded:
         return self.source.decode(int(self.ids[id]))
+
+    def decode_reduced(self, id: int, least: Callable[[int, int], float] | None) -> Decoded:
+        return decoded(self.source, int(self.ids[id]), least)
 
 
 class StampedSubset(Subset):

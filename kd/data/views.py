@@ -22,7 +22,8 @@ from kd.core.contracts import Source
 from kd.core.errors import CorruptImage
 from kd.core.seeds import seed_from
 from kd.core.types import Sample
-from kd.files.pixels import centre_crop
+from kd.data.subset import decoded
+from kd.files.pixels import centre_crop, least_of_centre, least_of_random
 
 MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])
 """Of ImageNet's pixels, 0 to 255."""
@@ -88,7 +89,7 @@ class Views:
     def _pixels(self, id: int, rng: random.Random) -> tuple[Tensor, int] | None:
         begin = time.perf_counter()
         try:
-            image, crc = self.source.decode(id)
+            image, crc = decoded(self.source, id, getattr(self.transform, "least", None))
         except CorruptImage:
             if self.on_corrupt == "skip":
                 return None
@@ -151,6 +152,10 @@ class Train:
         image = _auto_augment(image, self.policy, rng) if self.policy else image
         return erase(image, rng) if self.erase and rng.random() < self.erase else image
 
+    def least(self, width: int, height: int) -> float:
+        """Return the share of its sides that an image must keep; see `kd.files.pixels.reduce`."""
+        return least_of_random(width, height, self.size, self.crop)
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
@@ -163,6 +168,10 @@ class Evaluate:
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         """Return an RGB image of `size` x `size`."""
         return centre_crop(image, self.size, self.crop)
+
+    def least(self, width: int, height: int) -> float:
+        """Return the share of its sides that an image must keep; see `kd.files.pixels.reduce`."""
+        return least_of_centre(width, height, self.size, self.crop)
 
 
 def random_box(width: int, height: int, smallest: float, rng: random.Random) -> tuple[float, float, float, float]:

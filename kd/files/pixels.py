@@ -1,4 +1,4 @@
-"""Convert an opened image to RGB, and crop it for evaluation.
+"""Reduce an opened JPEG as it is decoded, convert an image to RGB, and crop it for evaluation.
 
 Training, evaluation and the endpoint use these functions, so that a file gives the same pixels everywhere. This module
 imports only Pillow and NumPy, because the endpoint runs without torch and `kd-export --sagemaker` copies this file.
@@ -6,12 +6,52 @@ imports only Pillow and NumPy, because the endpoint runs without torch and `kd-e
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 from PIL import Image, ImageOps
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Of the names of image files. A sample of a tar shard that has several gives the first of them."""
 MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
+MARGIN = 1.5
+"""A JPEG is decoded at 1/2, 1/4 or 1/8 of its sides where this many times the pixels that are needed remain.
+
+Part of the identity of caches, stores and exports: a change of it changes pixels.
+"""
+Least = Callable[[int, int], float]
+"""The share of its sides that an image of some width and height must keep; above 1, all are too few."""
+
+
+def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:
+    """Have the decoder of an opened JPEG leave out pixels that nobody needs; other formats are decoded whole.
+
+    Call it after the size is checked, which it changes, and before pixels are loaded. Whole: `margin` 0, `least` None.
+    """
+    share = margin * least(*image.size) if least is not None else 0.0
+    if 0 < share <= 0.5:
+        image.draft(None, (math.ceil(share * image.width), math.ceil(share * image.height)))
+
+
+def least_of_centre(width: int, height: int, size: int, crop: float) -> float:
+    """Return the share of its sides at which `centre_crop` finds `size` pixels."""
+    return size / max(1.0, min(width, height) * crop)
+
+
+def least_of_random(width: int, height: int, size: int, crop: float) -> float:
+    """Return the share of its sides at which the smallest random crop has `size` pixels; `crop` 1.0: the whole image.
+
+    A crop (`kd.data.views.random_box`) has at least the share `crop` of the area and, unless a side of the image stops
+    it, a side ratio of at most 4 : 3. So its shorter side is no less than sqrt(3/4 crop W H), or than the shorter side
+    of the image. Both stay at `size` or above at
+
+        max(size / min(W, H), size / sqrt(3/4 crop W H))
+
+    which leaves 4/3 size^2 / crop pixels of a photograph, whatever its shape.
+    """
+    factor = size / min(width, height)
+    return factor if crop >= 1.0 else max(factor, size / math.sqrt(0.75 * crop * width * height))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -15,6 +15,7 @@ from kd.config.schema import Augment, DataSection
 from kd.core.contracts import Backend, Noted, Source
 from kd.core.errors import ConfigError, DataError
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
+from kd.files.pixels import MARGIN
 from kd.models.spec import DatasetSpec
 from kd.parts import registry
 
@@ -77,7 +78,7 @@ class Data:
 
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
-        found = {"image_size": self.plan.image_size, **asdict(self.plan.augment)}
+        found = {"image_size": self.plan.image_size, **asdict(self.plan.augment), "margin": MARGIN}
         if not found["erase"]:  # the pixels are those from before this key
             del found["erase"]
         if self.plan.store != "none":  # a store changes the pixels

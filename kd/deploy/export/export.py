@@ -21,6 +21,7 @@ from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.subject import ReadImages, Subject, WrittenExport
+from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
 from kd.models.classifier import Classifier, digest
@@ -189,6 +190,7 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
         "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
         "size": size,
         "crop": section.eval_crop,
+        "margin": MARGIN,
         "network_size": student.input_size or size,
     }
 

@@ -42,7 +42,7 @@ class Predictor:
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):
             try:
                 data = contents[i].result() if contents else self.images.content(id)
-                picture = prepare(data, self.model.size, self.model.crop, self.limits)
+                picture = prepare(data, self.model.size, self.model.crop, self.limits, self.model.margin)
             except GONE as error:
                 row["error"] = error.strerror or type(error).__name__
             except Problem as problem:

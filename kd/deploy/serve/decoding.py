@@ -12,7 +12,7 @@ from PIL import Image
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.problems import Problem
 from kd.deploy.shift import Measures, measure
-from kd.files.pixels import centre_crop, to_rgb
+from kd.files.pixels import MARGIN, centre_crop, least_of_centre, reduce, to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 START_OF_SCAN = b"\xff\xda"
@@ -30,13 +30,15 @@ class DecodedImage:
     measures: Measures  # see `kd.deploy.shift.measure`
 
 
-def prepare(data: bytes, size: int, crop: float, limits: Limits) -> DecodedImage:
+def prepare(data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN) -> DecodedImage:
     """Decode an image file and crop it to `size` pixels a side; `crop` is the share of the shorter side that it keeps.
+
+    `margin` is the export's (`kd.files.pixels.reduce`).
 
     A Problem is 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format) or 422 (too small, too
     long, or too many JPEG scans).
     """
-    return decode(open_all([data], limits)[0], size, crop)
+    return decode(open_all([data], limits)[0], size, crop, margin)
 
 
 def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
@@ -55,12 +57,13 @@ def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
     return opened
 
 
-def decode(image: Image.Image, size: int, crop: float) -> DecodedImage:
+def decode(image: Image.Image, size: int, crop: float, margin: float = MARGIN) -> DecodedImage:
     """Decode an opened image, crop it in the same way as evaluation, and close it; 400 if it is damaged."""
     try:
         with image:
-            image.load()
             summary = f"{image.width}x{image.height} {image.mode} {image.format}"
+            reduce(image, lambda width, height: least_of_centre(width, height, size, crop), margin)
+            image.load()
             rgb = to_rgb(image)
     except MemoryError:
         raise  # the image is not at fault

@@ -47,6 +47,7 @@ class Description:
     output: Output
     size: int  # side of the crop, pixels
     crop: float  # share of the shorter side that the crop keeps
+    margin: float  # of a JPEG that is reduced as it is decoded; 0 in an older export: it is decoded whole
     files: dict[str, str]  # the sha256 of each file, as manifest.json has it
     reference: Reference | None
     """What the graph answered on validation images; None: an older export, or one without them."""
@@ -65,6 +66,7 @@ def describe(folder: Path, file: str = "") -> Description:
         file = file or _text(manifest.get("pick", "model.onnx"), "pick")
         size = _whole(manifest["input"]["size"], 8, MAX_SIZE, "input.size")
         crop = _number(manifest["input"]["crop"], MIN_CROP, 1, "input.crop")
+        margin = _number(manifest["input"].get("margin", 0), 0, 100, "input.margin")
         name, version = _text(manifest["name"], "name"), _text(manifest["version"], "version")
         labels, output = _output(manifest["output"], config)
         recorded = manifest.get("validation", {}).get(file)
@@ -79,7 +81,7 @@ def describe(folder: Path, file: str = "") -> Description:
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     read_verified(folder, "config.json", files)
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    return Description(folder, file, name, version + kind, labels, output, size, crop, files, reference)
+    return Description(folder, file, name, version + kind, labels, output, size, crop, margin, files, reference)
 
 
 def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, ...], Output]:

@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.types import Decoded, Label
-from kd.files.pixels import MAX_BYTES, to_rgb
+from kd.files.pixels import MAX_BYTES, Least, reduce, to_rgb
 from kd.files.storage import REMEDY, retried
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
@@ -36,13 +36,15 @@ MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date o
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 
 
-def read_image(read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> Decoded:
-    """Read an image file, again where the storage fails, and decode it."""
+def read_image(
+    read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY, least: Least | None = None
+) -> Decoded:
+    """Read an image file, again where the storage fails, and `decode` it."""
     allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
-    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where)
+    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where, least)
 
 
-def read_file(path: str | bytes, subject: str, where: str) -> Decoded:
+def read_file(path: str | bytes, subject: str, where: str, least: Least | None) -> Decoded:
     """Read an image from a file of its own; raises as `read_image`."""
 
     def content() -> bytes:
@@ -50,7 +52,7 @@ def read_file(path: str | bytes, subject: str, where: str) -> Decoded:
             check_bytes(os.fstat(file.fileno()).st_size, subject, where)
             return file.read()
 
-    return read_image(content, subject, where)
+    return read_image(content, subject, where, least=least)
 
 
 def check_bytes(size: int, subject: str, where: str) -> None:
@@ -59,11 +61,11 @@ def check_bytes(size: int, subject: str, where: str) -> None:
         raise refuse(subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}")
 
 
-def decode(data: bytes, subject: str, where: str) -> Decoded:
+def decode(data: bytes, subject: str, where: str, least: Least | None = None) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
 
     `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
-    `subject` is the file as a message names it: "file 'apple/1.jpg'".
+    `subject` is the file as a message names it: "file 'apple/1.jpg'"; `least`: see `kd.files.pixels.reduce`.
     """
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
@@ -75,6 +77,7 @@ def decode(data: bytes, subject: str, where: str) -> Decoded:
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
                 _check_size(image)
+                reduce(image, least)
                 image.load()
                 return Decoded(to_rgb(image), zlib.crc32(data))
     except UnidentifiedImageError as error:
@@ -281,6 +284,12 @@ class Listed:
 
     def stamp(self, id: int) -> int:
         return int(self._stamps[id])
+
+    def decode(self, id: int) -> Decoded:
+        return self.decode_reduced(id, None)
+
+    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Do nothing: the images are there."""

@@ -14,6 +14,7 @@ import numpy as np
 from kd.core.errors import DataError, did_you_mean
 from kd.core.types import Decoded
 from kd.files import pixels
+from kd.files.pixels import Least
 from kd.files.storage import retried
 from kd.parts.datasets._decode import (
     AVIF,
@@ -94,9 +95,9 @@ class ImageFolder(Listed):
     def name(self, id: int) -> str:
         return text(self._names[id])
 
-    def decode(self, id: int) -> Decoded:
+    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
         path = os.path.join(self._root, self._names[id])
-        return read_file(path, f"file '{self.name(id)}'", WHERE)
+        return read_file(path, f"file '{self.name(id)}'", WHERE, least)
 
 
 class Listing(NamedTuple):

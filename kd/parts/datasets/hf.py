@@ -16,6 +16,7 @@ import numpy as np
 from kd.core.errors import DataError, MissingExtra, did_you_mean
 from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
+from kd.files.pixels import Least
 from kd.parts.datasets import _decode as images
 
 WHERE = "data.path"
@@ -72,14 +73,14 @@ class HuggingFace(images.Listed):
         """Return split and row, `train[12]`."""
         return f"{self._split}[{self._rows[id]}]"
 
-    def decode(self, id: int) -> Decoded:
+    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
         subject = f"image '{self.name(id)}'"
         data, path = self._stored(id)
         if data is None and path is None:
             raise images.refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE)
-        return images.decode(data, subject, WHERE)
+            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE, least)
+        return images.decode(data, subject, WHERE, least)
 
     def _stored(self, id: int) -> tuple[bytes | None, Any]:
         cell = self._table[int(self._rows[id])][self._image_key] or {}

@@ -20,6 +20,7 @@ import numpy as np
 from kd.core.errors import DataError
 from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
+from kd.files.pixels import Least
 from kd.files.shards import Shard, content, find, members, read
 from kd.parts.datasets._decode import (
     Listed,
@@ -122,11 +123,11 @@ class WebDataset(Listed):
         """Return shard and key, `train-000000.tar/0001`."""
         return self._names[id].decode("utf-8", "backslashreplace")
 
-    def decode(self, id: int) -> Decoded:
+    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
         shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
         subject = f"image '{self.name(id)}'"
         check_bytes(size, subject, self._where)
-        return read_image(lambda: content(shard, offset, size), subject, self._where)
+        return read_image(lambda: content(shard, offset, size), subject, self._where, least=least)
 
 
 def facts(options: Options) -> DatasetFacts:

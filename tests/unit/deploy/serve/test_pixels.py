@@ -10,9 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from kd.core.errors import CorruptImage
 from kd.data.views import Evaluate
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.problems import Problem
+from kd.files.pixels import MARGIN
 from kd.parts.datasets._decode import decode
 
 SIZES = [(16, 16), (20, 20), (21, 20), (37, 64), (300, 201), (97, 640), (1200, 900)]
@@ -39,7 +42,8 @@ def file_of(width: int, height: int, mode: str = "RGB", kind: str = "PNG", **opt
 
 def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
     """Return what the validation split's view of this file is."""
-    image = Evaluate(size, crop)(decode(data, "file", "data").image, random.Random(0))
+    shown = Evaluate(size, crop)
+    image = shown(decode(data, "file", "data", shown.least).image, random.Random(0))
     return np.asarray(image).transpose(2, 0, 1)
 
 
@@ -69,6 +73,50 @@ def test_exif(turn):
     assert (turn == 1) == np.array_equal(found, evaluated(file_of(40, 30, kind="JPEG"), 24, 1.0))
 
 
+@pytest.mark.parametrize("turn", [1, 6])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["baseline", "progressive"])
+def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
+    """The same pixels for evaluation and the endpoint, near to those of the whole picture, and the size before it."""
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = file_of(1201, 900, mode, "JPEG", exif=exif, quality=92, **options)
+    found, whole = prepare(data, 96, 0.875, Limits()), prepare(data, 96, 0.875, Limits(), margin=0)
+    assert np.array_equal(found.pixels, evaluated(data, 96, 0.875))
+    assert found.summary == whole.summary == f"1201x900 {mode} JPEG"
+    apart = np.abs(found.pixels.astype(int) - whole.pixels.astype(int))
+    assert 0 < apart.mean() < 1
+    assert apart.max() <= 12
+    reduced = decode(data, "file", "data", Evaluate(96, 0.875).least).image.size
+    assert reduced == ((301, 225) if turn == 1 else (225, 301))
+
+
+@pytest.mark.parametrize(
+    ("least", "side"), [(0.5, 1600), (0.34, 1600), (0.33, 800), (0.166, 400), (0.083, 200), (0.001, 200)]
+)
+def test_a_reduction_leaves_the_margin(least, side):
+    data = file_of(1600, 40, "L", "JPEG")
+    assert decode(data, "file", "data", lambda width, height: least).image.width == side
+    assert side == 200 or side >= MARGIN * least * 1600 or side == 1600
+
+
+def test_a_large_jpeg_that_is_cut_short_is_refused_as_before():
+    data = file_of(1200, 900, "RGB", "JPEG")
+    for tenth in range(10):
+        cut = data[: len(data) * tenth // 10]
+        with pytest.raises(CorruptImage):
+            decode(cut, "file", "data", Evaluate(64, 1.0).least)
+        with pytest.raises(Problem) as caught:
+            prepare(cut, 64, 1.0, Limits())
+        assert caught.value.status == 400
+
+
+def test_limits_are_those_of_the_whole_picture():
+    data = file_of(1200, 900, "L", "JPEG")
+    with pytest.raises(Problem, match="1200 x 900"):
+        prepare(data, 64, 1.0, Limits(max_pixels=1_000_000))
+
+
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_of_an_animation_the_first_frame(kind):
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
@@ -93,7 +141,7 @@ def apart(size: tuple[int, int], crop: float) -> torch.Tensor:
     from timm.data import create_transform
 
     data = file_of(*size, kind="JPEG", quality=90)
-    ours = torch.from_numpy(prepare(data, 64, crop, Limits()).pixels).float()
+    ours = torch.from_numpy(prepare(data, 64, crop, Limits(), margin=0).pixels).float()
     transform = create_transform((3, 64, 64), interpolation="bicubic", crop_pct=crop, mean=(0, 0, 0), std=(1, 1, 1))
     return (ours - 255 * transform(Image.open(io.BytesIO(data)))).abs()
 
