@@ -38,6 +38,7 @@ def test_small_images_train_to_the_same_bits(written, command, tmp_path, store, 
         assert "stores', 0.2 MiB of it there already" in done.out
 
 
+@pytest.mark.slow
 def test_evaluating_and_exporting_need_no_store(written, command, tmp_path):
     path = written(data={"store": "disk", "eval_crop": 0.8})
     trained = command("train", path)

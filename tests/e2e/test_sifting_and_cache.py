@@ -72,6 +72,7 @@ def test_logits_that_float16_cannot_hold_end_with_the_key_that_can(
     assert command("cache", path, *VIEWS, "teacher.cache.dtype=fp32").code == 0
 
 
+@pytest.mark.slow
 def test_filling_that_was_killed_goes_on(written, command, tmp_path):
     """kill -9 as soon as the first record is there; torn or not, what follows is whole."""
     argv = [written(), *VIEWS, f"teacher.cache.path={tmp_path / 'cache'}", "data.augment.policy=rand-m9-mstd0.5"]

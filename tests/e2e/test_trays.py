@@ -92,6 +92,7 @@ def test_the_run_says_map_and_f1_wherever_it_says_how_good_it_is(trays, command)
     assert (evaluated.code, "map" in evaluated.out) == (0, True), evaluated
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_with_cache_sifter_and_mixup(trays, made):
     again = merged(made, {"run": {"name": "again", "baseline": False}})
     whole = kd.train(again).folder
@@ -197,6 +198,7 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
     assert flags == {True, False}
 
 
+@pytest.mark.slow
 def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
     root = Path(made["data"]["root"])
     content = dict(line.split(",") for line in (root / "train.csv").read_text().splitlines()[1:])

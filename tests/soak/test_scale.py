@@ -166,24 +166,6 @@ def test_views_leave_out_the_images_that_a_list_would(count, batch, views):
         assert full_plan(made, epoch).ids.tolist() == [id for id in order if id not in dropped]
 
 
-def test_a_table_of_an_earlier_version_is_read():
-    """Its epochs and visits had 64 bits: a resumed run plans as one that was never interrupted."""
-    made = context(0, 1000, batch=100, ranks=1)
-    first, second = (history.build(history.Options(keep=0.5), made) for _ in range(2))
-    losses = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    for epoch in range(3):
-        ids = first.plan(epoch, 0.1).ids
-        first.observe(ids, losses[ids])
-    state = {name: value.long() if name in ("seen", "visits") else value for name, value in first.state_dict().items()}
-    second.load_state_dict(state)
-    for epoch in range(3, 9):
-        plans = [sifter.plan(epoch, 0.2).ids for sifter in (first, second)]
-        assert torch.equal(*plans)
-        for sifter in (first, second):
-            sifter.observe(plans[0], losses[plans[0]])
-    assert torch.equal(first.visits_N, second.visits_N)
-
-
 # ------------------------------------------------------------------------------------------------------- many ids
 
 
