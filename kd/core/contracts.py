@@ -117,8 +117,8 @@ class Score(Protocol):
     def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
         """Return the unweighted losses of one step's worth of images, of which `batches` are this rank's micro-batches.
 
-        They are those of all ranks, float32 [global batch] on the CPU, in the plan's order. The batches come back with
-        the teacher's outputs, so that the step reuses them.
+        They are those of all ranks, float32 [global batch] on their device, in the plan's order. The batches come back
+        with the teacher's outputs, so that the step reuses them.
         """
         ...
 

@@ -110,7 +110,10 @@ class Batch:
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return some rows of the batch, in the order of `rows`, int64 [K] on the CPU."""
+        """Return some rows of the batch, in the order of `rows`, int64 [K].
+
+        On the CPU, unless the batch has neither `crc` nor missing answers: the host reads them for those.
+        """
         index = rows.to(self.image.device, non_blocking=True)
         taken = self.map(lambda tensor: tensor.index_select(0, index))
         if self.crc:

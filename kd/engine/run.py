@@ -190,13 +190,14 @@ class Scoring:
                     outputs = self.run.teacher(batch)
                 with backend.autocast():
                     losses.append(distillation(batch, outputs)[1]["per_image"].float())
-                scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs)))
+                # no `crc`: nothing is looked up again, and the host would read which rows are kept
+                scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs), crc=()))
             distillation.train()
             all_AWM = torch.zeros(len(losses), backend.world_size, len(losses[0]), device=backend.device)
             all_AWM[:, backend.rank] = torch.stack(losses)
             total = backend.reduce_sum(all_AWM)
             backend.end_step()
-            return total.flatten().cpu(), scored
+            return total.flatten(), scored
 
     def cut(self) -> None:
         """Cut the graph."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from pieces import slow
+from ranks import start
+from waits import AT_POINTS, HOST
 from world_runs import STEPS
 
 MICROS = "data.micro_batch=3"
+TWO_RANKS = {
+    "run:__call__",  # once a second: does a rank stop?
+    *("snapshot:agree", "checkpoint:_crc32", "_optimizers:gather", "_optimizers:_unpack"),  # a checkpoint
+}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], prefix: str = "model.") -> float:
@@ -89,3 +97,13 @@ def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
     assert {n for n in still - held if "blocks.1." in n and not torch.equal(bits[0][n], bits[1][n])}
     untouched = run.folder / "checkpoints" / f"step_{STEPS:08d}" / "state.json"
     assert '"lr_scale"' in untouched.read_text()
+
+
+@pytest.mark.parametrize("sifter", ["none", "relative, sift_delay: 0"])
+def test_two_ranks_wait_for_the_device_at_known_points_only(config_file, tmp_path, sifter):
+    keys = (f"run.folder={tmp_path}", "run.name=waits", f"sifter={{kind: {sifter}}}", "optimizer.zero=true")
+    world = start("waits:train_two_ranks", [config_file, *keys], 2, path=(Path(__file__).parents[1],))
+    world.ended_well()
+    for log in world.logs:
+        (line,) = (line for line in log.splitlines() if line.startswith("WAITED "))
+        assert set(line.split()[1:]) - HOST <= AT_POINTS | TWO_RANKS

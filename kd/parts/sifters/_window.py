@@ -128,7 +128,8 @@ def systematic(inclusion_B: Tensor, size: int, generator: torch.Generator) -> Te
     Returns int64 [K], ascending and distinct. Joint probabilities depend on the order of the batch, which should
     therefore be random.
     """
-    start = torch.rand((), generator=generator, dtype=torch.float64).to(inclusion_B)
+    start = torch.rand((), generator=generator, dtype=torch.float64)
+    start = start.to(inclusion_B.device, inclusion_B.dtype, non_blocking=True)
     steps = torch.arange(size, device=inclusion_B.device)
     index = torch.searchsorted(inclusion_B.cumsum(0), start + steps, right=True)
     # In exact arithmetic these are distinct and in range. Rounding may shift a boundary by one image.

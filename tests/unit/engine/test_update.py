@@ -7,28 +7,12 @@ from contextlib import closing
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import AT_POINTS, HOST, ONCE_AN_EPOCH, Reads
 
 from kd.core.seeds import seed_from
 from kd.core.types import State
 from kd.engine.loop import steps_of, train, update
 from kd.setup.student import load_student
-
-WAITS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default", "aten.nonzero.default"}
-"""Operators whose result the host reads, so that it waits for the device."""
-
-
-class Reads(TorchDispatchMode):
-    """Record the operators that wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func) in WAITS:
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def first_step(run):
@@ -36,17 +20,26 @@ def first_step(run):
         return next(steps)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_step_never_waits_for_the_device(make, tmp_path, cached):
-    more = ("teacher.cache.views=1", f"teacher.cache.path={tmp_path / 'cache'}") if cached else ()
-    run = make("run.steps=2", "optimizer.clip=1.0", "optimizer.ema=0.9", *more).run
-    run.distillation.train()
-    micros = first_step(run)
-    update(run, micros, State())  # AdamW makes its state in the first step
+CASES = {
+    "live": (),
+    "averaged, clipped": ("optimizer.clip=1.0", "optimizer.ema=0.9"),
+    "micros": ("data.micro_batch=2",),
+    "cached": ("teacher.cache.views=1",),
+    "history": ("sifter.kind=history", "sifter.keep=0.5"),
+    "random": ("sifter.kind=random", "sifter.keep=0.5"),
+    "relative": ("sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=1"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_for_the_device_at_known_points_only(make, tmp_path, name):
+    """At a log point, in an evaluation, with a checkpoint, and once an epoch; in no step."""
+    more = (f"teacher.cache.path={tmp_path / 'cache'}",) if name == "cached" else ()
+    run = make("run.epochs=3", "run.every.log=100", *CASES[name], *more).run
     with Reads() as reads:
-        update(run, micros, State(step=1))
-        torch.ones(1).item()
-    assert reads.found == ["aten._local_scalar_dense.default"]  # this test's own
+        train(run)
+    more = {"history": ONCE_AN_EPOCH, "cached": {"types:take"}}.get(name, set())  # of a batch that was not sent yet
+    assert set(reads.found) - HOST == AT_POINTS | more
 
 
 def test_a_step_is_seeded_by_step_and_rank(make, monkeypatch):
