@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kd.cluster.rules import refusals
 from kd.core.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
 from kd.core.options import option, whole_number
 
@@ -271,7 +272,7 @@ def transform_requests(hosting: Hosting, images: str, output: str, at_once: int)
 
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:
-    """Check a request by botocore's validator, and what that one leaves out: lengths, patterns and enumerations."""
+    """Check a request by botocore's validator, for lengths, patterns and enumerations that it skips, and by `rules`."""
     try:
         from botocore.session import get_session
         from botocore.validate import ParamValidator
@@ -282,7 +283,7 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
     if report.has_errors():
         lines = report.generate_report().splitlines()
         raise ConfigErrors([ConfigError(operation, line, "", "See the options of kd-launch") for line in lines])
-    errors = list(_violations(shape, request, operation))
+    errors = [*_violations(shape, request, operation), *refusals(operation, request)]
     if errors:
         raise ConfigErrors(errors)
 

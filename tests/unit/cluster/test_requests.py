@@ -133,6 +133,8 @@ def test_sections_of_extra_are_joined_to_those_of_the_request(food, command, tmp
     resources = {"InstanceType": "ml.g5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 100}
     assert request["ResourceConfig"] == {**resources, "KeepAlivePeriodInSeconds": 600}
     assert [one["ChannelName"] for one in request["InputDataConfig"]] == ["data-root", "mine"]
+    del sections["ResourceConfig"]  # a warm pool has no groups
+    extra.write_text(json.dumps(sections))
     request = dry(command, *options, "--data-group", "ml.c5.xlarge:1")["CreateTrainingJob"]
     assert request["Environment"].keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "MINE"}
 
@@ -190,6 +192,47 @@ def test_shards_and_weights_become_channels(food):
 def test_a_wrong_request_is_one_line_and_is_not_sent(options, where, words, food, refused):
     line = refused("launch", food, *GIVEN, *options)
     assert where in line.partition(" ")[0] or where in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("options", "extra", "where", "words"),
+    [
+        (("--spot",), {"StoppingCondition": {"MaxWaitTimeInSeconds": 60}}, "MaxWaitTimeInSeconds", "At least 86400"),
+        ((), {"StoppingCondition": {"MaxWaitTimeInSeconds": 90000}}, "MaxWaitTimeInSeconds", "Add --spot"),
+        (("--spot",), {"ResourceConfig": {"KeepAlivePeriodInSeconds": 600}}, "KeepAlive", "a spot job"),
+        (
+            ("--data-group", "ml.c5.xlarge:1"),
+            {"ResourceConfig": {"KeepAlivePeriodInSeconds": 600}},
+            "KeepAlive",
+            "instance groups",
+        ),
+    ],
+    ids=["spot waits too short", "waits without spot", "warm and spot", "warm and groups"],
+)
+def test_what_aws_documents_that_it_refuses_is_not_sent(options, extra, where, words, food, tmp_path, refused):
+    file = tmp_path / "extra.json"
+    file.write_text(json.dumps(extra))
+    given = (food, "--instance", "ml.g5.xlarge", "--extra", str(file), *options, *GIVEN)
+    line = refused("launch", *given, "--dry-run")
+    assert where in line
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "where", "words"),
+    [
+        (("deploy", "--instance", "ml.inf2.xlarge"), "--instance", "accelerator"),
+        (("deploy", "--instance", "ml.g5.xlarge"), "--instance", "ml.c7i.xlarge"),
+        (("transform", "s3://b/in", "--instance", "ml.g5.xlarge"), "--instance", "accelerator"),
+        (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--at-once", "17"), "--at-once", "At most 16"),
+        (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--to", "s3://b/in/"), "--to", "outside of IMAGES"),
+        (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--to", "s3://b/in/out"), "--to", "first one's"),
+    ],
+)
+def test_what_would_waste_a_host_or_read_its_own_answers_is_not_sent(argv, where, words, exported, refused):
+    line = refused("launch", argv[0], exported, *argv[1:], *GIVEN, "--dry-run")
+    assert line.startswith(f"{where}: ")
     assert words in line
 
 
