@@ -9,6 +9,7 @@ measures this and logs it. For distillation, `kd.parts.sifters` decide before th
 transformers and Lightning are not imported here.
 """
 
+from kd.sifting.alias import install_as_smart_sifting
 from kd.sifting.batch import ListBatch, SiftingBatch, SiftingBatchTransform, TensorBatch
 from kd.sifting.config import (
     LossConfig,
@@ -37,4 +38,5 @@ __all__ = [
     "TrainingMetricsRecorder",
     "UnsupportedDataFormatException",
     "enable_sifting",
+    "install_as_smart_sifting",
 ]
