@@ -89,6 +89,9 @@ class DataSection:
     labels: Literal["all", "some", "none"] = "all"
     """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
     and the student is compared with it alone."""
+    labels_per_class: int = ranged(0, low=0)
+    """Keep the labels of so many training images a class, drawn by `run.seed` and the images' names. With `labels:
+    some` the others lose their label, with `all` they are left out. 0: keep all. `teacher.fit` sees labelled images."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
     batch_size: int = ranged(256, low=1)
@@ -170,6 +173,8 @@ class Member:
     """As `teacher.args`."""
     checkpoint: str = file_key("")
     """As `teacher.checkpoint`."""
+    weights: Literal["by_name", "by_order"] = "by_name"
+    """As `teacher.weights`."""
     weight: float = ranged(1.0, above=0.0)
     """Its share in the average, relative to the others'; `teacher.model` has 1."""
     options: Any = None
@@ -187,9 +192,12 @@ class TeacherSection:
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model."""
     checkpoint: str = file_key("")
-    """Weights for `model`: a .safetensors file or a folder. Empty: what the folder or hub id brings, or `fit`."""
+    """Weights for `model`: a .safetensors or .pth file, or a folder. Empty: those of the folder or hub id, or `fit`."""
+    weights: Literal["by_name", "by_order"] = "by_name"
+    """How the tensors of `checkpoint` are found. by_order: by their place in a .pth file of other names, each with the
+    shape of the model's own; for kind timm."""
     pretrained: bool = False
-    """Start `fit` from timm's pretrained weights."""
+    """Start `fit` from the weights in `checkpoint`, else from timm's pretrained ones."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel of torch. auto: unfused on a CPU, fused on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
@@ -219,8 +227,8 @@ class TeacherSection:
 
     @property
     def fitted(self) -> bool:
-        """Whether it may be fitted on the labels where it has no checkpoint."""
-        return bool(self.fit.length) and self.kind in TRAINED
+        """Whether it is fitted on the labels: it has no checkpoint, or one to start from."""
+        return bool(self.fit.length) and self.kind in TRAINED and (self.pretrained or not self.checkpoint)
 
     def exported(self, cpu: bool) -> str:
         """Return the runtime of an exported graph that is asked for; "" for torch."""
@@ -241,7 +249,9 @@ class StudentSection:
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
     checkpoint: str = file_key("")
-    """Weights to start from: a .safetensors file or a folder; `init` must then be `pretrained`."""
+    """Weights to start from: a .safetensors or .pth file, or a folder; `init` must then be `pretrained`."""
+    weights: Literal["by_name", "by_order"] = "by_name"
+    """As `teacher.weights`; a classifier of other classes is left out."""
     tuning: Tuning = field(default_factory=Tuning)
     """How single layers learn."""
     attention: Literal["auto", "fused", "unfused"] = "auto"

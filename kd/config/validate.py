@@ -52,6 +52,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     if config.data.labels == "none":
         yield from _unlabelled(config.losses, needed, config.teacher, config.run.baseline)
     yield from _student(config.student)
+    yield from _by_order(config)
     if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
         wrong = f"is {config.student.args['patch_drop_rate']}, but a loss compares the tokens of all patches"
         yield ConfigError("student.args.patch_drop_rate", wrong, "0, or other losses", "Leave one of them out")
@@ -85,6 +86,8 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
         yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
+    if data.labels_per_class and data.labels == "none":
+        yield ConfigError("data.labels_per_class", "needs labels", "data.labels: some, or all", "Change one of the two")
     cached = teacher.cache.views
     if data.views and cached and data.views != cached:
         wrong = f"is {cached}, but data.views is {data.views}"
@@ -206,6 +209,14 @@ def _unlabelled(
             yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
     if not teacher.model:
         yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
+
+
+def _by_order(config: Config) -> Iterator[KdError]:
+    also = {f"teacher.also[{i}]": one for i, one in enumerate(config.teacher.also)}
+    for where, model in {"teacher": config.teacher, "student": config.student, **also}.items():
+        if model.weights == "by_order" and not (model.kind == "timm" and model.checkpoint):
+            wrong = f"is by_order, but kind is {model.kind} and checkpoint is '{model.checkpoint}'"
+            yield ConfigError(f"{where}.weights", wrong, "Kind timm with a checkpoint", f"Leave {where}.weights out")
 
 
 def _student(student: StudentSection) -> Iterator[KdError]:

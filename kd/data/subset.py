@@ -65,6 +65,48 @@ def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
     return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids, *notes)
 
 
+class Hidden(Subset):
+    """All images of a source, of which those at `ids` alone have a label."""
+
+    def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
+        super().__init__(source, ids, *notes)
+        self.known = np.zeros(len(source), bool)
+        self.known[ids], self.ids = True, np.arange(len(source))
+        self.fingerprint = hashlib.sha256(b"hidden" + self.fingerprint.encode()).hexdigest()
+
+    def label(self, id: int) -> Label:
+        return self.source.label(id) if self.known[id] else -1
+
+
+class StampedHidden(Hidden, StampedSubset):
+    """The same of a source of files that may change. See `kd.core.contracts.Stamped`."""
+
+
+def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
+    """Keep the labels of `number` images of each class, drawn by seed and name; `hide` the others', or leave them out.
+
+    Whether an image is drawn depends on the names of its class alone, whatever their order.
+    """
+    key, labels = "data.labels_per_class", [source.label(id) for id in range(len(source))]
+    if labels and isinstance(labels[0], np.ndarray):
+        raise DataError(key, f"is {number}, but images have several labels", "0", f"Leave {key} out")
+    label_N = np.array(labels, np.int64)
+    draw_N = np.array([seed_from(seed, "labels", source.name(id)) for id in range(len(source))], np.uint64)
+    order = np.lexsort((draw_N, label_N))
+    kept: list[np.ndarray] = []
+    for label, name in enumerate(source.classes):
+        drawn = order[label_N[order] == label][:number]
+        if len(drawn) < number:
+            wrong = f"is {number}, but '{name}' has {len(drawn)} labelled training images"
+            raise DataError(key, wrong, f"At most {len(drawn)}", "Lower it, or add labels")
+        kept.append(drawn)
+    ids = np.sort(np.concatenate(kept))
+    note = f"{key}: {len(ids)} of {len(source)} training images keep their label"
+    if not hide:
+        return subset(source, ids, f"{note}, the others are left out")
+    return (StampedHidden if isinstance(source, Stamped) else Hidden)(source, ids, note)
+
+
 def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
     """Part validation images into those of validation and of a test split, about `fraction` of them.
 

@@ -50,6 +50,8 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "parameters": {"student": count_parameters(run.distillation.student)},
     }
+    if setting.teachers.notes:
+        facts["teacher_notes"] = setting.teachers.notes
     if teacher is not None:
         facts["parameters"]["teacher"] = count_parameters(teacher)
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them

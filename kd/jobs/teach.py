@@ -70,7 +70,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         if backend.rank == 0:
             weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.init]
             log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
-        data = replace(data, plan=recipe.data)  # its own seed, batch size and views
+        data = replace(data, plan=recipe.data).with_labels()  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
             from kd.deploy.export.package import write_folder  # these two only where a teacher was fitted

@@ -39,6 +39,7 @@ class Classifier(nn.Module):
 
     runtime, reads_ids = "torch", False
     preprocessing: Preprocessing | None = None  # None: it came without preprocessing
+    notes: Sequence[str] = ()  # see `kd.core.contracts.Noted`
 
     def __init__(
         self,

@@ -25,8 +25,10 @@ from kd.models.timm_folder import (
     data_config,
     folder_classes,
     folder_config,
+    in_order,
     require_fetched,
     require_same_tensors,
+    unpickled,
     unwrapped,
 )
 
@@ -66,6 +68,8 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
+    if spec.by_order:
+        made.notes = (f"the tensors of '{spec.checkpoint}' were taken by their order, whatever their names",)
     made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made
 
@@ -170,6 +174,8 @@ def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
     config = None if source.startswith("local-dir:") or ":" in source else timm.get_pretrained_cfg(source)
     heads = [f"{getattr(config, 'classifier', None) or 'head'}.weight", "head.weight", "fc.weight", "classifier.weight"]
     count = next((tensors[name].shape[0] for name in heads if name in tensors), 0)
+    if spec.by_order and tensors:  # the last one is the classifier's bias
+        count = next(reversed(tensors.values())).shape[0]
     if not count and spec.pretrained and not tensors:
         return None  # timm builds the head that belongs to the weights
     if not count:
@@ -227,6 +233,11 @@ def read_tensors(spec: Spec) -> Any:
     if not spec.checkpoint:
         return None
     file, where = _weights_file(spec), f"{spec.where}.checkpoint"
+    if file.suffix != ".safetensors":
+        return unpickled(file, where), folder_classes(file.parent, where)
+    if spec.by_order:
+        wrong = f"'{file}' is safetensors, which keep no order, but {spec.where}.weights is by_order"
+        raise ModelError(where, wrong, "A .pth file", f"Name that, or leave {spec.where}.weights out")
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
@@ -239,7 +250,7 @@ def _weights_file(spec: Spec) -> Path:
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "")
-        allowed = "A .safetensors file or a folder with model.safetensors"
+        allowed = "A .safetensors or .pth file, or a folder with model.safetensors"
         raise ModelError(f"{spec.where}.checkpoint", f"no file '{file}'", allowed, remedy)
     return file
 
@@ -289,6 +300,9 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
     where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
     tensors = unwrapped(tensors, own)
+    if spec.by_order:
+        free = ["pos_embed", *_head_names(network)]  # these are looked at below
+        tensors = in_order(where, spec.model, own, tensors, free, 0 if spec.logits else 2)
     if not spec.logits:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
     tensors = _at_this_size(tensors, own, network)

@@ -39,6 +39,7 @@ class Spec:
     """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
     needed, and no classifier."""
     checkpoint: str = ""  # a .safetensors file or a folder
+    by_order: bool = False  # the checkpoint's tensors have other names, and stand in the order of the network's own
     pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
     free_size: bool = False
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""

@@ -108,6 +108,18 @@ class Data:
             labels[id] = source.label(id)
         return torch.from_numpy(labels)
 
+    def with_labels(self) -> Data:
+        """Return the training images that have a label alone, which is all that a loss on labels learns from."""
+        if self.plan.labels != "some":
+            return self
+        from kd.data.subset import subset  # only where some have none
+
+        labels = self.labels()
+        ids = (labels if labels.ndim == 1 else labels.amax(1)).ge(0).nonzero().flatten().numpy()
+        stored = self.stored and (subset(self.stored[0], ids), self.stored[1])
+        plan = replace(self.plan, labels="all", labels_per_class=0)
+        return replace(self, plan=plan, train=subset(self.train, ids), stored=stored)
+
     def evaluate(self) -> Evaluate:
         return Evaluate(self.plan.image_size, self.plan.eval_crop)
 
@@ -150,6 +162,10 @@ def open_sources(plan: DataPlan) -> Data:
 
         splits = without(plan.exclude, splits)
     train, val = splits["train"], splits["val"]
+    if plan.labels_per_class:
+        from kd.data.subset import keep_labels  # only where labels are withheld
+
+        train = keep_labels(train, plan.labels_per_class, plan.seed, hide=plan.labels == "some")
     if plan.test_fraction:
         from kd.data.subset import set_aside  # only where images are set aside
 

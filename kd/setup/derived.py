@@ -42,6 +42,8 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             model=section.model,
             args=section.args,
             init="pretrained" if section.pretrained else "scratch",
+            checkpoint=section.checkpoint,
+            weights=section.weights,
             tuning=fit.tuning,
             attention=section.attention,
             options=section.options,

@@ -71,7 +71,7 @@ class TeacherPlan(TeacherSection):
     """Names of the features that a loss reads."""
 
     @property
-    def weights(self) -> list[float]:
+    def member_weights(self) -> list[float]:
         """The weight of each teacher in the average."""
         return [1.0, *(member.weight for member in self.also)]
 
@@ -170,7 +170,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     teacher = TeacherPlan(
         **values_of(config.teacher),
         members=members,
-        fits={w: teacher_fit(config, one) for w, one in members.items() if one.fitted and not one.checkpoint},
+        fits={w: teacher_fit(config, one) for w, one in members.items() if one.fitted},
         task=task,
         needed=read.teacher,
         logits=read.teacher_logits,
@@ -218,7 +218,7 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     found: dict[str, TeacherSection] = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
-        own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "options")}
+        own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "weights", "options")}
         alike = sum(all(getattr(other, key) == own[key] for key in own) for other in found.values())
         fit = replace(section.fit, seed=section.fit.seed + alike)
         found[where] = replace(section, **own, also=(), fit=fit)

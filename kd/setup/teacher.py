@@ -74,7 +74,7 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
         data = data.with_classes(models[0].classes)  # those of the others must be the same
     if not models:
         return Teachers(None, data)
-    model = models[0] if len(models) == 1 else Ensemble(models, plan.weights, plan.task.average)
+    model = models[0] if len(models) == 1 else Ensemble(models, plan.member_weights, plan.task.average)
     return Teachers(model, data, models)
 
 
@@ -96,6 +96,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         args=section.args,
         classes=classes,
         checkpoint=section.checkpoint,
+        by_order=section.weights == "by_order",
         pretrained=not section.checkpoint,
         exact_head=True,
         images=data.images(),
@@ -104,7 +105,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     if isinstance(weights, Path):
         own = section.kind != "timm"  # of such a network the folder has the weights alone
         found = {"checkpoint": str(weights)} if own else {"model": str(weights), "args": {}, "checkpoint": ""}
-        spec = replace(spec, **found, pretrained=True)
+        spec = replace(spec, **found, pretrained=True, by_order=False)
     elif weights != REAL:
         free = where in plan.fits and not section.pretrained
         spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)

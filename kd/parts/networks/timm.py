@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kd.core.facts import NetworkFacts
+from torch import nn
+
+from kd.core.errors import ModelError
+from kd.core.facts import NetworkFacts, file_key
 from kd.models.classifier import Classifier
 from kd.models.load import load
 from kd.models.spec import Spec
+from kd.parts.networks._shared import columns, named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """No options beside those of every teacher."""
+    """A model with more classes than the data."""
+
+    classes: str = file_key("")
+    """Text file of class names, one a line: for all of a teacher's outputs in their order, of which the data's classes
+    are taken; or, where its folder names them, of those that stand for the data's, in the data's order. Empty: the
+    model's classes are the data's."""
 
 
 def facts(options: Options) -> NetworkFacts:
@@ -22,5 +31,24 @@ def facts(options: Options) -> NetworkFacts:
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
-    """Load the classifier."""
-    return load(spec, image_size, features)
+    """Load the classifier, with those rows of its last layer that stand for the data's classes."""
+    where = f"{spec.where}.classes"
+    if options.classes and spec.where == "student":
+        raise ModelError(where, "is set, but a student has the data's classes", "", "Leave it out")
+    if not (options.classes and spec.logits and spec.exact_head):
+        return load(spec, image_size, features)
+    made = load(replace(spec, classes=None), image_size, features)
+    if spec.classes and made.classes == tuple(spec.classes):  # it was fitted on them
+        return made
+    own = () if made.classes[0] == "class_0" else made.classes  # nobody named them
+    names, pick = named(spec, made.num_classes, own, options.classes)
+    head = made.network.get_classifier()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise ModelError(where, f"is set, but '{spec.model}' does not end in a linear layer", "", "Fit it")
+    for rows in columns(pick).values():
+        head.weight = nn.Parameter(head.weight.detach()[rows])
+        if head.bias is not None:
+            head.bias = nn.Parameter(head.bias.detach()[rows])
+    head.out_features = made.num_classes = len(names)
+    made.classes = names
+    return made

@@ -6,14 +6,12 @@ a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, w
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import inspect
 import json
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +27,6 @@ from kd.models.teacher import FAILURES, fails
 from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.parts.networks import _shared as shared
 
-WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
 """Keys under which training scripts save the weights."""
 
 
@@ -105,29 +102,10 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
 
 def load_weights(spec: Spec, inner: nn.Module) -> None:
     """Load a checkpoint, all of it; a .pth is read without running code."""
-    where, path = f"{spec.where}.checkpoint", Path(spec.checkpoint)
-    safe = path.is_dir() or path.suffix == ".safetensors"
     own = inner.state_dict()
-    tensors = unwrapped(read_tensors(spec)[0] if safe else _unpickled(path, where), own)
-    require_same_tensors(where, spec.model, own, tensors)
+    tensors = unwrapped(read_tensors(spec)[0], own)
+    require_same_tensors(f"{spec.where}.checkpoint", spec.model, own, tensors)
     inner.load_state_dict(tensors)
-
-
-def _unpickled(path: Path, where: str) -> dict[str, Tensor]:
-    try:
-        torch.serialization.add_safe_globals([argparse.Namespace])  # lies beside many weights; it only holds values
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error
-    except Exception as error:  # the unpickler raises many types, all caused by the file
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        allowed = "Tensors by name: torch.save(model.state_dict(), path); other pickles may run code and are refused"
-        raise ModelError(where, f"'{path}' cannot be read as weights ({reason})", allowed, "Save it anew") from error
-    while isinstance(content, dict) and (inside := next((k for k in WRAPPERS if isinstance(content.get(k), dict)), "")):
-        content = content[inside]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ModelError(where, f"'{path}' holds no tensors by name", "A state_dict", "Save model.state_dict()")
-    return content
 
 
 def _source(function: Any) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from kd.core.contracts import Noted, Source, Stamped
 from kd.core.errors import DataError
-from kd.data.subset import set_aside
+from kd.data.subset import keep_labels, set_aside
 
 
 @dataclass
@@ -78,3 +78,22 @@ def test_it_is_what_its_source_is():
 def test_no_split_is_empty(fraction):
     with pytest.raises(DataError, match=r"data\.test_fraction: .* leaves one of the two splits of 1 validation"):
         set_aside(Listing(["a"]), fraction)
+
+
+def test_labels_are_kept_by_seed_and_name():
+    source = Files([f"{i}.jpg" for i in range(400)])
+    hidden, alone = keep_labels(source, 20, 3, hide=True), keep_labels(source, 20, 3, hide=False)
+    known = {hidden.name(id): hidden.label(id) for id in range(400) if hidden.label(id) >= 0}
+    assert len(hidden) == 400
+    assert known == {alone.name(id): alone.label(id) for id in range(len(alone))}
+    assert sorted(known.values()) == [0] * 20 + [1] * 20
+    assert known.keys() < {*names(source)}
+    assert hidden.decode(7) == source.decode(7)
+    assert hidden.stamp(7) == 107
+    again = pickle.loads(pickle.dumps(hidden))
+    assert [again.label(id) for id in range(400)] == [hidden.label(id) for id in range(400)]
+    other = keep_labels(source, 20, 4, hide=True)
+    assert known != {other.name(id): other.label(id) for id in range(400) if other.label(id) >= 0}
+    assert len({source.fingerprint, hidden.fingerprint, alone.fingerprint, other.fingerprint}) == 4
+    with pytest.raises(DataError, match=r"data\.labels_per_class: is 201, but 'a' has 200 labelled"):
+        keep_labels(source, 201, 3, hide=True)

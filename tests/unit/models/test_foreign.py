@@ -1,0 +1,98 @@
+"""Weights whose tensors have other names, and teachers with more classes than the data."""
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from kd.core.errors import ModelError
+from kd.models.spec import Spec
+from kd.parts import registry
+
+NAME, ARGS = "vit_tiny_patch16_224", {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 16}
+CLASSES = ("apple", "fig", "pear")
+PICTURES = torch.randint(0, 255, (2, 3, 16, 16), dtype=torch.uint8)
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A file of five classes whose names are not timm's, and the network that it is of."""
+    torch.manual_seed(0)
+    network = timm.create_model(NAME, **ARGS, num_classes=5)
+    tensors = {f"layer_{i}": tensor for i, tensor in enumerate(network.state_dict().values())}
+    torch.save({"state_dict": tensors}, tmp_path / "foreign.pth")
+    return tmp_path / "foreign.pth", network.eval()
+
+
+def build(path, classes, where="teacher", names="", **more):
+    options = registry.default_options("networks", "timm", classes=str(names))
+    spec = Spec(where, NAME, ARGS, classes, str(path), by_order=True, exact_head=where == "teacher", **more)
+    return registry.build("networks", "timm", options, where, spec=spec, image_size=16, features=()).eval()
+
+
+def refusal(*given, **more) -> str:
+    with pytest.raises(ModelError) as caught:
+        build(*given, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_tensors_by_their_places(foreign):
+    path, network = foreign
+    made = build(path, tuple("abcde"))
+    assert torch.equal(made(PICTURES).main, network(made.normalize(PICTURES)))
+    assert "taken by their order" in made.notes[0]
+
+
+def test_a_student_of_other_classes_gets_a_fresh_head(foreign):
+    path, network = foreign
+    made = build(path, CLASSES, "student")
+    assert made.num_classes == 3
+    assert torch.equal(made.network.blocks[0].attn.qkv.weight, network.blocks[0].attn.qkv.weight)
+
+
+def test_features_need_no_classifier(foreign):
+    path, network = foreign
+    made = build(path, ())
+    assert torch.equal(made.network.patch_embed.proj.weight, network.patch_embed.proj.weight)
+
+
+def test_what_does_not_fit_is_one_line(foreign, tmp_path):
+    path, network = foreign
+    tensors = torch.load(path, weights_only=True)["state_dict"]
+    assert "teacher.model: has 5 classes" in refusal(path, CLASSES) or "has 5" in refusal(path, CLASSES)
+    torch.save(dict([*tensors.items()][:-1]), path)
+    assert f"teacher.checkpoint: has {len(tensors) - 1} tensors, '{NAME}' has {len(tensors)}" in refusal(path, CLASSES)
+    turned = [*tensors.items()]
+    turned[2], turned[3] = turned[3], turned[2]
+    torch.save(dict(turned), path)
+    assert "tensor 3, 'layer_3', has the shape" in refusal(path, tuple("abcde"))
+    save_file(network.state_dict(), tmp_path / "a.safetensors")
+    assert "which keep no order" in refusal(tmp_path / "a.safetensors", tuple("abcde"))
+    path.write_bytes(b"no weights")
+    assert "cannot be read as weights" in refusal(path, CLASSES)
+
+
+def test_a_pickle_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path.joinpath("ran").write_text, ("x",))
+
+    torch.save({"a": Evil()}, tmp_path / "evil.pth")
+    assert "cannot be read as weights" in refusal(tmp_path / "evil.pth", CLASSES)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_outputs_of_the_data_s_classes(foreign, tmp_path):
+    """The file names all outputs; the data's are picked, in its order."""
+    path, network = foreign
+    names = tmp_path / "names.txt"
+    names.write_text("pear\nplum\napple\ngrape\nfig\n")
+    made = build(path, CLASSES, names=names)
+    assert made.classes == CLASSES
+    assert made.num_classes == 3
+    expected = network(made.normalize(PICTURES))[:, [2, 4, 0]]
+    torch.testing.assert_close(made(PICTURES).main, expected)
+    names.write_text("pear\nplum\n")
+    assert "names 2 classes, but the model answers with 5" in refusal(path, CLASSES, names=names)
+    assert "student.classes: is set" in refusal(path, CLASSES, "student", names)
