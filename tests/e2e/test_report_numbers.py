@@ -1,0 +1,159 @@
+"""Every number of the answers on a report's page, recomputed: a run with a test split and averaged weights."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pieces import paint
+
+from kd import config
+from kd.core.intervals import paired, wilson
+from kd.core.text import percent
+from kd.files.run_dir import RunDir
+from kd.jobs.train import train
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+from kd.setup.student import build_student
+from kd.study.report.pair import SHARES
+from kd.study.report.report import report
+
+
+@pytest.fixture(scope="module")
+def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
+    """The run folder, its page and its answers.json."""
+    from pieces import base, given
+
+    folder = tmp_path_factory.mktemp("numbers")
+    paint(folder / "photos/train", (12, 12, 12), seed=1)
+    paint(folder / "photos/val", (25, 25, 25), seed=2)
+    for number in range(0, 25, 4):  # wrong labels, so that the teacher is wrong too
+        (folder / f"photos/val/apple/{number:02d}.jpg").rename(folder / f"photos/val/fig/x{number}.jpg")
+    settings = base(folder / "photos", folder) | {"teacher": given(teacher)}
+    overrides = [
+        "run.epochs=4",
+        "optimizer.ema=0.8",
+        "data.test_fraction=0.3",
+        "data.augment.mixup=0",
+        "optimizer.lr=5e-4",
+    ]
+    run = train(config.load(settings, overrides)).folder
+    page = report([run], images=0).file.read_text()
+    return run, page, json.loads((run / "answers.json").read_text())
+
+
+def cells(page: str, title: str) -> list[list[str]]:
+    """Return the rows of the first table behind a title, without tags."""
+    body = page[page.index(f"<h3>{title}</h3>") :]
+    body = body[body.index("<tbody>") : body.index("</tbody>")]
+    found = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in body.split("<tr>")[1:]]
+    return [[html.unescape(cell) for cell in row] for row in found]
+
+
+def chart(page: str, title: str) -> list[dict[str, Any]]:
+    body = page[page.index(f"<h3>{title}</h3>") :]
+    return json.loads(html.unescape(re.findall(r'data-chart="([^"]*)"', body)[0]))["series"]
+
+
+def test_the_answers_and_the_tile_are_those_of_the_averaged_weights(told):
+    """PyTorch answers again, with the averaged weights of the best checkpoint, on validation and on test images."""
+    run, page, answers = told
+    recipe = resolve(config.load(str(run / "config.yaml"), here=False))
+    _, tensors, _ = RunDir(run).best()
+    averaged = {n.removeprefix("average."): t for n, t in tensors.items() if n.startswith("average.")}
+    raw = {n.removeprefix("model.student."): t for n, t in tensors.items() if n.startswith("model.student.")}
+    data = open_sources(recipe.data)
+
+    def ask(weights: dict[str, torch.Tensor], source: Any) -> tuple[list[int], np.ndarray]:
+        student = build_student(recipe.student, data.classes, recipe.data.image_size, weights=False).eval()
+        student.load_state_dict(weights)
+        shown = data.shown(source)
+        with torch.inference_mode():
+            pixels = torch.stack([shown.load(id, 0).pixels for id in range(len(source))])
+            logits = student(pixels).logits.float()
+        return [int(source.label(id)) for id in range(len(source))], logits.softmax(1).numpy()
+
+    labels, shares = ask(averaged, data.val)
+    assert len(data.test) + len(data.val) == 75
+    assert answers["label"] == labels
+    assert answers["student"] == shares.argmax(1).tolist()
+    assert answers["student_share"] == pytest.approx(shares.max(1).tolist(), abs=1e-3)
+    assert np.abs(ask(raw, data.val)[1] - shares).max() > 0.01, "the raw weights would not be noticed"
+    labels, shares = ask(averaged, data.test)
+    right = int((shares.argmax(1) == labels).sum())
+    low, high = (percent(end).removesuffix(" %") for end in wilson(right / len(labels), len(labels)))
+    tile = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span><small>(.*?)</small>', page)[0]
+    assert tile[:2] == (percent(right / len(labels)), "test accuracy")
+    assert f"95 % interval {low} to {high}" in tile[2]
+    best = np.mean(np.equal(answers["student"], answers["label"]))
+    assert f"validation {percent(best)}, the best of" in tile[2]
+
+
+def test_the_chart_the_classes_and_the_confusions(told):
+    _, page, answers = told
+    label, student, teacher = (np.array(answers[name]) for name in ("label", "student", "teacher"))
+    drawn = {one["name"]: one["y"] for one in chart(page, "Validation accuracy")}
+    assert max(drawn["tiny"]) == pytest.approx((student == label).mean(), abs=1e-6)
+    assert drawn["teacher"] == pytest.approx([(teacher == label).mean()] * 2, abs=1e-6)
+    table = page[page.index('<table class="confusion">') :]
+    found = re.findall(r"<td[^>]*>(\d*)</td>", table[: table.index("</table>")])
+    counts = [[int(((label == i) & (student == j)).sum()) for j in range(3)] for i in range(3)]
+    assert [int(cell or 0) for cell in found] == [count for row in counts for count in row]
+    names, body = ("apple", "fig", "pear"), page[page.index("<h3>Accuracy by class") : page.index("<h3>Confusion")]
+    gaps = dict(re.findall(r'title="(\w+): \d+ images">.*?class="gap">(.*?)</span>', body))
+    dots = re.findall(r'title="teacher (.*?)"></i>.*?title="student (.*?)"></i>', body)
+    order = [names.index(name) for name in gaps]
+    for label_index, dot in zip(order, dots, strict=True):
+        of = label == label_index
+        own, other = ((answer[of] == label_index).mean() for answer in (student, teacher))
+        assert dot == (percent(other), percent(own))
+        few = f"{(student[of] == label_index).sum()} of {of.sum()}"
+        assert gaps[names[label_index]] == (few if of.sum() < 20 else f"{100 * (own - other):+.0f} points")
+    captions = re.findall(r"<figcaption><b>(\w+)</b><br>teacher: .*?>(\w+)</span> (\d+) %<br>student: .*?>(\w+)<", page)
+    differ = [i for i in range(len(label)) if student[i] != teacher[i]]
+    assert len(captions) == min(24, len(differ))
+    expected = {
+        (names[label[i]], names[teacher[i]], f"{100 * answers['teacher_share'][i]:.0f}", names[student[i]])
+        for i in differ
+    }
+    assert {*captions} <= expected
+
+
+def test_the_pair(told):
+    """Image by image: each share of the table, the threshold of the even images, and what the odd ones say of it."""
+    _, page, answers = told
+    rows = [*zip(answers["student_sure"], answers["student"], answers["teacher"], answers["label"], strict=True)]
+    assert len(rows) >= 40
+    chosen, others = rows[::2], rows[1::2]
+
+    def right(images: list, threshold: float) -> int:
+        return sum((teacher if sure < threshold else student) == label for sure, student, teacher, label in images)
+
+    thresholds = [*sorted({sure for sure, *_ in chosen}), float("inf")]
+    enough = sum(teacher == label for _, _, teacher, label in chosen)
+    threshold = next(one for one in thresholds if right(chosen, one) >= enough)
+    passed = sum(sure < threshold for sure, *_ in others)
+    both, alone = right(others, threshold), right(others, float("inf"))
+    gained = sum(
+        (teacher if sure < threshold else student) == label != teacher for sure, student, teacher, label in others
+    )
+    low, high = paired(gained, alone - both + gained, len(others))
+    body = page[page.index("Student and teacher as a pair") :]
+    assert f"the pair has {percent(both / len(others))} right, the teacher {percent(alone / len(others))}: " in body
+    assert f"{100 * (both - alone) / len(others):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})" in body
+    assert f"On the {len(others)} others that is {percent(passed / len(others))} of the images" in body
+    sure, table = sorted(one[0] for one in others), cells(page, "Student and teacher as a pair")
+    for share, row in zip(SHARES, table, strict=True):
+        k = min(len(sure), int(np.ceil(share * len(sure) - 1e-9)))
+        at = sure[k] if k < len(sure) else float("inf")
+        at = at if k == 0 or k == len(sure) or sure[k - 1] < at else next(s for s in [*sure, np.inf] if s > at)
+        cut = sum(one < at for one in sure)
+        assert row[:2] == [percent(cut / len(sure)), percent(right(others, at) / len(sure))]
+        cost = answers["cpu_ms"]["student"] / answers["cpu_ms"]["teacher"] + cut / len(sure)
+        assert row[2] == f"{cost:.2f}"
