@@ -81,7 +81,7 @@ class Relative:
             steps = steps if unsifted else max(1, steps)  # an epoch has one step at least
             scored += candidates - unsifted
             if not self.options.repeat_delay_per_epoch:
-                delay = max(0, delay - unsifted - steps)
+                delay -= unsifted
         kept = [n * steps * micro // max(1, candidates - unsifted) for n in range(candidates - unsifted + 1)]
         return [micro] * unsifted + [after - before for before, after in itertools.pairwise(kept)]
 
