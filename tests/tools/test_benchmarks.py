@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kd.study.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import few_labels
 import frontier
 import proof
 import variants
@@ -37,6 +39,15 @@ def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
     assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
     weights = [one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)]  # else each run fits its own
     assert weights == [str(export / "model.safetensors") for export in options.teachers]
+
+
+@pytest.mark.parametrize("arm", few_labels.ARMS)
+def test_each_arm_of_few_labels_is_a_configuration(arm, tmp_path):
+    options = Namespace(work=tmp_path, data=tmp_path, weights=tmp_path / "lite0.pth", steps=0, fit=0)
+    loaded = config.load(few_labels.settings(options, arm, 25, 2))
+    assert loaded.data.labels_per_class == (0 if arm == "ceiling" else 25)
+    assert loaded.run.steps == (1276 if arm.endswith("third") else 3828)
+    assert loaded.teacher.fitted == (arm in ("soft", "hard"))
 
 
 def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teacher(tmp_path, monkeypatch):

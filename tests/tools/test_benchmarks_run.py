@@ -1,8 +1,8 @@
 """Each benchmark behind a number runs at its smallest, and writes the columns that docs/results.md shows.
 
-What it measures there means nothing. Not here: `proof`, `frontier`, `variants`, `tokens`, `views` and tools/compare.py,
-whose shortest runs take minutes or need other checkouts (test_benchmarks.py and test_compare.py check their
-configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py).
+What it measures there means nothing. Not here: `proof`, `few_labels`, `frontier`, `variants`, `tokens`, `views` and
+tools/compare.py, whose shortest runs take minutes or need other checkouts (test_benchmarks.py and test_compare.py check
+their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py).
 """
 
 from __future__ import annotations
