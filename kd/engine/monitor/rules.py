@@ -159,7 +159,8 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     if saves < DATA_WAIT or not facts.new_store:
         return None
     text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; "
-    text += f"{100 * wait.loading.decoding / wait.loading.seconds:.0f} % of the loading is decoding"
+    decoding = 100 * wait.loading.decoding / wait.loading.seconds
+    text += f"{decoding:.0f} % of the loading is decoding, the rest resizing and augmenting"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
     return _finding("CPUBottleneck", saves, text, threshold, store)
 
