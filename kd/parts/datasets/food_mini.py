@@ -31,7 +31,6 @@ from kd.parts.datasets._decode import read_image
 from kd.parts.datasets._food.menu import PAINTERS
 from kd.parts.datasets._food.paint import VERSION, file_name
 
-
 SECONDS = 0.2  # between two counts of the painted files for the bar: a count of 4,200 takes 10 ms
 
 
