@@ -9,9 +9,9 @@ import pytest
 import torch
 from waits import AT_POINTS, HOST, ONCE_AN_EPOCH, Reads
 
-from kd.core.seeds import seed_from
 from kd.core.types import State
-from kd.engine.loop import steps_of, train, update
+from kd.engine.loop import evaluate, steps_of, train, update
+from kd.engine.run import Stopping
 from kd.setup.student import load_student
 
 
@@ -42,16 +42,6 @@ def test_the_host_waits_for_the_device_at_known_points_only(make, tmp_path, name
     assert set(reads.found) - HOST == AT_POINTS | more
 
 
-def test_a_step_is_seeded_by_step_and_rank(make, monkeypatch):
-    """Ranks that share a seed draw the same dropout for other images."""
-    run, seeds = make("run.steps=3").run, []
-    monkeypatch.setattr(run.backend, "rank", 1)
-    monkeypatch.setattr(run.backend, "seed", seeds.append)
-    train(run)
-    assert seeds == [seed_from(run.seed, "step", step, 1) for step in range(3)]
-    assert len({seed_from(run.seed, "step", step, rank) for step in range(3) for rank in range(2)}) == 6
-
-
 def test_the_logged_loss_is_the_mean_over_all_micro_batches(make):
     run = make("run.steps=1", "run.every.log=1", "data.micro_batch=2").run
     assert run.accumulate > 1
@@ -65,6 +55,21 @@ def test_the_logged_loss_is_the_mean_over_all_micro_batches(make):
     train(run := make("run.steps=1", "run.every.log=1", "data.micro_batch=2").run)
     (row,) = [row for row in run.store.rows if row["kind"] == "train"]
     assert row["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def test_an_equal_score_is_no_better_one(make):
+    """The first of several equally good checkpoints stays the best, and patience counts on."""
+    run = make("run.steps=1").run
+    first, improved = evaluate(run, State(), Stopping(run))
+    second, better = evaluate(run, first, Stopping(run))
+    assert (improved, better) == (True, False)
+    assert (second.best, first.no_better, second.no_better) == (first.best, 0, 1)
+
+
+def test_the_seed_of_the_run_makes_the_student(make):
+    one, same, other = (make(f"run.seed={seed}").run.distillation.student.state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in one.items())
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def averaged(run) -> torch.nn.Module:
