@@ -11,6 +11,7 @@ from pathlib import Path
 from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, table, variant_rows
+from kd.deploy.export import accept
 from kd.deploy.export.options import GROUPS, NAMES, ExportOptions
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
@@ -31,7 +32,9 @@ def export(argv: Sequence[str] | None = None) -> int:
         for line in exported.lines:
             print(f"  {line}")
         if rows := variant_rows(exported.manifest):
-            print(f"{table(rows)}\n{VARIANTS_NOTE}\npicked: {exported.manifest['pick']}, which kd-serve now loads")
+            print(f"{table(rows)}\n{VARIANTS_NOTE}")
+        if accepted := exported.manifest.get("accepted"):
+            print(f"{accept.line(accepted)}, which kd-serve now loads")
         if options.sagemaker:
             from kd.cluster.archives import sagemaker_archives
 
@@ -52,7 +55,7 @@ def _export_parser() -> Parser:
         "kd-export",
         "Write the best student of a run as one folder: for timm, for onnxruntime, for `kd-serve`. Every graph is "
         "compared with PyTorch on the run's validation images before it is kept.",
-        "kd-export runs/vit_food --int8",
+        'kd-export runs/vit_food --accept "drop<=1 ms<=5"',
         with_config=False,
     )
     add = parser.add_argument

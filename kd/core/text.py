@@ -32,7 +32,7 @@ def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
     """
     rows, found = [], manifest.get("variants", {})
     for file, one in sorted(found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]):
-        mark = " (picked)" if file == manifest["pick"] else "" if one["written"] else " (not kept)"
+        mark = " (accepted)" if file == manifest.get("pick") else ""
         show = percent if one["unit"] == "%" else "{:.4f}".format
         for threads, speed in one["speed"].items():
             rows.append(

@@ -24,7 +24,7 @@ GRAPHS = {
     "model.int8.onnx": GraphFile("onnxruntime", "int8", "--int8"),
     "openvino.xml": GraphFile("openvino", "float32", "--openvino"),
     "openvino.bf16.xml": GraphFile("openvino", "bf16", "--compare"),
-    "openvino.int8.xml": GraphFile("openvino", "int8", "--int8"),
+    "openvino.int8.xml": GraphFile("openvino", "int8", "--compare"),
 }
 """The graphs that an endpoint can serve."""
 

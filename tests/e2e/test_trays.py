@@ -65,7 +65,7 @@ def made(tmp_path_factory) -> dict:
 def trays(made) -> Path:
     """The finished run with its export. Do not write into it."""
     folder = train(config.load(made)).folder
-    export(folder, options=ExportOptions.of(int8=True, max_drop=0.5))
+    export(folder, options=ExportOptions.of(int8=True))
     return folder
 
 

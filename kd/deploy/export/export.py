@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from kd.config.schema import BackendSection, DataSection, StudentSection
 from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, versions
 from kd.core.references import written
-from kd.deploy.export import graphs, variants
+from kd.deploy.export import graphs
 from kd.deploy.export.card import ModelCard, loading
 from kd.deploy.export.graphs import Made
 from kd.deploy.export.options import ExportOptions
@@ -137,20 +137,15 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
     """Write a student with its graphs, manifest and card; nothing is left where one of them is refused."""
     options.require(subject.recipe.student.task)
     with new_export(target) as draft:
-        made = graphs.write(subject, draft, options)
-        facts = _write_weights(subject, made, draft)
-        if options.pick.measures:
-            facts |= variants.compare(draft, made.qualities, made.image, options.pick, options.check.max_drop)
-            if disturbed := facts["picked"].get("noisy"):
-                text = "noisy: other work disturbed the clients of {}, twice; compare again on a quiet machine"
-                made.lines.append(text.format(", ".join(disturbed)))
+        made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
+        facts = _write_weights(subject, draft, made)
         card = ModelCard(subject, made, facts, target.name, options.license)
         (draft / "README.md").write_text(card.render(), encoding="utf-8")
         seal(draft, facts)
     return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
 
 
-def _write_weights(subject: Subject, made: Made, draft: Path) -> dict[str, Any]:
+def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     """Write weights, config.json and kd.json, so that graphs can be served; return the facts for manifest.json."""
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data
@@ -165,7 +160,8 @@ def _write_weights(subject: Subject, made: Made, draft: Path) -> dict[str, Any]:
         "input": _input(student, section),
         "output": _output(student, made),
         "parity": made.parity,
-        **({"int8": [asdict(rung) for rung in made.rungs]} if made.rungs else {}),
+        **({"variants": made.variants} if made.variants else {}),
+        **({"pick": made.accepted["file"], "accepted": made.accepted} if made.accepted else {}),
         "validation": made.validation,
         "environment": _environment(),
     }

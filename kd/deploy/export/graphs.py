@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.deploy.export import defer, int8, parity, variants
+from kd.core.errors import ModelError
+from kd.core.evaluation import Task
+from kd.core.host import cores
+from kd.core.text import percent
+from kd.deploy.export import accept, defer, int8, parity, variants
 from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.subject import ReadImages, Subject
 from kd.deploy.export.variants import ONNX, Quality, Variant
 from kd.models import runtimes
-from kd.models.classifier import Classifier
+from kd.parts.tasks.single_label import calibration_error
 
 CALIBRATION_IMAGES = 1000
 """At most, for one temperature: the interval of a single number narrows with the root of the images only, while the
@@ -44,13 +49,19 @@ class Made:
     """Of each file that an endpoint can serve, where they are measured."""
     image: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first of those with which they were compared, uint8 [3, S, S]."""
-    rungs: list[int8.Rung] = field(default_factory=list)  # ways to int8 that were tried
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What was measured of each file through `kd-serve`, for manifest.json."""
+    accepted: dict[str, Any] = field(default_factory=dict)
+    """`sentence`, `threads`, and the `file` that keeps it with what was `found`."""
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What each graph answered on validation images: see `kd.deploy.shift.Reference`."""
 
 
-def write(subject: Subject, folder: Path, options: ExportOptions) -> Made:
-    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer."""
+def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
+    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer.
+
+    `seal` makes of the folder what `kd-serve` can serve.
+    """
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
     if not options.graphs.any:
         none = torch.zeros(0, len(classes))
@@ -65,96 +76,191 @@ def write(subject: Subject, folder: Path, options: ExportOptions) -> Made:
             few = min(options.check.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))
             notes.append(line)
-        runners = _write_float(folder, student, subject.recipe.data.image_size, options)
-        made.rungs, failed = _write_int8(subject, folder, images, options)
-        written = [name for name in (INT8, int8.STATIC) if (folder / name).is_file()]
-        runners |= {name: Variant.at(folder / name).runner() for name in written}
-        outputs = parity.compare(student, runners, images(options.check.images))
-    made.eager_ms, made.image = outputs.cpu_ms[EAGER], outputs.first
-    made.thresholds = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
-    for name in runners:
-        _judge(made, subject, folder / name, outputs, options)
-    made.lines += [rung.line() for rung in made.rungs] + notes + failed
-    made.lines += _left_out() if options.pick.measures else []
-    made.defer = defer.choose(options.sure.rule, outputs.outputs, outputs.labels, made.thresholds, classes)
+        work = _Work(subject, folder, options, images, made, _makers(folder, partial(images, training=True)))
+        work.add_first()
+        made.thresholds = task.thresholds(work.outputs.outputs[EAGER], work.outputs.labels, classes)
+        made.lines += notes
+        if options.pick.accept:
+            work.accept(seal)
+        if options.pick.compare:
+            seal(made)
+            work.measure_all()
+    kept = {name: one for name, one in work.outputs.outputs.items() if name == EAGER or name in made.parity}
+    made.defer = defer.choose(options.sure.rule, kept, work.outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
     return made
 
 
-def _judge(made: Made, subject: Subject, path: Path, outputs: GraphOutputs, options: ExportOptions) -> None:
-    """Require that an exact graph is exact, and record what a graph answered."""
-    name, task = path.name, subject.recipe.student.task
-    scores, difference, images = outputs.scores(name, task), outputs.difference(name), len(outputs.labels)
-    if name in EXACT:
-        parity.check_exact(name, scores, difference, options.check.tolerance, images)
-    rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(outputs.cpu_ms[name], 3)}
-    made.parity[name] = {"images": images, **scores.facts, **rounded}
-    made.validation[name] = outputs.reference(name, task, subject.classes, bool(made.calibration)).record()
-    megabytes = sum(file.stat().st_size for file in variants.files(path)) / 1e6
-    line = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}, {scores.summary}, "
-    line += f"{outputs.cpu_ms[name]:.2f} ms CPU an image (PyTorch {made.eager_ms:.2f})"
-    made.lines.append(f"{name:16s} {megabytes:6.2f} MB  {line}")
-    if options.pick.measures and name != PT2:
-        made.qualities[name] = variants.quality(path, outputs, task)
+def _makers(folder: Path, views: int8.Views) -> dict[str, Callable[[], None]]:
+    """Return what writes each graph that is made of model.onnx, in the order of its cost."""
+    source = folder / ONNX
+    return {
+        OPENVINO: partial(runtimes.write_openvino, source, folder / OPENVINO),
+        INT8: partial(runtimes.write_int8, source, folder / INT8),
+        BF16: partial(runtimes.write_openvino, source, folder / BF16, half=True),
+        int8.STATIC: partial(int8.post_training, source, folder / int8.STATIC, views),
+    }
 
 
-def _write_float(folder: Path, student: Classifier, size: int, options: ExportOptions) -> dict[str, parity.Runner]:
-    """Write the graphs in float32 and bf16, and return a function that runs each, by file name."""
-    runners: dict[str, parity.Runner] = {}
-    program = runtimes.export_program(runtimes.reparameterized(student), size)
-    if options.graphs.pt2:
-        torch.export.save(program, folder / PT2)
-        runners[PT2] = runtimes.program_runner(folder / PT2)
-    names = []
-    if options.graphs.onnx:
-        runtimes.write_onnx(program, folder / ONNX, runtimes.LOGITS if student.num_classes else runtimes.EMBEDDING)
-        names.append(ONNX)
-    if options.graphs.openvino or (options.pick.measures and runtimes.installed("openvino")):
-        runtimes.write_openvino(folder / ONNX, folder / OPENVINO)
-        names.append(OPENVINO)
-    if options.pick.measures and runtimes.has_bf16():
-        runtimes.write_openvino(folder / ONNX, folder / BF16, half=True)
-        names.append(BF16)
-    return {**runners, **{name: Variant.at(folder / name).runner() for name in names}}
+@dataclass(slots=True)
+class _Work:
+    """An export in the making, while its images are open."""
 
+    subject: Subject
+    folder: Path
+    options: ExportOptions
+    images: ReadImages
+    made: Made
+    makers: dict[str, Callable[[], None]]
+    failures: dict[str, str] = field(default_factory=dict)
+    outputs: GraphOutputs = field(init=False)
 
-def _write_int8(
-    subject: Subject, folder: Path, images: ReadImages, options: ExportOptions
-) -> tuple[list[int8.Rung], list[str]]:
-    """Write the int8 graphs that are asked for, or measured; return what was tried, and a line for what failed.
+    @property
+    def task(self) -> Task:
+        return self.subject.recipe.student.task
 
-    `--int8` must end in one that holds. Of `--compare` alone they are candidates: one that fails is left out, and the
-    finished graphs in float32 stay.
-    """
-    nncf = all(runtimes.installed(name) for name in ("nncf", "openvino"))
-    views = partial(images, training=True)
-    if options.graphs.int8:
-        exam = int8.Exam.of(subject.recipe.student.task, subject.student, partial(images, options.check.images))
-        return int8.climb(folder, exam, views, options.check.max_drop, both=options.pick.measures and nncf), []
-    if not options.pick.measures:
-        return [], []
-    candidates = {INT8: partial(runtimes.write_int8, folder / ONNX, folder / INT8)}
-    if nncf:
-        candidates[int8.STATIC] = partial(int8.post_training, folder / ONNX, folder / int8.STATIC, views)
-    failed = []
-    for name, make in candidates.items():
+    def add_first(self) -> None:
+        """Write the graphs of torch, and those that flags name or that `--compare` wants, and ask all in turns."""
+        graphs, runners = self.options.graphs, dict[str, parity.Runner]()
+        program = runtimes.export_program(
+            runtimes.reparameterized(self.subject.student), self.subject.recipe.data.image_size
+        )
+        if graphs.pt2:
+            torch.export.save(program, self.folder / PT2)
+            runners[PT2] = runtimes.program_runner(self.folder / PT2)
+        if graphs.onnx:
+            answer = runtimes.LOGITS if self.subject.student.num_classes else runtimes.EMBEDDING
+            runtimes.write_onnx(program, self.folder / ONNX, answer)
+            names = [ONNX]
+            for name, make in self.makers.items():
+                if (name == OPENVINO and graphs.openvino) or (name == INT8 and graphs.int8):
+                    make()
+                    names.append(name)
+                elif self.options.pick.compare and _missing(name) is None and not self._failed(name):
+                    names.append(name)
+            runners |= {name: Variant.at(self.folder / name).runner() for name in names}
+        self._compare(runners)
+
+    def _failed(self, name: str) -> str:
+        """Write a candidate; return why it cannot be, and leave what is finished."""
+        if name in self.failures:
+            return self.failures[name]
         try:
-            make()
+            self.makers[name]()
         except Exception as error:  # of any type: runtimes and NNCF have their own
-            for path in variants.files(folder / name):
-                path.unlink(missing_ok=True)
-            reason = " ".join(str(error).split())[:200]
-            failed.append(f"left out: {name}, because quantizing failed ({type(error).__name__}: {reason})")
-    return [], failed
+            self._remove(name)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self.made.lines.append(f"left out: {name}, because writing it failed ({why})")
+            self.failures[name] = f"cannot be written ({why})"
+        return self.failures.get(name, "")
+
+    def _remove(self, name: str) -> None:
+        for path in variants.files(self.folder / name):
+            path.unlink(missing_ok=True)
+        for one in (self.made.parity, self.made.validation, self.made.qualities):
+            one.pop(name, None)
+
+    def _compare(self, runners: dict[str, parity.Runner]) -> None:
+        """Ask PyTorch and graphs about the images, require that exact ones are exact, and record the answers."""
+        found = parity.compare(self.subject.student, runners, self.images(self.options.check.images))
+        first = not self.made.eager_ms
+        self.outputs = found if first else self.outputs.joined(found)
+        self.made.eager_ms, self.made.image = found.cpu_ms[EAGER], found.first
+        for name in runners:
+            self._judge(name)
+
+    def _judge(self, name: str) -> None:
+        made, outputs, task = self.made, self.outputs, self.task
+        scores, difference, images = outputs.scores(name, task), outputs.difference(name), len(outputs.labels)
+        if name in EXACT:
+            parity.check_exact(name, scores, difference, self.options.check.tolerance, images)
+        rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(outputs.cpu_ms[name], 3)}
+        made.parity[name] = {"images": images, **scores.facts, **rounded}
+        made.validation[name] = outputs.reference(name, task, self.subject.classes, bool(made.calibration)).record()
+        line = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}, {scores.summary}, "
+        line += f"{outputs.cpu_ms[name]:.2f} ms CPU an image (PyTorch {made.eager_ms:.2f})"
+        if name not in EXACT:
+            low, high = outputs.drop_interval(name, task)
+            line += f", drop {100 * outputs.drop(name, task):.2f} points (95 %: {100 * low:.2f} to {100 * high:.2f})"
+        if name == INT8 and (share := runtimes.int8_share(self.folder / name)) < variants.LEAST_INT8:
+            line += f"; {percent(share)} of the weights are int8"
+        made.lines.append(f"{name:16s} {self._megabytes(name):6.2f} MB  {line}")
+        if self.options.pick.measures and name != PT2:
+            made.qualities[name] = variants.quality(name, outputs, task)
+
+    def _megabytes(self, name: str) -> float:
+        return sum(file.stat().st_size for file in variants.files(self.folder / name)) / 1e6
+
+    def accept(self, seal: Callable[[Made], object]) -> None:
+        """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
+        text, threads, asked = self.options.pick.accept, self.options.pick.threads, {ONNX, *self.made.parity}
+        wanted = accept.limits(text)
+
+        def size(name: str) -> accept.Found | str:
+            if name not in self.made.parity and (why := _missing(name) or self._failed(name)):
+                return why
+            return {"mb": self._megabytes(name)}
+
+        def right(name: str) -> accept.Found:
+            if name not in self.made.parity:
+                self._compare({name: Variant.at(self.folder / name).runner()})
+            return self._losses(name, wanted)
+
+        def fast(name: str) -> accept.Found:
+            seal(self.made)
+            one = variants.measure(self.folder, {name: self.made.qualities[name]}, self.made.image, [threads])[0]
+            self._warn([name] if variants.noisy(one.speed[threads], one.quality.cpu_ms) else [])
+            return {"ms": one.speed[threads].p50_ms}
+
+        def reject(name: str, why: str) -> None:
+            self.made.lines.append(f"not accepted: {why}")
+            if name not in asked:
+                self._remove(name)
+
+        steps = [size, right, *([fast] if "ms" in wanted else [])]
+        found = accept.first(text, [ONNX, *self.makers], steps, reject)
+        self.made.accepted = {"sentence": text, "threads": threads, **found}
+
+    def _losses(self, name: str, wanted: Mapping[str, float]) -> accept.Found:
+        """Return in points what a graph loses, and the calibration error where it is asked for."""
+        lost = 100 * self.outputs.drop(name, self.task)
+        found = {"drop": lost}
+        if "teacher-drop" in wanted:
+            scored, key = self.subject.scored[0], self.task.scores.own[0].key
+            row = self.subject.provenance["metrics"] if scored is None else scored.row
+            if key not in row or f"teacher_{key}" not in row:
+                wrong = "teacher-drop has nothing to compare with: the run recorded no score of its teacher"
+                raise ModelError("--accept", wrong, "", "Say drop, which is against the student as trained")
+            found["teacher-drop"] = lost + 100 * (row[f"teacher_{key}"] - row[key])
+        if "ece" in wanted:
+            known = self.outputs.labels >= 0
+            if not bool(known.any()):
+                raise ModelError("--accept", "ece needs labels, and no validation image has one", "", "Leave ece out")
+            found["ece"] = 100 * calibration_error(self.outputs.outputs[name][known], self.outputs.labels[known])
+        return found
+
+    def _warn(self, disturbed: Sequence[str]) -> None:
+        if disturbed:
+            text = "noisy: other work disturbed the clients of {}, twice; measure again on a quiet machine"
+            self.made.lines.append(text.format(", ".join(disturbed)))
+
+    def measure_all(self) -> None:
+        """Measure all graphs that there are; see `variants.measure`."""
+        threads, made = self.options.pick.threads, self.made
+        rows = variants.measure(self.folder, made.qualities, made.image, sorted({1, threads, cores()}))
+        made.variants = {one.variant.name: one.facts() for one in rows}
+        self._warn([one.variant.name for one in rows if variants.noisy(one.speed[threads], one.quality.cpu_ms)])
+        made.lines += [f"left out: {name}, because {why}" for name in self.makers if (why := _missing(name))]
 
 
-def _left_out() -> list[str]:
-    """Return a line for each group of variants that this machine cannot run."""
+def _missing(name: str) -> str | None:
+    """Return why this machine cannot run a graph; None: it can."""
+    if name == INT8:
+        return None
     if not runtimes.installed("openvino"):
-        return ["left out: OpenVINO's variants, because openvino is not installed: pip install 'kd[openvino]'"]
-    lines = []
-    if not runtimes.has_bf16():
-        lines.append(f"left out: {BF16}, because OpenVINO finds no bfloat16 units in this processor")
-    if not runtimes.installed("nncf"):
-        lines.append(f"left out: {int8.STATIC}, because nncf is not installed: pip install 'kd[nncf]'")
-    return lines
+        return "openvino is not installed: pip install 'kd[openvino]'"
+    if name == BF16 and not runtimes.has_bf16():
+        return "OpenVINO finds no bfloat16 units in this processor"
+    if name == int8.STATIC and not runtimes.installed("nncf"):
+        return "nncf is not installed: pip install 'kd[nncf]'"
+    return None

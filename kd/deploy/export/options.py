@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from kd.core.errors import ConfigError, did_you_mean
 from kd.core.host import cores
 from kd.core.options import option, positive, whole_number
+from kd.deploy.export.accept import EXAMPLE, limits, sentence
 
 if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
     from kd.core.evaluation import Task
     from kd.deploy.export.defer import Rule
-
-
-def points(text: str) -> float:
-    """Return points of a percentage as a share; ValueError: it is no number."""
-    with suppress(ValueError):
-        if float(text) > -1e9:  # false for NaN
-            return float(text) / 100
-    raise ValueError(f"'{text}' is not a number of points such as 0.5")
-
-
-def milliseconds(text: str) -> float:
-    """Return a time such as 10ms or 0.5s in milliseconds; ValueError: it is none."""
-    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)(ms|s)", text)
-    if match is None or not float(match[1]):
-        raise ValueError(f"'{text}' is not a time such as 10ms or 0.5s")
-    return float(match[1]) * (1000 if match[2] == "s" else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +22,7 @@ class GraphOptions:
     onnx: bool = option(True)
     """write model.onnx; without it and --pt2 no images are read"""
     int8: bool = option(False)
-    """also a graph in int8: the first that loses at most --max-drop (dynamic, then post-training)"""
+    """also model.int8.onnx: int8 weights, activations quantized as they come"""
     openvino: bool = option(False)
     """also openvino.xml; needs kd[openvino]"""
     pt2: bool = option(False)
@@ -55,10 +38,8 @@ class GraphOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
-    """How a graph is compared with PyTorch, and what it may lose."""
+    """How a graph is compared with PyTorch."""
 
-    max_drop: float = option(0.01, "POINTS", points)
-    """points of accuracy that int8 and bf16 may lose on the validation images (default 1)"""
     tolerance: float = option(1e-3, "X", positive)
     """logits of float32 graphs may differ by this much"""
     images: int = option(2000, "N", whole_number(0, 10**9))
@@ -70,16 +51,16 @@ class PickOptions:
     """Which graph `kd-serve` loads by itself."""
 
     compare: bool = option(False)
-    """measure every graph that runs here, by kd-serve, and pick the fastest that loses at most --max-drop"""
-    budget: float = option(0.0, "TIME", milliseconds)
-    """pick the most accurate that answers within this, such as 10ms (its p50); implies --compare (default: none)"""
+    """write every graph that runs here and measure each, by kd-serve"""
+    accept: str = option("", "SENTENCE", sentence)
+    """"drop<=2 ms<=5 mb<=4", also teacher-drop and ece: write the first graph that keeps it, or exit with code 3"""
     threads: int = option(1, "N", whole_number(1, 4096))
-    """on which an image is computed for the pick (default 1, as kd-serve does)"""
+    """on which an image is computed for `ms` (default 1)"""
 
     @property
     def measures(self) -> bool:
         """Whether graphs are measured."""
-        return self.compare or self.budget > 0
+        return self.compare or bool(self.accept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +88,7 @@ NAMES = tuple(one.name for kind in GROUPS.values() for one in fields(kind))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """All of them. By their own names, as from Python: `ExportOptions.of(int8=True, max_drop=0.005)`."""
+    """All of them. By their own names, as from Python: `ExportOptions.of(int8=True, images=500)`."""
 
     graphs: GraphOptions = field(default_factory=GraphOptions)
     check: CheckOptions = field(default_factory=CheckOptions)
@@ -137,6 +118,14 @@ class ExportOptions:
         if pick.measures and not 1 <= pick.threads <= cores():
             allowed = f"1 to {cores()}, which this process may use"
             raise ConfigError("--threads", f"is {pick.threads}", allowed, "Measure where the endpoint will run")
+        if pick.accept:
+            try:
+                wanted = limits(pick.accept)
+            except ValueError as error:
+                raise ConfigError("--accept", str(error), "", f"Say it {EXAMPLE}") from error
+            if "ece" in wanted and task.logits != "softmax":
+                wrong = "ece is of answers with one class, and this student gives others"
+                raise ConfigError("--accept", wrong, "", "Leave ece out")
         if graphs.index and task.logits:
             wrong = "this student answers with classes, not with vectors"
             raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from kd.core.errors import DataError, ModelError
 from kd.core.evaluation import Task
-from kd.core.intervals import around, resampled, wilson
+from kd.core.intervals import around, paired, resampled, wilson
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
 from kd.data.batches import batches_of
@@ -61,6 +61,32 @@ class GraphOutputs:
             return found.facts[found.decides]
 
         return around(value, resampled(score, images))
+
+    def drop(self, name: str, task: Task) -> float:
+        """Return what a graph loses of the score that decides against PyTorch on these images."""
+        before, after = self.scores(EAGER, task), self.scores(name, task)
+        return before.facts[before.decides] - after.facts[after.decides]
+
+    def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
+        """Return the 95 % interval of a drop: from the images whose answer changed, or by the bootstrap."""
+
+        def lost(picks: np.ndarray) -> float:
+            reference, labels = self.outputs[EAGER][picks], self.labels[picks]
+            pair = [task.graph_scores(self.outputs[one][picks], reference, labels) for one in (EAGER, name)]
+            return pair[0].facts[pair[0].decides] - pair[1].facts[pair[1].decides]
+
+        images = len(self.labels)
+        if "correct" in self.scores(name, task).facts:
+            expected = self.outputs[EAGER].argmax(1)
+            label = torch.where(self.labels < 0, expected, self.labels)
+            was, now = expected == label, self.outputs[name].argmax(1) == label
+            return paired(int((was & ~now).sum()), int((now & ~was).sum()), images)
+        return around(self.drop(name, task), resampled(lost, images))
+
+    def joined(self, other: GraphOutputs) -> GraphOutputs:
+        """Return these outputs and those of other graphs for the same images."""
+        outputs, took = {**self.outputs, **other.outputs}, {**self.cpu_ms, **other.cpu_ms}
+        return replace(self, outputs=outputs, cpu_ms=took)
 
     def difference(self, name: str) -> float:
         """Return the largest |difference| from PyTorch; infinite where one is no number."""

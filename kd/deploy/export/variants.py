@@ -1,4 +1,4 @@
-"""The files of an export as variants: how right each is, how fast on this machine, and which one to ship.
+"""The files of an export as variants: how right each is, and how fast on this machine.
 
 A variant is one graph in one precision, and one file name. How right it is comes from the run's validation images. How
 fast it is comes from `kd-serve` itself (`kd.deploy.serve.bench`): a time is what one client waits for an answer.
@@ -15,12 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import ModelError
 from kd.core.evaluation import Task
-from kd.core.host import cores
-from kd.core.text import percent
 from kd.deploy.export import parity
-from kd.deploy.export.options import PickOptions
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.files.manifest import GRAPHS
@@ -34,8 +30,8 @@ TAIL = 3.0  # times the median: from there a p99 is other work. Undisturbed it i
 SLOWER, SERVER_MS = 5.0, 10.0
 """Times the CPU time, and milliseconds for the request, from which a median is other work: 39.5 ms was seen of 0.42."""
 LEAST_INT8 = 0.5
-"""Share of the weights that an int8 file must have in int8. Of a network of convolutions dynamic quantization makes the
-head alone int8 (as little as 0.6 %), so that the file is float32 by another name and its drop of 0.0 says nothing."""
+"""Share of the weights below which an export says how many are int8. Of a network of convolutions dynamic quantization
+makes the head alone int8 (as little as 0.6 %), so that the file is float32 by another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +85,6 @@ class Quality:
     agreement: float
     """With the student as trained: share of equal answers, or what the task compares."""
     images: int
-    int8_share: float = 1.0
-    """Of the weights, where the file is int8."""
     cpu_ms: float = 0.0
     """CPU time of an image with one thread, without a server."""
 
@@ -104,15 +98,6 @@ class MeasuredVariant:
     speed: Mapping[int, Latency]
     """By number of threads: one image at a time on so many; for `images_per_second` as many at a time as threads."""
 
-    def holds(self, max_drop: float) -> bool:
-        """Return whether it loses at most so much and is what its name says.
-
-        float32 was compared with PyTorch image by image.
-        """
-        return self.variant.precision == "float32" or (
-            self.quality.drop <= max_drop and self.quality.int8_share >= LEAST_INT8
-        )
-
     def facts(self) -> dict[str, Any]:
         """Return all of it as JSON values, for manifest.json."""
         one, quality = self.variant, asdict(self.quality)
@@ -120,19 +105,15 @@ class MeasuredVariant:
         return {"runtime": one.runtime, "precision": one.precision, "bytes": one.bytes, **quality, "speed": speed}
 
 
-def quality(path: Path, outputs: parity.GraphOutputs, task: Task) -> Quality:
-    """Return how right the graph in a file is, from what it and PyTorch answered."""
-    name = path.name
-    scores, eager = outputs.scores(name, task), outputs.scores(parity.EAGER, task)
+def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> Quality:
+    """Return how right a graph is, from what it and PyTorch answered."""
+    scores = outputs.scores(name, task)
     key, images = scores.decides, len(outputs.labels)
     value = scores.facts[key]
     agreement = scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else value
     unit = next((one.unit for one in task.scores.own if one.title == scores.title), "")
-    drop = eager.facts[key] - value
-    share = runtimes.int8_share(path) if GRAPHS[name].precision == "int8" and path.suffix == ".onnx" else 1.0
-    return Quality(
-        scores.title, unit, value, outputs.interval(name, task), drop, agreement, images, share, outputs.cpu_ms[name]
-    )
+    drop, ends = outputs.drop(name, task), outputs.interval(name, task)
+    return Quality(scores.title, unit, value, ends, drop, agreement, images, outputs.cpu_ms[name])
 
 
 def measure(
@@ -162,44 +143,3 @@ def measure(
 def noisy(one: Latency, cpu_ms: float) -> bool:
     """Return whether other work disturbed what clients of one server saw, so that it says little of the graph."""
     return one.p99_ms > TAIL * one.p50_ms or one.p50_ms > SLOWER * cpu_ms + SERVER_MS
-
-
-def compare(
-    draft: Path, qualities: Mapping[str, Quality], image: np.ndarray, options: PickOptions, max_drop: float
-) -> dict[str, Any]:
-    """Measure all graphs of an export that can be served, and remove those that lose more than `max_drop`.
-
-    Returns:
-        `variants`, `pick` and how it was picked, for manifest.json.
-    """
-    rows = measure(draft, qualities, image, sorted({1, options.threads, cores()}))
-    found = {one.variant.name: {**one.facts(), "written": one.holds(max_drop)} for one in rows}
-    chosen = pick(rows, options.threads, max_drop, options.budget)
-    for path in (path for one in rows if not one.holds(max_drop) for path in one.variant.paths):
-        path.unlink()
-    picked: dict[str, Any] = {"threads": options.threads, "budget_ms": options.budget, "max_drop": max_drop}
-    disturbed = [one.variant.name for one in rows if noisy(one.speed[options.threads], one.quality.cpu_ms)]
-    picked |= {"noisy": disturbed} if disturbed else {}
-    return {"variants": found, "pick": chosen, "picked": picked}
-
-
-def pick(rows: Sequence[MeasuredVariant], threads: int, max_drop: float, budget_ms: float = 0.0) -> str:
-    """Return the file to ship.
-
-    With a budget the most accurate one whose p50 is within it, without one the fastest. Only of those that lose at most
-    `max_drop` and are not slower than float32 in onnxruntime.
-    """
-    limit = next(one for one in rows if one.variant.name == ONNX).speed[threads].p50_ms
-    allowed = [one for one in rows if one.holds(max_drop) and one.speed[threads].p50_ms <= limit]
-    fastest = min(allowed, key=lambda one: one.speed[threads].p50_ms)
-    if not budget_ms:
-        return fastest.variant.name
-    within = [one for one in allowed if one.speed[threads].p50_ms <= budget_ms]
-    if not within:
-        best = fastest.speed[threads].p50_ms
-        wrong = f"no file answers within {budget_ms:g} ms on {threads} threads and loses at most {percent(max_drop)}"
-        found = f"The fastest of those that lose no more is {fastest.variant.name} with {best:.3g} ms"
-        remedy = "Nothing was written; raise --budget or --max-drop, use more --threads, or train a smaller student"
-        raise ModelError("--budget", wrong, found, remedy)
-    best = max(within, key=lambda one: (one.quality.score, -one.speed[threads].p50_ms))
-    return best.variant.name

@@ -44,7 +44,7 @@ class PredictOptions:
     to: Path = option(Path("predictions.csv"), "FILE", Path)
     """.csv, .jsonl or .parquet"""
     file: str = option("", "FILE")
-    """the graph (default: the one that kd-export picked or accepted, or model.onnx)"""
+    """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     second: Path | None = option(None, "EXPORT", Path)
     """another export, such as the teacher's, that answers where the first is not sure (kd-export --defer)"""
     top: int = option(1, "N", whole_number(0, 10**9))

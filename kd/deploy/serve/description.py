@@ -56,7 +56,7 @@ class Description:
 def describe(folder: Path, file: str = "") -> Description:
     """Read an export's manifest and labels, not the graph. A stranger may have written them: every value is checked.
 
-    `file` is the graph's; "": the one that `kd-export --compare` picked, or model.onnx.
+    `file` is the graph's; "": the one that `kd-export --accept` chose, or model.onnx.
     """
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     try:

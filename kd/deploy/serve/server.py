@@ -29,7 +29,7 @@ class ServeOptions:
     folder: Path = option(metavar="FOLDER")
     """what kd-export wrote; the bare word `serve`: /opt/ml/model, on 0.0.0.0"""
     file: str = option("", "FILE")
-    """the graph (default: the one that kd-export picked or accepted, or model.onnx)"""
+    """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     host: str = option("127.0.0.1", "HOST")
     """interface (default 127.0.0.1: only this machine)"""
     port: int = option(8080, "PORT", whole_number(0, 65535))

@@ -1,4 +1,4 @@
-"""int8: the first way that holds is written, and what is missing or lost is said."""
+"""int8: what it loses, and what is left in float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kd.core.errors import MissingExtra, ModelError
 from kd.core.intervals import paired
 from kd.deploy.export import int8
-from kd.deploy.export.int8 import DYNAMIC, STATIC, Exam, Rung
-from kd.deploy.export.variants import LEAST_INT8
+from kd.deploy.export.int8 import STATIC
+from kd.deploy.export.parity import EAGER, GraphOutputs, compare
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load import load
@@ -48,29 +47,19 @@ def student(outliers: bool = False, name: str = "vit_tiny_patch16_224", args: di
     return made
 
 
-@pytest.fixture
-def examined(tmp_path):
-    """Write model.onnx of a student; return the exam of its graphs."""
-
-    def write(model: Classifier) -> Exam:
-        runtimes.write_onnx(runtimes.export_program(model, SIZE), tmp_path / "model.onnx")
-        return Exam.of(SingleLabel(), model, images)
-
-    return write
-
-
-def files(folder) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def test_the_first_way_that_holds_is_written(examined, tmp_path):
-    (rung,) = int8.climb(tmp_path, examined(student()), images, max_drop=0.2)
-    assert (rung.name, rung.file, rung.title) == ("dynamic", DYNAMIC, "accuracy")
-    assert rung.bytes == (tmp_path / DYNAMIC).stat().st_size < (tmp_path / "model.onnx").stat().st_size
-    assert rung.drop == pytest.approx(1 - rung.agreement)
-    assert rung.interval[0] <= rung.drop <= rung.interval[1]
-    assert "int8, dynamic: accuracy " in rung.line()
-    assert files(tmp_path) == {"model.onnx", DYNAMIC}
+@NNCF
+def test_smoothquant_holds_where_dynamic_int8_does_not(tmp_path):
+    model = student(outliers=True)
+    runtimes.write_onnx(runtimes.export_program(model, SIZE), tmp_path / "model.onnx")
+    runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
+    int8.post_training(tmp_path / "model.onnx", tmp_path / STATIC, images)
+    runners = {
+        "model.int8.onnx": runtimes.onnx_runner(tmp_path / "model.int8.onnx"),
+        STATIC: runtimes.openvino_runner(tmp_path / STATIC, 1),
+    }
+    found = compare(model, runners, images())
+    assert found.drop("model.int8.onnx", SingleLabel()) > 0.2
+    assert found.drop(STATIC, SingleLabel()) <= 0.1
 
 
 def test_the_interval_is_that_of_the_same_images():
@@ -80,71 +69,19 @@ def test_the_interval_is_that_of_the_same_images():
     outputs = reference.clone()
     outputs[0] = torch.eye(4)[3]  # the graph is right where PyTorch is not,
     outputs[1:4] = torch.eye(4)[0]  # and wrong three times
-    exam = Exam(SingleLabel(), lambda: [], reference, labels)
-    assert exam.interval(outputs, 0.1) == paired(3, 1, 20)
+    found = GraphOutputs({EAGER: reference, "graph": outputs}, labels, [], {})
+    assert found.drop("graph", SingleLabel()) == pytest.approx(0.1)
+    assert found.drop_interval("graph", SingleLabel()) == paired(3, 1, 20)
 
 
-@pytest.mark.parametrize(
-    ("share", "drop", "holds"), [(1.0, 0.01, True), (1.0, 0.011, False), (LEAST_INT8 / 2, 0.0, False)]
-)
-def test_what_holds(share, drop, holds):
-    rung = Rung("dynamic", DYNAMIC, "accuracy", 0.5, drop, (0.0, 0.1), 1.0, 1, share)
-    assert rung.holds(0.01) is holds
-    assert ("of the weights are int8" in rung.line()) == (share < LEAST_INT8)
-
-
-@pytest.mark.parametrize("package", ["nncf", "openvino"])
-def test_what_is_missing_is_one_line(package, examined, tmp_path, monkeypatch):
-    exam = examined(student(outliers=True))
-    for name in ("nncf", "openvino"):  # the other one counts as installed
-        monkeypatch.setitem(sys.modules, name, None if name == package else sys)
-    wanted = r"--int8: dynamic int8 loses .* at most 0\.5 are allowed \(--max-drop\), and post-training quantization "
-    with pytest.raises(MissingExtra, match=rf"^{wanted}needs {package}, .*\. pip install 'kd\[nncf\]'\.$"):
-        int8.climb(tmp_path, exam, images, max_drop=0.005)
-    assert files(tmp_path) == {"model.onnx"}
-
-
-@NNCF
-def test_smoothquant_holds_where_dynamic_int8_does_not(examined, tmp_path):
-    exam = examined(student(outliers=True))
-    first, second = int8.climb(tmp_path, exam, images, max_drop=0.1)
-    assert first.drop > 0.2
-    assert (second.name, second.file) == ("post-training", STATIC)
-    assert second.drop <= 0.1
-    assert files(tmp_path) == {"model.onnx", STATIC, "openvino.int8.bin"}
-    answers = runtimes.openvino_runner(tmp_path / STATIC, 1)(PIXELS)
-    assert (answers.argmax(1) == exam.reference.argmax(1).numpy()).mean() == second.agreement
-
-
-@NNCF
-def test_both_files_stay_where_speeds_are_compared(examined, tmp_path):
-    rungs = int8.climb(tmp_path, examined(student()), images, max_drop=0.2, both=True)
-    assert [rung.file for rung in rungs] == [DYNAMIC, STATIC]
-    assert {DYNAMIC, STATIC} < files(tmp_path)
-
-
-@NNCF
-def test_a_drop_that_nothing_holds_is_one_line(examined, tmp_path):
-    wanted = (
-        r"^--max-drop: no int8 graph holds it: on 64 validation images they lose dynamic .*, post-training .* points"
-    )
-    with pytest.raises(ModelError, match=wanted):
-        int8.climb(tmp_path, examined(student()), images, max_drop=-2.0)
-
-
-def test_dynamic_int8_does_not_hold_where_convolutions_stay_as_they_are(tmp_path, monkeypatch):
+def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):
     torch.manual_seed(0)
     model = load(Spec("student", "lcnet_050", {}, ["a", "b"], free_size=True), 32).eval()
     runtimes.write_onnx(runtimes.export_program(model, 32), tmp_path / "model.onnx")
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 3, 32, 32), np.uint8)
-    exam = Exam.of(SingleLabel(), model, lambda: [(pixels, np.zeros(8, np.int64))])
-    monkeypatch.setitem(sys.modules, "nncf", None)
-    with pytest.raises(MissingExtra, match=r"leaves convolutions in float32, .* % of the weights"):
-        int8.climb(tmp_path, exam, images, max_drop=1.0)
-    runtimes.write_int8(tmp_path / "model.onnx", tmp_path / DYNAMIC)
+    runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
     weights = {name: one.numel() for name, one in model.network.named_parameters() if one.ndim > 1}
     linear = sum(count for name, count in weights.items() if name.startswith("classifier"))
-    assert runtimes.int8_share(tmp_path / DYNAMIC) == pytest.approx(linear / sum(weights.values()), abs=0.01)
+    assert runtimes.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(linear / sum(weights.values()), abs=0.01)
 
 
 @NNCF

@@ -29,7 +29,7 @@ def files(folder) -> set[str]:
 
 def test_the_graphs_that_are_asked_for(subject, tmp_path):
     made = subject()
-    written = write(made, tmp_path / "export", ExportOptions.of(pt2=True, int8=True, max_drop=0.5))
+    written = write(made, tmp_path / "export", ExportOptions.of(pt2=True, int8=True))
     plain = {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
     assert files(written.folder) == {*plain, "model.onnx", "model.pt2", "model.int8.onnx"}
     manifest = json.loads((written.folder / "manifest.json").read_text())
@@ -37,7 +37,7 @@ def test_the_graphs_that_are_asked_for(subject, tmp_path):
     assert {**said, "files": manifest["files"], "checksum": manifest["checksum"]} == manifest
     assert set(manifest["parity"]) == set(manifest["validation"]) == {"model.onnx", "model.pt2", "model.int8.onnx"}
     assert manifest["parity"]["model.onnx"]["same_top1"] == manifest["parity"]["model.onnx"]["images"] == 40
-    assert manifest["int8"][0]["file"] == "model.int8.onnx"
+    assert any(line.startswith("model.int8.onnx") and "drop 0.00 points (95 %: " in line for line in written.lines)
     assert manifest["version"] == made.provenance["digest"][:12]
     pixels = np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), np.uint8)
     with torch.no_grad():
@@ -108,8 +108,10 @@ def test_a_tolerance_is_kept(subject, tmp_path):
     ("named", "task", "words"),
     [
         ({"onnx": False, "int8": True}, SINGLE, "--no-onnx: all other graphs are made from model.onnx"),
-        ({"onnx": False, "budget": 1.0}, SINGLE, "--no-onnx"),
+        ({"onnx": False, "accept": "mb<=1"}, SINGLE, "--no-onnx"),
         ({"compare": True, "threads": 4096}, SINGLE, "--threads: is 4096"),
+        ({"accept": "ms<5"}, SINGLE, r"^--accept: 'ms<5' is not WORD<=NUMBER"),
+        ({"accept": "ece<=3"}, VECTORS, "--accept: ece is of answers with one class"),
         ({"index": True}, SINGLE, "--index: this student answers with classes"),
         ({"index": True, "onnx": False}, VECTORS, "--index: maps the vectors in the graphs"),
         ({"defer": 0.02, "defer_share": 0.1}, SINGLE, "--defer: and --defer-share"),
@@ -121,8 +123,8 @@ def test_options_that_do_not_go_together(named, task, words):
 
 
 def test_options_by_their_names():
-    made = ExportOptions.of(int8=True, max_drop=0.5, budget=3.0, license="mit")
-    assert (made.graphs.int8, made.check.max_drop, made.pick.measures, made.license) == (True, 0.5, True, "mit")
+    made = ExportOptions.of(int8=True, images=50, accept="mb<=3", license="mit")
+    assert (made.graphs.int8, made.check.images, made.pick.measures, made.license) == (True, 50, True, "mit")
     with pytest.raises(ConfigError, match=r"^in8: is no option of an export\. .*int8"):
         ExportOptions.of(in8=True)
 
@@ -131,7 +133,7 @@ def test_options_by_their_names():
 def brief(monkeypatch) -> None:
     """Measure briefly, and as where OpenVINO is not installed."""
     monkeypatch.setattr(variants, "SECONDS", 0.01)
-    monkeypatch.setattr(variants, "cores", lambda: 1)
+    monkeypatch.setattr(graphs, "cores", lambda: 1)
     find = runtimes.installed
     monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
 
@@ -148,7 +150,7 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tm
     written = write(subject(), tmp_path / "export", ExportOptions.of(compare=True))
     assert "model.onnx" in files(written.folder)
     assert "model.int8.onnx" not in files(written.folder)
-    line = "left out: model.int8.onnx, because quantizing failed (RuntimeError: NotImplemented: no kernel)"
+    line = "left out: model.int8.onnx, because writing it failed (RuntimeError: NotImplemented: no kernel)"
     assert line in written.lines
     with pytest.raises(RuntimeError):  # asked for by name it is an error
         write(subject(), tmp_path / "other", ExportOptions.of(int8=True))

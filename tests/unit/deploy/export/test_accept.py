@@ -1,0 +1,128 @@
+"""`--accept`: what a sentence may say, the first graph that keeps it, and by how much the others miss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kd.core.errors import ModelError
+from kd.deploy.export import graphs, variants
+from kd.deploy.export.accept import NotAcceptedError, first, limits, misses, sentence
+from kd.deploy.export.export import write
+from kd.deploy.export.options import ExportOptions
+from kd.deploy.serve.description import describe
+from kd.models import runtimes
+
+
+def test_a_sentence():
+    assert limits("drop<=2  ms<=5.5 mb<=4 ece<=0") == {"drop": 2.0, "ms": 5.5, "mb": 4.0, "ece": 0.0}
+    assert sentence(" teacher-drop<=1.5  mb<=4 ") == "teacher-drop<=1.5 mb<=4"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("ms<5", r"'ms<5' is not WORD<=NUMBER, such as"),
+        ("ms <= 5", "'ms' is not WORD<=NUMBER"),
+        ("ms<=fast", "is not WORD<=NUMBER"),
+        ("ms<=nan", "is not WORD<=NUMBER"),
+        ("ms<=1e9", "is not WORD<=NUMBER"),
+        ("drop<=-1", "is not WORD<=NUMBER"),
+        ("ms<=0", "'ms<=0' is no sense"),
+        ("drop<=101", "'drop<=101' is no sense"),
+        ("dorp<=1", "'dorp' is not one of drop, teacher-drop, ece, ms, mb"),
+        ("mb<=1 mb<=2", "'mb' stands there twice"),
+        ("  ", "an empty sentence"),
+    ],
+)
+def test_what_is_no_sentence(text, told):
+    with pytest.raises(ValueError, match=told):
+        limits(text)
+
+
+def test_by_how_much_a_graph_misses():
+    found = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
+    assert misses(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == ["drop by 0.5 (2.5)", "ece by nan (nan)"]
+
+
+def test_the_cheap_numbers_first_and_the_first_graph_that_keeps_all():
+    sizes, drops, times = {"a": 9.0, "b": 3.0, "c": 3.0, "d": 1.0}, {"b": 5.0, "c": 1.0}, {"c": 4.0}
+    rejected = []
+    found = first(
+        "drop<=2 ms<=5 mb<=4",
+        ["a", "gone", "b", "c", "d"],
+        [
+            lambda name: {"mb": sizes[name]} if name in sizes else "is not here",
+            lambda name: {"drop": drops[name]},  # a KeyError for what is too large already, and for what comes behind
+            lambda name: {"ms": times[name]},
+        ],
+        lambda name, why: rejected.append(why),
+    )
+    assert found == {"file": "c", "found": {"drop": 1.0, "ms": 4.0, "mb": 3.0}}
+    assert rejected == ["a misses mb by 5 (9)", "gone: is not here", "b misses drop by 3 (5)"]
+
+
+@pytest.fixture
+def brief(monkeypatch) -> None:
+    """Measure briefly, and as where OpenVINO is not installed."""
+    monkeypatch.setattr(variants, "SECONDS", 0.01)
+    find = runtimes.installed
+    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
+
+
+def files(folder) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("brief")
+def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path):
+    """model.onnx is too large, so that int8 is made, measured through kd-serve and loaded; the card says so."""
+    float32 = write(subject(), tmp_path / "float32", ExportOptions.of(accept="drop<=0 ece<=100"))
+    assert float32.manifest["accepted"]["file"] == "model.onnx"
+    assert "model.int8.onnx" not in files(float32.folder)
+    size = (float32.folder / "model.onnx").stat().st_size / 1e6
+    text = f"drop<=20 ms<=10000 mb<={size - 0.005:.3f}"
+    written = write(subject(), tmp_path / "export", ExportOptions.of(accept=text))
+    accepted = json.loads((written.folder / "manifest.json").read_text())["accepted"]
+    assert (accepted["sentence"], accepted["file"], accepted["threads"]) == (text, "model.int8.onnx", 1)
+    assert 0 < accepted["found"]["ms"] <= 10000
+    assert accepted["found"]["mb"] * 1e6 == pytest.approx((written.folder / "model.int8.onnx").stat().st_size, abs=51)
+    assert describe(written.folder).file == "model.int8.onnx"
+    assert {"model.onnx", "model.int8.onnx"} <= files(written.folder)
+    assert f'accepted "{text}": model.int8.onnx with drop ' in (written.folder / "README.md").read_text()
+    assert any(line.startswith("not accepted: model.onnx misses mb by 0.005") for line in written.lines)
+
+
+@pytest.mark.usefixtures("brief")
+def test_nothing_is_written_where_nothing_keeps_it(subject, tmp_path):
+    with pytest.raises(NotAcceptedError) as raised:
+        write(subject(), tmp_path / "export", ExportOptions.of(accept="mb<=0.001"))
+    assert raised.value.exit_code == 3
+    text = str(raised.value)
+    assert text.startswith('--accept: nothing keeps "mb<=0.001". model.onnx misses mb by ')
+    for name in ("model.int8.onnx misses mb by ", "openvino.xml: openvino is not installed"):
+        assert name in text
+    assert "\n" not in text
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_graph_that_cannot_be_written_is_no_end(subject, tmp_path, monkeypatch):
+    def fails(source, path):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
+    told = r"model\.int8\.onnx: cannot be written \(RuntimeError: no kernel\)"
+    with pytest.raises(NotAcceptedError, match=told):
+        write(subject(), tmp_path / "export", ExportOptions.of(accept="mb<=0.001"))
+
+
+def test_against_the_teacher(subject, tmp_path):
+    made = subject()
+    with pytest.raises(ModelError, match="teacher-drop has nothing to compare with"):
+        write(made, tmp_path / "export", ExportOptions.of(accept="teacher-drop<=1"))
+    metrics = {"accuracy": 0.7, "teacher_accuracy": 0.75}
+    made = subject(provenance={**made.provenance, "metrics": metrics})
+    written = write(made, tmp_path / "export", ExportOptions.of(accept="teacher-drop<=6"))
+    assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}
