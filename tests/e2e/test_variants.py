@@ -59,7 +59,13 @@ def test_the_table_and_the_pick(distilled, command, tmp_path):
 
 
 def test_sentences_and_numbers_that_are_none(distilled, command):
-    for wrong in (("--accept", "ms<5"), ("--accept", "speed<=5"), ("--tolerance", "nan"), ("--images", "-1")):
+    for wrong in (
+        ("--accept", "ms<5"),
+        ("--accept", "speed<=5"),
+        ("--accept", ""),
+        ("--tolerance", "nan"),
+        ("--images", "-1"),
+    ):
         answer = command("export", distilled, *wrong)
         assert answer.code == 2
         assert len(answer.err.splitlines()) == 1

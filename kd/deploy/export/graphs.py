@@ -80,8 +80,8 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
         work.add_first()
         made.thresholds = task.thresholds(work.outputs.outputs[EAGER], work.outputs.labels, classes)
         made.lines += notes
-        if options.pick.accept:
-            work.accept(seal)
+        if options.pick.accept is not None:
+            work.accept(options.pick.accept, seal)
         if options.pick.compare:
             seal(made)
             work.measure_all()
@@ -191,9 +191,9 @@ class _Work:
     def _megabytes(self, name: str) -> float:
         return sum(file.stat().st_size for file in variants.files(self.folder / name)) / 1e6
 
-    def accept(self, seal: Callable[[Made], object]) -> None:
+    def accept(self, text: str, seal: Callable[[Made], object]) -> None:
         """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
-        text, threads, asked = self.options.pick.accept, self.options.pick.threads, {ONNX, *self.made.parity}
+        threads, asked = self.options.pick.threads, {ONNX, *self.made.parity}
         wanted = accept.limits(text)
 
         def size(name: str) -> accept.Found | str:

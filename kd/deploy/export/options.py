@@ -52,7 +52,7 @@ class PickOptions:
 
     compare: bool = option(False)
     """write every graph that runs here and measure each, by kd-serve"""
-    accept: str = option("", "SENTENCE", sentence)
+    accept: str | None = option(None, "SENTENCE", sentence)
     """"drop<=2 ms<=5 mb<=4", also teacher-drop and ece: write the first graph that keeps it, or exit with code 3"""
     threads: int = option(1, "N", whole_number(1, 4096))
     """on which an image is computed for `ms` (default 1)"""
@@ -60,7 +60,7 @@ class PickOptions:
     @property
     def measures(self) -> bool:
         """Whether graphs are measured."""
-        return self.compare or bool(self.accept)
+        return self.compare or self.accept is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class ExportOptions:
         if pick.measures and not 1 <= pick.threads <= cores():
             allowed = f"1 to {cores()}, which this process may use"
             raise ConfigError("--threads", f"is {pick.threads}", allowed, "Measure where the endpoint will run")
-        if pick.accept:
+        if pick.accept is not None:
             try:
                 wanted = limits(pick.accept)
             except ValueError as error:

@@ -111,6 +111,7 @@ def test_a_tolerance_is_kept(subject, tmp_path):
         ({"onnx": False, "accept": "mb<=1"}, SINGLE, "--no-onnx"),
         ({"compare": True, "threads": 4096}, SINGLE, "--threads: is 4096"),
         ({"accept": "ms<5"}, SINGLE, r"^--accept: 'ms<5' is not WORD<=NUMBER"),
+        ({"accept": ""}, SINGLE, "--accept: an empty sentence"),
         ({"accept": "ece<=3"}, VECTORS, "--accept: ece is of answers with one class"),
         ({"index": True}, SINGLE, "--index: this student answers with classes"),
         ({"index": True, "onnx": False}, VECTORS, "--index: maps the vectors in the graphs"),
