@@ -76,7 +76,7 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
             few = min(options.check.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))
             notes.append(line)
-        work = _Work(subject, folder, options, images, made, _makers(folder, partial(images, training=True)))
+        work = _Workbench(subject, folder, options, images, made, _makers(folder, partial(images, training=True)))
         work.add_first()
         made.thresholds = task.thresholds(work.outputs.outputs[EAGER], work.outputs.labels, classes)
         made.lines += notes
@@ -103,7 +103,7 @@ def _makers(folder: Path, views: int8.Views) -> dict[str, Callable[[], None]]:
 
 
 @dataclass(slots=True)
-class _Work:
+class _Workbench:
     """An export in the making, while its images are open."""
 
     subject: Subject
