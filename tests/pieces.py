@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import subprocess
+import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,29 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(result.get(key), dict) and key != "args"
         result[key] = merged(result[key], value) if both else value
     return result
+
+
+def write_tar(path: Path, members: Mapping[str, bytes | str], **options: Any) -> Path:
+    """Write a tar file of members by name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as tar:
+        for name, data in members.items():
+            info, content = tarfile.TarInfo(name), data.encode() if isinstance(data, str) else data
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def names(source: Any) -> list[str]:
+    return [source.name(id) for id in range(len(source))]
+
+
+def labels(source: Any) -> list[int]:
+    return [source.label(id) for id in range(len(source))]
+
+
+def png(color: int, kind: str = "PNG") -> bytes:
+    """A picture of 4 x 4 pixels of one red."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (color, 0, 0)).save(buffer, kind)
+    return buffer.getvalue()

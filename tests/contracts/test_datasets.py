@@ -13,7 +13,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tarfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pieces import write_tar
 from PIL import Image
 
 from kd.core.contracts import Source
@@ -57,34 +57,26 @@ def make_imagefolder(root: Path) -> dict[str, Any]:
     return {"root": str(root)}
 
 
-def make_csv(root: Path) -> dict[str, Any]:
+def make_csv(root: Path, ending: str = "list") -> dict[str, Any]:
     for split in ("train", "val"):
         lines = ["path,label"]
         for id, (name, data) in enumerate(images(split)):
             (root / f"{split}-{id}.jpg").write_bytes(data)
             lines.append(f"{split}-{id}.jpg,{name}")
         (root / f"{split}.csv").write_text("\n".join(lines))
-    return {"root": str(root), "train_list": "train.csv", "val_list": "val.csv"}
+    return {"root": str(root), f"train_{ending}": "train.csv", f"val_{ending}": "val.csv"}
 
 
 def make_multilabel(root: Path) -> dict[str, Any]:
-    for split in ("train", "val"):
-        lines = ["file,labels"]
-        for id, (name, data) in enumerate(images(split)):
-            (root / f"{split}-{id}.jpg").write_bytes(data)
-            lines.append(f"{split}-{id}.jpg,{name}")
-        (root / f"{split}.csv").write_text("\n".join(lines))
-    return {"root": str(root), "train_labels": "train.csv", "val_labels": "val.csv"}
+    return make_csv(root, "labels")
 
 
 def make_webdataset(root: Path) -> dict[str, Any]:
     for split in ("train", "val"):
-        with tarfile.open(root / f"{split}-0.tar", "w") as tar:
-            for id, (name, data) in enumerate(images(split)):
-                for ending, content in (("jpg", data), ("cls", name.encode())):
-                    info = tarfile.TarInfo(f"{id}.{ending}")
-                    info.size = len(content)
-                    tar.addfile(info, io.BytesIO(content))
+        members: dict[str, bytes] = {}
+        for id, (name, data) in enumerate(images(split)):
+            members |= {f"{id}.jpg": data, f"{id}.cls": name.encode()}
+        write_tar(root / f"{split}-0.tar", members)
     return {"train": str(root / "train-{0..0}.tar"), "val": str(root / "val-*.tar")}
 
 

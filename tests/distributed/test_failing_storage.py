@@ -6,17 +6,15 @@ occurs.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
 from outside.failing import VICTIM
-from pieces import slow
+from pieces import slow, write_tar
 from test_resume import same_bits
 
 SOAK = bool(os.environ.get("KD_SOAK"))
@@ -28,12 +26,10 @@ ALL = list(itertools.product(FAULTS, ("error", "skip"), (0, 2), (1, 2)))
 def shard(root: Path) -> None:
     """Write the images of each split as a shard, and the training shard a second time as `whole.tar`."""
     for split in ("train", "val"):
-        with tarfile.open(root / f"{split}.tar", "w") as archive:
-            for number, path in enumerate(sorted((root / split).rglob("*.jpg"))):
-                for ending, content in (("jpg", path.read_bytes()), ("cls", path.parent.name.encode())):
-                    member = tarfile.TarInfo(f"{number:04d}.{ending}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
+        members: dict[str, bytes] = {}
+        for number, path in enumerate(sorted((root / split).rglob("*.jpg"))):
+            members |= {f"{number:04d}.jpg": path.read_bytes(), f"{number:04d}.cls": path.parent.name.encode()}
+        write_tar(root / f"{split}.tar", members)
     shutil.copyfile(root / "train.tar", root / "whole.tar")
 
 

@@ -27,26 +27,26 @@ def system(root: Path, group: str, files: dict[str, str]) -> Path:
     return root
 
 
+V1 = "4:memory:/d\n3:cpu,cpuacct:/d\n", "cpu/d/cpu.cfs_quota_us"
+
+
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", ALL), ("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)]
+    ("group", "file", "quota", "cores"),
+    [
+        ("0::/\n", "cpu.max", "max 100000", ALL),
+        ("0::/\n", "cpu.max", "100000 100000", 1),
+        ("0::/\n", "cpu.max", "150000 100000", 1),
+        ("0::/\n", "cpu.max", "50000 100000", 1),
+        ("0::/\n", "cpu.max", "6400000 100000", ALL),  # a wide quota leaves the affinity
+        ("0::/a/b\n", "a/cpu.max", "100000 100000", 1),  # that of a parent counts
+        (*V1, "-1", ALL),
+        (*V1, "100000", 1),
+    ],
 )
-def test_the_quota_of_version_2(tmp_path, quota, cores):
-    assert host.cores(system(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": quota})) == cores
-
-
-def test_a_wide_quota_leaves_the_affinity(tmp_path):
-    assert host.cores(system(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": "6400000 100000"})) == ALL
-
-
-def test_the_quota_of_a_parent_counts(tmp_path):
-    files = {"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "100000 100000"}
-    assert host.cores(system(tmp_path, "0::/a/b\n", files)) == 1
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("-1", ALL), ("100000", 1)])
-def test_the_quota_of_version_1(tmp_path, quota, cores):
-    files = {"sys/fs/cgroup/cpu/d/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/d/cpu.cfs_period_us": "100000"}
-    assert host.cores(system(tmp_path, "4:memory:/d\n3:cpu,cpuacct:/d\n", files)) == cores
+def test_quotas_of_both_versions(tmp_path, group, file, quota, cores):
+    more = {"a/b/cpu.max": "max 100000", "cpu/d/cpu.cfs_period_us": "100000"}
+    files = {f"sys/fs/cgroup/{name}": text for name, text in {**more, file: quota}.items()}
+    assert host.cores(system(tmp_path, group, files)) == cores
 
 
 def test_no_cgroup_at_all(tmp_path):

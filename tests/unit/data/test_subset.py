@@ -4,6 +4,7 @@ import pickle
 from dataclasses import dataclass
 
 import pytest
+from pieces import names
 
 from kd.core.contracts import Noted, Source, Stamped
 from kd.core.errors import DataError
@@ -39,10 +40,6 @@ class Files(Listing):
 
     def stamp(self, id):
         return 100 + id
-
-
-def names(source):
-    return [source.name(id) for id in range(len(source))]
 
 
 def test_each_image_is_in_one_of_the_two():

@@ -1,12 +1,11 @@
 """Hugging Face datasets: saved tables, local folders, columns found or named, the hub out of reach."""
 
 import builtins
-import io
 import os
 
 import numpy as np
 import pytest
-from PIL import Image
+from pieces import labels, png
 
 from kd.core.errors import DataError, MissingExtra
 from kd.parts.datasets.hf import Options, build, facts
@@ -23,12 +22,6 @@ def _offline(monkeypatch, tmp_path):
     monkeypatch.setattr(hub.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def png(color: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4), (color, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def table(labels: list, label=None, **more):
     features = {"image": hub.Image(), "label": label or hub.ClassLabel(names=["pear", "apple"])}
     columns = {"image": [{"bytes": png(id), "path": None} for id in range(len(labels))], "label": labels}
@@ -40,10 +33,6 @@ def table(labels: list, label=None, **more):
 def save(path, **splits) -> Options:
     hub.DatasetDict(splits).save_to_disk(str(path))
     return Options(path=str(path))
-
-
-def labels(source) -> list[int]:
-    return [source.label(id) for id in range(len(source))]
 
 
 def test_saved_splits(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pieces import WITHOUT_HEIF
+from pieces import WITHOUT_HEIF, labels, names
 from PIL import Image
 
 from kd.core.errors import DataError
@@ -28,14 +28,6 @@ def fill(root: Path, *names: str) -> Path:
     for color, name in enumerate(names):
         paint(root / name, color)
     return root
-
-
-def names(source) -> list[str]:
-    return [source.name(id) for id in range(len(source))]
-
-
-def labels(source) -> list[int]:
-    return [source.label(id) for id in range(len(source))]
 
 
 def options(root: Path, **more) -> Options:

@@ -1,15 +1,14 @@
 """Listings as columns: names, labels, stamps, fingerprints and held-out images are those of plain lists."""
 
 import hashlib
-import io
 import os
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pieces import write_tar
 
 from kd.core.contracts import Source, Stamped
 from kd.parts import registry
@@ -133,16 +132,14 @@ def test_shards(tmp_path, written):
     integers = written[0].isdecimal()
     classes = [str(value) for value in range(8)] if integers else sorted(written)
     for shard in range(3):
-        with tarfile.open(tmp_path / f"t-{shard}.tar", "w") as file:
-            for number in range(60):
-                label = written[(number + shard) % 3]
-                names.append(f"t-{shard}.tar/{number:04d}")
-                of.append(classes.index(label))
-                sizes.append(number + shard + 1)
-                for ending, content in (("jpg", b"x" * sizes[-1]), ("cls", label.encode())):
-                    member = tarfile.TarInfo(f"{number:04d}.{ending}")
-                    member.size = len(content)
-                    file.addfile(member, io.BytesIO(content))
+        members = {}
+        for number in range(60):
+            label = written[(number + shard) % 3]
+            names.append(f"t-{shard}.tar/{number:04d}")
+            of.append(classes.index(label))
+            sizes.append(number + shard + 1)
+            members |= {f"{number:04d}.jpg": b"x" * sizes[-1], f"{number:04d}.cls": label.encode()}
+        write_tar(tmp_path / f"t-{shard}.tar", members)
     pattern = str(tmp_path / "t-{0..2}.tar")
     source = built("webdataset", "train", train=pattern, val=pattern)
     assert [source.name(id) for id in range(len(source))] == names

@@ -1,14 +1,13 @@
 """Shards as WebDataset writes them, read by position; shards cut short, mislabelled, remote."""
 
 import gzip
-import io
 import json
 import os
 import tarfile
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from pieces import labels, png, write_tar
 
 from kd.core.errors import CorruptImage, DataError, KdError
 from kd.files import storage
@@ -16,28 +15,11 @@ from kd.files.shards import _expand_braces
 from kd.parts.datasets.webdataset import Options, build, facts
 
 
-def png(color: int, kind: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4), (color, 0, 0)).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def shard(path: Path, members: dict[str, bytes | str], **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", **options) as tar:
-        for name, data in members.items():
-            data = data.encode() if isinstance(data, str) else data
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-def samples(labels: list, ending: str = "cls") -> dict[str, bytes | str]:
+def samples(labels: list, ending: str = "cls") -> dict[str, bytes]:
     return {
         f"{id:04d}.{kind}": data
         for id, label in enumerate(labels)
-        for kind, data in (("png", png(id)), (ending, label if isinstance(label, str) else str(label)))
+        for kind, data in (("png", png(id)), (ending, str(label).encode()))
     }
 
 
@@ -45,13 +27,11 @@ def options(tmp_path: Path, **more) -> Options:
     return Options(**{"train": str(tmp_path / "train.tar"), "val": str(tmp_path / "val.tar"), **more})
 
 
-def labels(source) -> list[int]:
-    return [source.label(id) for id in range(len(source))]
-
-
 def test_integers_over_several_shards(tmp_path):
     for number in range(11):
-        shard(tmp_path / f"train-{number:06d}.tar", {f"{number}.png": png(number), f"{number}.cls": str(number % 3)})
+        write_tar(
+            tmp_path / f"train-{number:06d}.tar", {f"{number}.png": png(number), f"{number}.cls": str(number % 3)}
+        )
     source = build(options(tmp_path, train=str(tmp_path / "train-{000000..000010}.tar")), "train", None)
     assert source.classes == ("0", "1", "2")
     assert labels(source) == [number % 3 for number in range(11)]
@@ -61,9 +41,9 @@ def test_integers_over_several_shards(tmp_path):
     assert wild.fingerprint == source.fingerprint
 
 
-def test_the_stamp_is_made_of_the_times_of_the_shard(tmp_path):
+def test_the_stamp_is_made_of_the_times_of_the_write_tar(tmp_path):
     for number in range(2):
-        shard(tmp_path / f"train-{number}.tar", samples([0, 1]))
+        write_tar(tmp_path / f"train-{number}.tar", samples([0, 1]))
     both = options(tmp_path, train=str(tmp_path / "train-*.tar"))
     before = build(both, "train", None)
     os.utime(tmp_path / "train-1.tar", ns=(1, 1))
@@ -73,8 +53,8 @@ def test_the_stamp_is_made_of_the_times_of_the_shard(tmp_path):
 
 
 def test_names_in_text_and_val_by_the_training_classes(tmp_path):
-    shard(tmp_path / "train.tar", samples(["pear\n", "apple", "fig"]))
-    shard(tmp_path / "val.tar", samples(["pear"]))
+    write_tar(tmp_path / "train.tar", samples(["pear\n", "apple", "fig"]))
+    write_tar(tmp_path / "val.tar", samples(["pear"]))
     train = build(options(tmp_path), "train", None)
     assert (train.classes, labels(train)) == (("apple", "fig", "pear"), [2, 0, 1])
     val = build(options(tmp_path), "val", train.classes)
@@ -85,7 +65,7 @@ def test_names_in_text_and_val_by_the_training_classes(tmp_path):
 
 def test_test_shards(tmp_path):
     for name, found in {"train": ["pear", "apple"], "val": ["pear"], "exam": ["apple", "pear", "apple"]}.items():
-        shard(tmp_path / f"{name}.tar", samples(found))
+        write_tar(tmp_path / f"{name}.tar", samples(found))
     chosen = options(tmp_path, test=str(tmp_path / "exam.tar"))
     assert labels(build(chosen, "test", ("apple", "pear"))) == [0, 1, 0]
     assert (facts(chosen).test, facts(options(tmp_path)).test) == ("test", "")
@@ -94,7 +74,7 @@ def test_test_shards(tmp_path):
 @pytest.mark.parametrize("value", [1, "1", "pear"])
 def test_json_field(tmp_path, value):
     (tmp_path / "names.txt").write_text("apple\npear\n")
-    shard(tmp_path / "train.tar", samples([json.dumps({"label": value, "id": 7})], "json"))
+    write_tar(tmp_path / "train.tar", samples([json.dumps({"label": value, "id": 7})], "json"))
     chosen = options(tmp_path, label_key="json", label_field="label", class_names=str(tmp_path / "names.txt"))
     source = build(chosen, "train", None)
     assert (source.classes, labels(source)) == (("apple", "pear"), [1])
@@ -103,7 +83,7 @@ def test_json_field(tmp_path, value):
 @pytest.mark.parametrize("text", ["pear\r\napple\r\n", '["pear", "apple"]', "\ufeffpear\napple"])
 def test_class_names(tmp_path, text):
     (tmp_path / "names").write_text(text, encoding="utf-8")
-    shard(tmp_path / "train.tar", samples([1, "pear"]))
+    write_tar(tmp_path / "train.tar", samples([1, "pear"]))
     source = build(options(tmp_path, class_names=str(tmp_path / "names")), "train", None)
     assert (source.classes, labels(source)) == (("pear", "apple"), [1, 0])
 
@@ -120,7 +100,7 @@ def test_class_names(tmp_path, text):
 )
 def test_class_names_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "names").write_text(text)
-    shard(tmp_path / "train.tar", samples([0, 1]))
+    write_tar(tmp_path / "train.tar", samples([0, 1]))
     with pytest.raises(DataError, match=rf"data\.class_names: .*{message}"):
         build(options(tmp_path, class_names=str(tmp_path / "names")), "train", None)
 
@@ -137,7 +117,7 @@ def test_keys_end_at_the_first_dot_and_the_first_image_key_wins(tmp_path):
         "manifest.yaml": "no sample",
         ".hidden.png": png(0),
     }
-    shard(tmp_path / "train.tar", members)
+    write_tar(tmp_path / "train.tar", members)
     source = build(options(tmp_path, image_keys="png;jpg"), "train", None)
     assert [source.decode(id).image.getpixel((0, 0))[0] for id in range(len(source))] == [2, 3]
     source = build(options(tmp_path), "train", None)
@@ -148,14 +128,14 @@ def test_keys_end_at_the_first_dot_and_the_first_image_key_wins(tmp_path):
 def test_tar_dialects_with_long_names(tmp_path, kind):
     long = "d" * 90 + "/" + "x" * 90
     members = {f"{long}.png": png(5), f"{long}.cls": "0", "y.png": png(6), "y.cls": "1"}
-    shard(tmp_path / "train.tar", members, format=kind)
+    write_tar(tmp_path / "train.tar", members, format=kind)
     source = build(options(tmp_path), "train", None)
     assert source.name(0) == f"train.tar/{long}"
     assert source.decode(1).image.getpixel((0, 0))[0] == 6
 
 
 def test_every_cut_is_noticed(tmp_path):
-    path = shard(tmp_path / "train.tar", samples([0, 1, 0]))
+    path = write_tar(tmp_path / "train.tar", samples([0, 1, 0]))
     whole = path.read_bytes()
     end = whole.rstrip(b"\0")
     content = -(-len(end) // 512) * 512
@@ -166,7 +146,7 @@ def test_every_cut_is_noticed(tmp_path):
 
 
 def test_damaged_header_in_the_middle(tmp_path):
-    path = shard(tmp_path / "train.tar", samples([0, 1, 0]))
+    path = write_tar(tmp_path / "train.tar", samples([0, 1, 0]))
     data = bytearray(path.read_bytes())
     data[2048 : 2048 + 100] = b"\xff" * 100
     path.write_bytes(data)
@@ -176,7 +156,7 @@ def test_damaged_header_in_the_middle(tmp_path):
 
 def bomb(path: Path, name: str, size: int, kind: bytes = tarfile.REGTYPE, **members: bytes) -> Path:
     """A shard with a member of `size` zeros, which take no space on the disk."""
-    shard(path, members)
+    write_tar(path, members)
     info = tarfile.TarInfo(name)
     info.size, info.type = size, kind
     with path.open("r+b") as file:
@@ -219,7 +199,7 @@ def test_no_tar_at_all(tmp_path, name, data, words):
 def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
     """It was not read whole, so it is not a corrupt image that `on_corrupt` may skip."""
     monkeypatch.setattr(storage, "PAUSES", (0.0,))
-    path = shard(tmp_path / "train.tar", samples([0, 1]))
+    path = write_tar(tmp_path / "train.tar", samples([0, 1]))
     source = build(options(tmp_path), "train", None)
     path.write_bytes(path.read_bytes()[:530])
     with pytest.raises(DataError, match=r"image 'train\.tar/0000': it cannot be read .*has become shorter") as short:
@@ -232,7 +212,7 @@ def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
 
 
 def test_corrupt_member(tmp_path):
-    shard(tmp_path / "train.tar", {**samples([0, 1]), "x.png": b"text", "x.cls": "1", "y.png": b"", "y.cls": "0"})
+    write_tar(tmp_path / "train.tar", {**samples([0, 1]), "x.png": b"text", "x.cls": "1", "y.png": b"", "y.cls": "0"})
     source = build(options(tmp_path), "train", None)
     with pytest.raises(DataError, match=r"^data\.train: image 'train\.tar/x': it is not an image"):
         source.decode(2)
@@ -243,7 +223,7 @@ def test_corrupt_member(tmp_path):
 def test_shards_of_an_object_store(tmp_path, aws):
     """They are copied once, and are then the same data as local shards; one that has changed is copied anew."""
     for number in range(3):
-        shard(tmp_path / f"train-{number:03d}.tar", samples([f"{number}", "x"]))
+        write_tar(tmp_path / f"train-{number:03d}.tar", samples([f"{number}", "x"]))
         aws("s3").upload_file(str(tmp_path / f"train-{number:03d}.tar"), "bucket", f"food/train-{number:03d}.tar")
     local = build(options(tmp_path, train=str(tmp_path / "train-{000..002}.tar")), "train", None)
     copies = tmp_path / "copies"
@@ -256,7 +236,7 @@ def test_shards_of_an_object_store(tmp_path, aws):
         times[url] = {path: path.stat().st_mtime_ns for path in copies.rglob("*.tar")}
     assert len(times[url]) == 3
     assert len({tuple(sorted(found.items())) for found in times.values()}) == 1
-    shard(tmp_path / "train-000.tar", samples(["3", "x"]))
+    write_tar(tmp_path / "train-000.tar", samples(["3", "x"]))
     aws("s3").upload_file(str(tmp_path / "train-000.tar"), "bucket", "food/train-000.tar")
     assert "3" in build(options(tmp_path, train=url, copies=str(copies)), "train", None).classes
 
@@ -277,7 +257,7 @@ def test_shards_that_are_not_there(tmp_path, aws, url, words):
 
 
 def test_missing_shards(tmp_path):
-    shard(tmp_path / "train-000.tar", samples([0, 1]))
+    write_tar(tmp_path / "train-000.tar", samples([0, 1]))
     with pytest.raises(
         DataError, match=r"data\.train: no shard '.*train-001\.tar' and 1 more.*Did you mean 'train-000.tar'"
     ):
@@ -300,14 +280,14 @@ def test_missing_shards(tmp_path):
     ],
 )
 def test_samples_that_cannot_be_used(tmp_path, members, message):
-    shard(tmp_path / "train.tar", members)
+    write_tar(tmp_path / "train.tar", members)
     with pytest.raises(DataError, match=message):
         build(options(tmp_path), "train", None)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"id": 1}', "1"])
 def test_json_without_the_field(tmp_path, text):
-    shard(tmp_path / "train.tar", samples([text], "json"))
+    write_tar(tmp_path / "train.tar", samples([text], "json"))
     with pytest.raises(DataError, match=r"Allowed: JSON with the key 'label'"):
         build(options(tmp_path, label_key="json", label_field="label"), "train", None)
 
