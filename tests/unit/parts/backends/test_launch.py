@@ -1,4 +1,4 @@
-"""Rank and world size, as launchers set them."""
+"""Rank and world size, as real launchers set them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,51 @@ from pathlib import Path
 
 import pytest
 
-READ = """
+JOIN = """
+import torch.distributed as dist
 from kd.core.errors import BackendError
-from kd.parts.backends._launch import read_launch
+from kd.parts.backends.cpu import CPU
 try:
-    launch = read_launch()
-    print("world", launch.world_size)
+    backend = CPU("fp32", 120.0, 1)
+    backend.setup()  # all-reduces a 1 over gloo
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    print(f"<rank {backend.rank} local {backend.local_rank} of {world}>")
 except BackendError as error:
     print(error)
 """
+ACCELERATE = ("accelerate", "launch", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+LAUNCHERS = {
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
+    "accelerate, as on GPUs": (*ACCELERATE, "--multi_gpu", "--num_processes", "2"),
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable),
+}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path: Path, processes: int):
-    """It was trained on one rank, and `zero` did nothing, without a word."""
-    start = shutil.which("accelerate", path=str(Path(sys.executable).parent))
-    if start is None:
-        pytest.skip("the extra track is not installed")
-    (tmp_path / "read.py").write_text(READ)
-    command = [start, "launch", "--cpu", "--num_processes", str(processes), str(tmp_path / "read.py")]
+def launched(command: tuple[str, ...], folder: Path) -> str:
+    """Return what the processes print that a launcher starts."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    if shutil.which(command[0], path=path) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    (folder / "join.py").write_text(JOIN)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"} if command[0] == "mpirun" else {}
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH"))))
-    answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    if processes == 1:
-        assert answer.stdout.split() == ["world", "1"]
+    env = {**os.environ, "PYTHONPATH": paths, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", **meeting}
+    argv = [*command, str(folder / "join.py")]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=True, env=env).stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_of_two_processes_makes_a_world_of_two(launcher, tmp_path):
+    text = launched(LAUNCHERS[launcher], tmp_path)
+    assert text.count("<rank 0 local 0 of 2>") == text.count("<rank 1 local 1 of 2>") == 1
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path, processes):
+    """It was trained on one rank, and `zero` did nothing, without a word."""
+    text = launched((*ACCELERATE, "--cpu", "--num_processes", processes), tmp_path)
+    if processes == "1":
+        assert text.strip() == "<rank 0 local 0 of 1>"
     else:
-        assert "accelerate was asked for several processes, and has started one" in answer.stdout
-        assert "torchrun" in answer.stdout
+        assert "accelerate was asked for several processes, and has started one" in text
+        assert "torchrun" in text
