@@ -1,6 +1,6 @@
 """What loading an image costs, with the store of decoded pixels and without: CPU time, in turns, in one process.
 
-Run: python benchmarks/loading.py [--data FOLDER] [--size 224] [--crop 0.35] [--images 200] [--rounds 6]
+Run: python benchmarks/loading.py [--data FOLDER] [--size 224] [--crop 0.35] [--policy NAME] [--images 200] [--rounds 6]
 
 `fill` is the first visit of an image with a store on the disk: decode, shrink, write. Without --data: food_mini, whose
 pictures of 96 px are kept as they are at 64 px, and are cheap to decode; photographs have more to gain.
@@ -29,6 +29,8 @@ from kd.setup.recipe import resolve
 def settings(given: argparse.Namespace, folder: str) -> config.Config:
     """Return a configuration of the data alone."""
     data: dict[str, Any] = {"image_size": given.size, "batch_size": 1, "augment": {"crop": given.crop}}
+    if given.policy:
+        data["augment"] |= {"policy": given.policy, "mixup": 0.2, "mix_probability": 0.5}
     data |= {"kind": "imagefolder", "root": given.data} if given.data else {"kind": "food_mini"}
     return config.load(
         {
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="folder with train/<class>/* and val/<class>/*")
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--crop", type=float, default=0.35)
+    parser.add_argument("--policy", default="", help="rand-augment, with mixup, as configs/vit_food101.yaml has them")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=6)
     given = parser.parse_args()

@@ -104,7 +104,7 @@ class DataSection:
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on one or two
-    cores; beside an accelerator this rank's cores - 1, at most 16."""
+    cores; beside an accelerator this rank's cores - 1, at most 32."""
     loader: Literal["local", "ray"] = "local"
     """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
     same bits. `kd-launch` starts such a cluster."""

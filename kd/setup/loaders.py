@@ -16,7 +16,7 @@ from kd.data.loader import LocalLoader
 from kd.data.views import Views
 from kd.data.workers import require_shared_memory
 
-MOST_WORKERS = 16  # worker processes beside an accelerator at most
+MOST_WORKERS = 32  # worker processes beside an accelerator at most; hosts of eight GPUs have 24 cores for each
 
 
 @dataclass(frozen=True, slots=True)

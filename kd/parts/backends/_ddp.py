@@ -92,7 +92,11 @@ class DDPBackend:
         """
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
         store = dist.PrefixStore(f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout)
+        # nccl then connects here, where an error is one line, and not in the first reduction
+        device = self.device if self.init == "nccl" else None
+        dist.init_process_group(
+            self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout, device_id=device
+        )
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
