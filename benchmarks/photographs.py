@@ -1,0 +1,136 @@
+"""What a photograph costs by its size, decoded whole and reduced: CPU time, in turns, in one process.
+
+Run: python benchmarks/photographs.py EXPORT IMAGES [--rounds 5] [--compared 100]
+
+EXPORT is a folder of `kd-export`, IMAGES one of folders of JPEGs, which are enlarged to 2, 12 and 48 million pixels.
+`request`: what `kd-serve` does with a body, decode, crop and graph. `view`: what training does, 224 px, crop 0.35, no
+jitter. `answers`: the graph's for reduced pictures of 12 million pixels against those for whole ones, of two kinds:
+`enlarged`, and `mosaic`, photographs side by side as they are, which have detail down to the last pixel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from _record import write
+from kd.data.views import Train
+from kd.deploy.serve.decoding import prepare
+from kd.deploy.serve.description import describe
+from kd.deploy.serve.inference import load
+from kd.deploy.serve.limits import Limits
+from kd.files.pixels import MARGIN
+from kd.parts.datasets._decode import decode
+
+SIDES = {"as it is": None, "2 MP": (1600, 1200), "12 MP": (4000, 3000), "48 MP": (8000, 6000)}
+LIMITS = Limits(max_pixels=100_000_000)
+
+
+def jpeg(image: Image.Image) -> bytes:
+    """Return a JPEG of quality 90."""
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def enlarged(path: Path, sides: tuple[int, int] | None) -> bytes:
+    """Return a photograph in another size."""
+    if sides is None:
+        return path.read_bytes()
+    return jpeg(Image.open(path).convert("RGB").resize(sides, Image.Resampling.BICUBIC))
+
+
+def mosaic(paths: list[Path]) -> bytes:
+    """Return a picture of 4000 x 3000 pixels, photographs side by side."""
+    canvas = Image.new("RGB", (4000, 3000))
+    tiles = [Image.open(path).convert("RGB") for path in paths]
+    for number in range(144):
+        canvas.paste(tiles[number % len(tiles)], (number % 12 * 348, number // 12 * 348))
+    return jpeg(canvas)
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Return the CPU time of a call."""
+    before = time.process_time()
+    work()
+    return 1000 * (time.process_time() - before)
+
+
+def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
+    """Time a request and a training view of one photograph in all sizes."""
+    train, rows = Train(224, 0.35, 0.5, 0.0), []
+    for name, sides in SIDES.items():
+        data = enlarged(path, sides)
+
+        def request(margin: float, data: bytes = data) -> object:
+            return model.engine(prepare(data, model.size, model.crop, LIMITS, margin).pixels[None])
+
+        def view(margin: float, data: bytes = data) -> object:
+            least = train.least if margin else None
+            return train(decode(data, "file", "data", least).image, random.Random(0))
+
+        for turn in range(rounds):
+            for what, work in (("request", request), ("view", view)):
+                for margin in (0.0, MARGIN) if turn % 2 else (MARGIN, 0.0):
+                    ms = round(milliseconds(lambda margin=margin, work=work: work(margin)), 3)
+                    rows.append({"what": what, "photograph": name, "margin": margin, "round": turn, "value": ms})
+    return rows
+
+
+def answers(model: Any, files: list[bytes], kind: str) -> list[dict[str, Any]]:
+    """Compare the answers for reduced pictures with those for whole ones."""
+    rows = []
+    for number, data in enumerate(files):
+        whole, *reduced = (
+            model.engine(prepare(data, model.size, model.crop, LIMITS, margin).pixels[None])[0]
+            for margin in (0.0, MARGIN, 2.0)
+        )
+        for margin, found in zip((MARGIN, 2.0), reduced, strict=True):
+            apart, same = float(np.abs(found - whole).max()), int(found.argmax() == whole.argmax())
+            common = {"photograph": kind, "margin": margin, "round": number}
+            rows.append({"what": "logit difference", **common, "value": round(apart, 5)})
+            rows.append({"what": "same answer", **common, "value": same})
+    return rows
+
+
+def main() -> None:
+    """Measure and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("export", type=Path)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compared", type=int, default=100)
+    given = parser.parse_args()
+    model = load(describe(given.export), 1, 1)
+    paths = sorted(given.images.rglob("*.jpg"))
+    random.Random(0).shuffle(paths)
+    rows = costs(model, paths[0], given.rounds)
+    print(*rows, sep="\n", flush=True)  # on a busy machine the rest takes minutes
+    for kind in ("enlarged", "mosaic"):
+        for first in range(given.compared):
+            one = paths[first % len(paths)]
+            some = random.Random(first).sample(paths, 24)
+            data = enlarged(one, SIDES["12 MP"]) if kind == "enlarged" else mosaic(some)
+            found = answers(model, [data], kind)
+            rows += [{**row, "round": first} for row in found]
+            print(kind, first, [row["value"] for row in found], flush=True)
+    for key in dict.fromkeys((row["what"], row["photograph"], row["margin"]) for row in rows):
+        values = [row["value"] for row in rows if (row["what"], row["photograph"], row["margin"]) == key]
+        summary = f"mean {statistics.mean(values):.4f}, median {statistics.median(values):.3f}, most {max(values):.3f}"
+        print(*key, f"{summary}, of {len(values)}", sep=" | ")
+    command = f"python benchmarks/photographs.py EXPORT IMAGES {' '.join(sys.argv[3:])}".rstrip()
+    write("photographs", command, rows)
+
+
+if __name__ == "__main__":
+    main()
