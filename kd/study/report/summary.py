@@ -61,6 +61,7 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
     lines = [f"# {name}", "", *on, table(rows), ""]
     lines += differences(scores, row, samples, student)
     lines += [comparison, ""] if comparison else []
+    lines += verdict(scores, row, samples, student)
     for of, one in (("", result), ("Labels only: ", baseline)):
         lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
     lines += [f"{line[0].upper()}{line[1:]}.\n" for line in result.at_home]
@@ -97,6 +98,20 @@ def differences(
     ]
     note = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
     return [*lines, "", note, ""] if lines else []
+
+
+def verdict(
+    scores: Scores, row: Mapping[str, float], samples: Mapping[str, Mapping[str, Samples]], student: str
+) -> list[str]:
+    """Say whether distillation paid against labels alone; nothing without such a run whose images are the same."""
+    column = scores.deciding(row)
+    own, alone = (samples.get(name, {}).get(column.key) for name in (student, ALONE))
+    if own is None or alone is None:
+        return []
+    value, low, high = alone.minus(own) if column.smaller else own.minus(alone)
+    paid = "Distillation paid" if low > 0 else "Distillation did not pay" if high < 0 else "Not shown to have paid"
+    points = f"{100 * value:+.1f} points" if column.unit == "%" else f"{value:+.4f}"
+    return [f"{paid}: {points} of {column.title} over labels alone at equal steps, with one seed.", ""]
 
 
 def skipped_text(skipped: int, steps: int) -> str:

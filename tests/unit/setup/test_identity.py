@@ -204,6 +204,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.copies [webdataset]": ("", "c", *SHARDS),
     "data.unlabelled [imagefolder]": ("FR", "b"),
     "data.labels": ("FR", "some"),
+    "data.labels_per_class": ("FR", "5"),
     "data.image_size": ("FCSR", "64"),
     "data.batch_size": ("FR", "16"),
     "data.micro_batch": ("FR", "4"),
@@ -234,6 +235,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.model": ("FCR", "vit_base_patch16_224"),
     "teacher.args": ("FCR", "{num_heads: 8}"),
     "teacher.checkpoint": ("FR", "a"),
+    "teacher.weights": ("R", "by_order", "teacher.checkpoint=a"),
     "teacher.pretrained": ("FR", "true"),
     "teacher.attention": ("FR", "fused"),
     "teacher.precision": ("CR", "bf16"),
@@ -245,6 +247,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.also[].model": ("FCR", "vit_base_patch16_224"),
     "teacher.also[].args": ("FCR", "{num_heads: 8}"),
     "teacher.also[].checkpoint": ("FR", "a"),
+    "teacher.also[].weights": ("R", "by_order", "teacher.also=[{model: vit_base_patch16_224, checkpoint: a}]"),
     "teacher.also[].weight": ("CR", "2"),
     "teacher.cache.views": ("R", "3"),
     "teacher.cache.path": ("", "elsewhere"),
@@ -275,6 +278,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "student.attention": ("R", "fused"),
     "student.compile": ("R", "on"),
     "student.checkpoint": ("R", "a", "student.init=pretrained"),
+    "student.weights": ("R", "by_order", "student.init=pretrained", "student.checkpoint=a"),
+    "student.classes [timm]": ("R", "b"),
     "student.tuning.layer_decay": ("R", "0.75"),
     "student.tuning.head_lr": ("R", "10"),
     "student.tuning.freeze": ("R", "[blocks.0.*]"),
@@ -337,6 +342,7 @@ TEACHERS = {
     "answers": NAMED,
     "onnx": {**NORMAL, **NAMED, "input_size": "32", "output": "b"},
     "torch": {**NORMAL, **NAMED, "input_size": "32"},
+    "timm": {"classes": "b"},
     "transformers": {"classes": "b"},
     "zero_shot": {"classes": "b", "prompts": "['a {}']", "vectors": "b", "scale": "2"},
 }
@@ -345,7 +351,7 @@ for kind, options in TEACHERS.items():
     first = ("teacher.mean=[0, 0, 0]", "teacher.std=[1, 1, 1]") if normal else ()
     given = "mean: [0, 0, 0], std: [1, 1, 1]" if normal else ""
     for name, value in options.items():
-        changes = "FCR" if kind == "torch" else "CR"  # kd fits it
+        changes = "FCR" if kind in ("timm", "torch") else "CR"  # kd fits these
         KEYS[f"teacher.{name} [{kind}]"] = (changes, value, f"teacher.kind={kind}", *first)
         KEYS[f"teacher.also[].{name} [{kind}]"] = (
             changes,
