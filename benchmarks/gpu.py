@@ -142,13 +142,12 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from float32's."""
     from kd.config.schema import TeacherSection
-    from kd.jobs.timing import milliseconds
+    from kd.jobs.estimate import milliseconds
     from kd.models.load import load
     from kd.models.spec import Spec
     from kd.parts import registry
-    from kd.setup.modes import ExecutionMode, in_short
+    from kd.setup.modes import ExecutionMode, in_short, noise
     from kd.setup.teacher import PLAIN, TeacherFactory
-    from kd.setup.trial import noise
 
     module = registry.find("backends", scale.kind, "backend.kind")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=60.0)

@@ -121,13 +121,29 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -
     return raw
 
 
+OF_ANY_STUDENT = ("attention", "compile", "tuning")
+"""Keys of a student that say how it is trained, whichever network it is."""
+
+
 def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError]) -> None:
-    """Set a dotted key to a value that may be unreadable."""
+    """Set a dotted key to a value that may be unreadable. A mapping is merged into what stands there.
+
+    Of a student that is another network than the one before only `OF_ANY_STUDENT` stay: no argument of that one.
+    """
     try:
-        OmegaConf.update(raw, key, value(), merge=True)
+        given = value()
+        before = OmegaConf.to_container(raw, resolve=False).get(key) if key == "student" else None  # type: ignore
+        if isinstance(given, dict) and isinstance(before, dict) and _other_network(before, given):
+            raw[key] = {name: before[name] for name in OF_ANY_STUDENT if name in before}
+        OmegaConf.update(raw, key, given, merge=True)
     except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
         reason = str(error).splitlines()[0]
         errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
+
+
+def _other_network(before: dict[str, Any], given: dict[str, Any]) -> bool:
+    kind, model = before.get("kind", "timm"), before.get("model", "")
+    return (given.get("kind", kind), given.get("model", model)) != (kind, model)
 
 
 def parse_value(override: str) -> Any:

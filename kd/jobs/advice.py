@@ -14,17 +14,15 @@ from kd.config.validate import installed
 from kd.core.contracts import Backend, TeacherModel
 from kd.core.facts import BackendFacts
 from kd.core.types import Costs
-from kd.jobs.estimate import Measured, Models
-from kd.jobs.timing import fastest, seconds_of
+from kd.jobs.estimate import Measured, Models, fastest, seconds_of
 from kd.models.classifier import count_attention
 from kd.parts import registry
+from kd.setup.build import sift_context
 from kd.setup.loaders import BatchSplit, default_workers
-from kd.setup.modes import ExecutionMode, Work, in_short, torch_mode
+from kd.setup.modes import ExecutionMode, Trial, Work, in_short, noise, torch_mode, trial_images
 from kd.setup.recipe import LoopPlan, Recipe, StudentPlan
-from kd.setup.sifter import sift_context
 from kd.setup.student import apply_mode
 from kd.setup.teacher import TeacherFactory, teacher_mode
-from kd.setup.trial import Trial, noise, trial_images
 
 FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 """What a compiled or exported form costs at each start of a run. Training steps of nine networks compile in 29 to 203 s

@@ -10,7 +10,7 @@ from kd.core.errors import ModelError
 from kd.core.host import environment
 from kd.engine.run import Run
 from kd.files.run_dir import RunDir
-from kd.jobs.folder import require_same
+from kd.jobs.opened import require_same
 from kd.jobs.progress.console import Console
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta

@@ -18,6 +18,7 @@ from kd.core.types import Outputs, Plan
 from kd.data.batches import ask
 from kd.data.loader import LocalLoader
 from kd.jobs.opened import opened
+from kd.jobs.teach import obtain_teachers
 from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
 from kd.models.teacher import LiveTeacher, NoTeacher
@@ -62,7 +63,7 @@ def cache(settings: Config, export: str = "") -> Cached:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
     recipe, target = resolve(settings), _require_path(export) if export else None
-    with opened(recipe) as run:
+    with opened(recipe, obtain_teachers) as run:
         work = _open(recipe.teacher, run.setting)
         store = work.cache.store
         _require_writable(store)

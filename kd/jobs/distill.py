@@ -11,8 +11,7 @@ from kd.core.text import html_table
 from kd.engine.loop import train
 from kd.files.run_dir import RunDir
 from kd.jobs.begin import begin, check_before
-from kd.jobs.epilogue import epilogue, show_mistakes, sifting_report
-from kd.jobs.final import conclude
+from kd.jobs.epilogue import conclude, epilogue, show_mistakes, sifting_report
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
 from kd.jobs.signals import signals

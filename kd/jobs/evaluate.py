@@ -9,9 +9,10 @@ from pathlib import Path
 from kd import config
 from kd.core.errors import RunError
 from kd.core.scores import Scored
-from kd.jobs.final import score
+from kd.jobs.epilogue import score
 from kd.jobs.opened import opened
 from kd.jobs.progress.console import Console
+from kd.jobs.teach import obtain_teachers
 from kd.setup.build import Results, build_run
 from kd.setup.data import Data
 from kd.setup.recipe import resolve
@@ -44,7 +45,7 @@ def evaluate(
             remedy = "Add data.test_split=FOLDER behind the run, or the key that its kind of data has (`kd help data`)"
             raise RunError("--split", "is test, but the data of the run names no test split", "val", remedy)
 
-    with opened(recipe, fill=False, examine=examine) as run:
+    with opened(recipe, obtain_teachers, fill=False, examine=examine) as run:
         built = build_run(recipe.teacher, recipe.student, recipe.loop, run.setting, results)
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")

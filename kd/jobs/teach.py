@@ -15,11 +15,11 @@ from kd.core.contracts import Backend
 from kd.core.errors import ConfigError, FolderInUse, RunError
 from kd.files.run_dir import RunDir
 from kd.jobs.distill import distill
-from kd.jobs.folder import open_run
 from kd.jobs.observe import accounted
+from kd.jobs.opened import no_teachers, open_run, opened
 from kd.models.timm_folder import export_files
-from kd.setup.build import Setting, distributed
-from kd.setup.data import Data, open_data
+from kd.setup.build import Setting
+from kd.setup.data import Data
 from kd.setup.recipe import Recipe, Record, TeacherPlan, fit_folders, is_fitted, resolve
 from kd.setup.teacher import META, Teachers, load_teachers
 
@@ -38,10 +38,10 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
     started = time.perf_counter() - before
     recipe = resolve(settings)
-    with accounted(started), distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, backend)
+    with accounted(started), opened(recipe, no_teachers) as run:
+        data = run.setting.teachers.data
         fits = fit_folders(recipe.teacher, data.fingerprint).values()
-        return [fit_teacher(*fit, data, backend) for fit in fits]
+        return [fit_teacher(*fit, data, run.setting.backend) for fit in fits]
 
 
 def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:

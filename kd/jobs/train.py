@@ -10,9 +10,9 @@ from kd.core.references import redact
 from kd.files.storage import write_text
 from kd.jobs.check import check
 from kd.jobs.distill import Result, distill
-from kd.jobs.folder import open_run
 from kd.jobs.observe import accounted
-from kd.jobs.opened import opened
+from kd.jobs.opened import open_run, opened
+from kd.jobs.teach import obtain_teachers
 from kd.setup.recipe import BASELINE, resolve
 from kd.setup.teacher import Teachers
 from kd.study.report.summary import curves, summary
@@ -27,7 +27,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
     recipe = resolve(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
     record, scores = recipe.record, recipe.student.task.scores
-    with accounted(started), opened(recipe, started=started) as run:
+    with accounted(started), opened(recipe, obtain_teachers, started) as run:
         setting, folder = run.setting, run.folder
         assert folder is not None
         result = distill(recipe, setting, folder, record.name, final)

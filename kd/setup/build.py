@@ -16,6 +16,7 @@ from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import BackendFacts
 from kd.core.recording import Logger, RunStore
 from kd.core.seeds import evenly_spaced
+from kd.core.types import SiftContext
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
@@ -24,9 +25,8 @@ from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Run
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.loaders import evaluation_loader, loaders, split_batch
+from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
 from kd.setup.recipe import LoopPlan, Session, StudentPlan, TeacherPlan
-from kd.setup.sifter import build_sifter
 from kd.setup.student import apply_mode, build_distillation, choose_student
 from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
 from kd.setup.tuning import parameter_groups
@@ -255,3 +255,35 @@ def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:
     if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks
         facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
     return facts
+
+
+def sift_context(
+    num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int
+) -> SiftContext:
+    """Return what a sifter must know of the images and of how they are divided."""
+    return SiftContext(
+        num_images=num_images,
+        batch_size=split.batch_size,
+        micro_batch=split.micro_batch,
+        rank=backend.rank,
+        world_size=backend.world_size,
+        seed=seed,
+        labels=labels,
+        reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
+    )
+
+
+def build_sifter(session: Session, loop: LoopPlan) -> tuple[Sifter, str]:
+    """Build the sifter of the training images; and a line where its delay leaves it nothing to do."""
+    section, data, split = loop.sifter, session.data, session.split
+    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed)
+    context = replace(context, views=data.plan.views, balance=loop.balance)
+    delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
+    length = loop.length
+    steps = length.steps or length.epochs * (len(data.train) // length.batch_size)
+    if steps <= delay:
+        everything = registry.default_options("sifters", "none")
+        line = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"
+        line += ". Lower sifter.sift_delay"
+        return registry.build("sifters", "none", everything, "sifter", context=context), line
+    return registry.build("sifters", section.kind, section.options, "sifter.kind", context=context), ""

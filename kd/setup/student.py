@@ -19,7 +19,7 @@ from kd.models.classifier import Classifier, feature_shapes, set_attention
 from kd.models.spec import Spec
 from kd.models.teacher import require_repeatable
 from kd.parts import registry
-from kd.setup.modes import ExecutionMode, require, torch_mode
+from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
 from kd.setup.recipe import Session, StudentPlan
 from kd.setup.teacher import Teachers
 from kd.setup.tuning import tune
@@ -126,8 +126,6 @@ def choose_student(session: Session, distillation: Distillation, plan: StudentPl
     backend = session.backend
     mode = torch_mode(plan.precision, plan.attention, plan.compile == "on", distillation, backend)
     if mode.compiled:
-        from kd.setup.trial import Trial  # only where a compiler is used
-
         copied = copy.deepcopy(distillation)  # compiling cannot be undone
         apply_mode(mode, copied, backend)
         with Trial(copied, teacher, backend, session.image_size, session.split.micro_batch) as trial:

@@ -25,9 +25,8 @@ from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.parts import registry
 from kd.setup.data import Data
-from kd.setup.modes import ExecutionMode, require, torch_mode
+from kd.setup.modes import ExecutionMode, noise, require, torch_mode
 from kd.setup.recipe import Session, TeacherPlan, fit_folders, is_fitted
-from kd.setup.trial import noise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLAIN = ExecutionMode("fp32", "unfused")  # what other modes are compared with

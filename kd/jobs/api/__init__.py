@@ -29,17 +29,16 @@ from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
 from kd.jobs.api.result import Distilled, Origin
 from kd.jobs.distill import Result
-from kd.jobs.folder import different_keys, require_same
 from kd.jobs.observe import clock_of, where_the_time_went
+from kd.jobs.opened import different_keys, require_same
 from kd.jobs.progress.console import Console
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
-from kd.setup.build import Parts, Results, assemble, distributed
+from kd.setup.build import Parts, Results, assemble, distributed, sift_context
 from kd.setup.loaders import split_batch
 from kd.setup.recipe import Recipe, Record, flatten
-from kd.setup.sifter import sift_context
 from kd.setup.student import build_criterion
 
 

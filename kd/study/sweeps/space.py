@@ -13,7 +13,7 @@ from typing import Any
 
 from kd import config
 from kd.config import Config
-from kd.config.flat import alternatives, plain
+from kd.config.flat import alternatives
 from kd.config.reads import reads
 from kd.core.errors import ConfigError
 from kd.files.storage import write_text
@@ -73,9 +73,6 @@ class Space:
         if not lists:
             remedy = "Give a key two values or more: optimizer.lr=1e-3,3e-3"
             raise ConfigError("kd-sweep", "no key has several values", "key=a,b,c", remedy)
-        if "student" in lists:  # each mapping is a whole section: no argument of another network stays
-            settings = plain(settings)
-            settings.pop("student", None)
         return cls(settings, fixed, lists)
 
     def combinations(self) -> list[dict[str, str]]:

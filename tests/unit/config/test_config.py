@@ -352,6 +352,14 @@ def test_a_list_can_be_emptied():
     assert load(raw, ["run.trackers=[]"]).run.trackers == ()
 
 
+def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_network():
+    file = minimal(student={"model": "vit", "args": {"depth": 2}, "attention": "fused"})
+    same = load(file, ["student={args: {width: 3}}"]).student
+    assert (same.model, same.args, same.attention) == ("vit", {"depth": 2, "width": 3}, "fused")
+    other = load(file, ["student={model: lcnet_050}"]).student
+    assert (other.model, other.args, other.attention) == ("lcnet_050", {}, "fused")
+
+
 def test_overrides_of_a_whole_list():
     loaded = load(minimal(teacher={"model": "vit"}), ["losses=[{kind: kl, weight: 3}]"])
     assert [(term.kind, term.weight) for term in loaded.losses] == [("kl", 3.0)]

@@ -10,8 +10,8 @@ import torch
 from kd import config
 from kd.jobs import advice
 from kd.jobs.advice import Compared, _compared, torch_stages
+from kd.jobs.estimate import clear_winner, fastest, milliseconds
 from kd.jobs.forecast import forecast
-from kd.jobs.timing import clear_winner, fastest, milliseconds
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import resolve
 

@@ -12,6 +12,7 @@ import torch
 from pieces import Asks
 from torch import nn
 
+from kd import config
 from kd.config.flat import plain
 from kd.core.errors import ModelError, RunError
 from kd.core.scores import Column
@@ -201,15 +202,20 @@ def test_damaged_files_of_a_sweep(text, settings, tmp_path, monkeypatch):
 STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"
 
 
-def test_each_mapping_is_a_student_of_its_own(settings, tmp_path, monkeypatch):
+def test_a_mapping_is_merged_and_no_argument_of_another_network_stays(settings):
     settings["student"] |= {"attention": "fused"}
     space = Space.read(settings, [STUDENTS, "student.compile=off", "run.seed=3"])
     sections = [space.load(values).student for values in space.combinations()]
     assert [(one.model, one.args, one.attention, one.compile) for one in sections] == [
-        ("resnet10t", {"width": 3}, "auto", "off"),
-        ("lcnet_050", {}, "auto", "off"),
+        ("resnet10t", {"width": 3}, "fused", "off"),
+        ("lcnet_050", {}, "fused", "off"),
     ]
-    assert settings["student"]["attention"] == "fused", "what was passed in stays"
+    assert "args" in settings["student"], "what was passed in stays"
+    space = Space.read(settings, ["student={args: {depth: 1}},{args: {depth: 2}}"])
+    own = settings["student"]["args"]
+    for depth, values in enumerate(space.combinations(), 1):
+        assert space.load(values).student.args == {**own, "depth": depth}
+        assert space.load(values) == config.load(settings, [f"student={values['student']}"]), "as kd-train reads it"
 
 
 def test_contents_keep_references_and_the_name_of_the_file(tmp_path, monkeypatch):
