@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kd.config.fields import chosen, ranged
-from kd.config.tuning import Fit, OptimizerSection, Tuning
+from kd.config.tuning import Fit, OptimizerSection, Tuning, chosen, ranged
 from kd.core.facts import Intervals, file_key
 
 RUNTIMES = ("onnxruntime", "openvino")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
-
-from kd.config.fields import ranged
+from typing import Any, Literal
 
 FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
 """Learning rates of `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
 examples fine-tune ViTs with AdamW; not measured here."""
+
+
+def ranged(default: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+    """Declare a number with its range, for the check and for `kd help`."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
+    """Declare the `kind` of a part section; `only`: these of kd's parts."""
+    return field(default=default, metadata={"parts": part_folder, "only": only})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

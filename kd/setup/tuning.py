@@ -13,7 +13,7 @@ from kd.config.tuning import Tuning
 from kd.core.errors import ModelError, raised
 from kd.engine.criterion import Distillation
 from kd.engine.optim import Frozen, groups, scaled
-from kd.models.layers import head_parameters, layer_groups, trained_network
+from kd.models.classifier import head_parameters, layer_groups, trained_network
 from kd.setup.recipe import StudentPlan
 
 
