@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kd.core.types import Batch
+from kd import config
+from kd.core.types import Batch, Dims
 from kd.models.classifier import Ensemble, digest
 from kd.models.load import load
 from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher
 from kd.parts.tasks.single_label import SingleLabel
+from kd.setup.student import build_criterion
 
 CLASSES = ("a", "b", "c", "d")
 CPU = torch.device("cpu")
@@ -64,3 +66,17 @@ def test_what_it_depends_on_names_every_member():
     assert pair.identity() != other.identity()
     assert pair.identity() != Ensemble((one, two), (1.0, 2.0), AVERAGE).identity()
     assert pair.identity() == Ensemble((one, two), (2.0, 2.0), AVERAGE).identity()
+
+
+def test_a_loss_on_features_counts_by_the_shares_of_the_teachers():
+    losses = config.load(
+        {
+            "data": {"kind": "imagefolder", "root": "."},
+            "teacher": {"model": "a"},
+            "student": {"model": "a"},
+            "losses": [{"kind": "kl"}, {"kind": "cosine", "weight": 2.0}],
+        }
+    ).losses
+    criterion = build_criterion(losses, [Dims(3, 4, 5), Dims(3, 4, 6)], 0, shares=(0.25, 0.75))
+    found = [(term.name, term.weight, term.teacher) for term in criterion.all]
+    assert found == [("kl", 1.0, 0), ("cosine", 0.5, 0), ("cosine", 1.5, 1)]
