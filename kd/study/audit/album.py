@@ -65,7 +65,8 @@ class Album:
 
 def inside(image: Image.Image) -> tuple[float, float, float, float]:
     """Return the part of an image within black bars: left, top, right and bottom in pixels."""
-    bright = image.resize((GRID, GRID), Image.Resampling.NEAREST).convert("L").point(lambda grey: 255 * (grey > BLACK))
+    small = image.resize((GRID, GRID), Image.Resampling.NEAREST).convert("L")
+    bright = small.point([255 * (grey > BLACK) for grey in range(256)])
     left, top, right, bottom = bright.getbbox() or (0, 0, GRID, GRID)
     if min(right - left, bottom - top) < LEAST_LEFT * GRID:
         left, top, right, bottom = 0, 0, GRID, GRID
