@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -19,7 +20,17 @@ EXCLUDE = "data.exclude"
 
 def decoded(source: Source, id: int, least: Callable[[int, int], float] | None) -> Decoded:
     """Decode an image, reduced where its source can."""
-    return source.decode_reduced(id, least) if isinstance(source, Reducing) else source.decode(id)
+    return source.decode_reduced(id, least) if reduces(source) else source.decode(id)
+
+
+def reduces(source: Source) -> TypeGuard[Reducing]:
+    """Whether a source's own type reduces: one that wraps or overrides `decode` alone has a reason to be asked."""
+    for one in type(source).__mro__:
+        if "decode_reduced" in vars(one):
+            return True
+        if "decode" in vars(one):
+            return False
+    return False
 
 
 class Subset:

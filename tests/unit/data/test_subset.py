@@ -8,7 +8,7 @@ from pieces import names
 
 from kd.core.contracts import Noted, Source, Stamped
 from kd.core.errors import DataError
-from kd.data.subset import keep_labels, set_aside
+from kd.data.subset import decoded, keep_labels, set_aside
 
 
 @dataclass
@@ -94,3 +94,36 @@ def test_labels_are_kept_by_seed_and_name():
     assert len({source.fingerprint, hidden.fingerprint, alone.fingerprint, other.fingerprint}) == 4
     with pytest.raises(DataError, match=r"data\.labels_per_class: is 201, but 'a' has 200 labelled"):
         keep_labels(source, 201, 3, hide=True)
+
+
+class Whole:
+    """A source of files, reduced where its type says so."""
+
+    def decode(self, id):
+        return "whole"
+
+    def decode_reduced(self, id, least):
+        return "reduced"
+
+
+class Watched(Whole):
+    def decode(self, id):
+        return "watched"
+
+
+class Wrapped:
+    def __init__(self, source):
+        self.source = source
+
+    def __getattr__(self, name):
+        return getattr(self.source, name)
+
+    def decode(self, id):
+        return "wrapped"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"), [(Whole(), "reduced"), (Watched(), "watched"), (Wrapped(Whole()), "wrapped")]
+)
+def test_a_decode_of_ones_own_is_never_passed_by(source, expected):
+    assert decoded(source, 0, lambda width, height: 0.5) == expected
