@@ -207,7 +207,7 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
     for sized in ({},) if "img_size" in args or stored else ({"img_size": image_size}, {}):
         try:
-            with _without_meta_warnings():
+            with without_meta_warnings():
                 return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
         except Exception as error:  # timm raises many types, all caused by name, arguments or config.json
             last = error
@@ -221,8 +221,8 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
 
 
 @contextmanager
-def _without_meta_warnings() -> Iterator[None]:
-    """On the meta device timm compares weights with the network, and torch warns of each tensor that it copies not."""
+def without_meta_warnings() -> Iterator[None]:
+    """On the meta device weights are only compared; torch would warn of each tensor that it does not copy."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
         yield
@@ -317,7 +317,7 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     require_same_tensors(where, spec.model, own, tensors)
-    if not any(tensor.is_meta for tensor in own.values()):  # torch would warn of each tensor
+    with without_meta_warnings():
         network.load_state_dict(tensors)
 
 

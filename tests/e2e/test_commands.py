@@ -267,7 +267,7 @@ def test_check_finds_damaged_images_and_classes_without_validation(written, phot
     answer = command("train", path, "--check", "data.on_corrupt=skip")
     assert answer.code == 0, answer
     assert "no validation image: 1 of 3 classes, which accuracy does not cover: fig\n" in answer.out
-    assert "all 45: 1 damaged, to be skipped; file 'train/fig/07.jpg'" in answer.out
+    assert "all 45: 1 damaged, to be skipped\n          file 'train/fig/07.jpg'" in answer.out
 
 
 @pytest.mark.parametrize("name", ["train", "teach"])

@@ -21,7 +21,7 @@ from kd.core.errors import ModelError
 from kd.core.facts import NetworkFacts, file_key
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier, Network, main_output
-from kd.models.load import read_tensors
+from kd.models.load import read_tensors, without_meta_warnings
 from kd.models.spec import Spec
 from kd.models.teacher import FAILURES, fails
 from kd.models.timm_folder import require_same_tensors, unwrapped
@@ -105,7 +105,8 @@ def load_weights(spec: Spec, inner: nn.Module) -> None:
     own = inner.state_dict()
     tensors = unwrapped(read_tensors(spec)[0], own)
     require_same_tensors(f"{spec.where}.checkpoint", spec.model, own, tensors)
-    inner.load_state_dict(tensors)
+    with without_meta_warnings():
+        inner.load_state_dict(tensors)
 
 
 def _source(function: Any) -> str:
