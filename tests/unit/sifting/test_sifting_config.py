@@ -182,5 +182,10 @@ def test_all_public_names():
         "LossImplementationNotProvidedException",
     }
     configured = {"RelativeProbabilisticSiftConfig", "LossConfig", "SiftingBaseConfig", "SiftingDataloader"}
-    assert set(kd.sifting.__all__) == documented | configured | {"ListBatch", "TensorBatch", "enable_sifting"}
+    assert set(kd.sifting.__all__) == documented | configured | {
+        "ListBatch",
+        "TensorBatch",
+        "enable_sifting",
+        "install_as_smart_sifting",
+    }
     assert all(hasattr(kd.sifting, name) for name in kd.sifting.__all__)
