@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,7 +140,7 @@ class Observer:
         for finding in findings:
             self.logger.info(line_of(finding))
         try:
-            write_json(self.folder.path / "findings.json", [finding.record() for finding in findings])
+            write_json(self.folder.path / "findings.json", [asdict(finding) for finding in findings])
         except RunError as error:  # the run has done its work
             log.warning(str(error))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kd.core.types import Loading
@@ -56,9 +56,6 @@ class Finding:
     key: str
     value: Any
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -89,18 +86,15 @@ class Evidence:
     def during(self) -> list[Row]:
         """Return the samples that were taken while the steps were steady."""
         rows = self.steady()
-        if not rows:
-            return []
-        begin = rows[0]["time"] - rows[0]["wall_ms"] / 1000
-        return [sample for sample in self.samples if begin <= sample["time"] <= rows[-1]["time"]]
+        begin, end = (rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"]) if rows else (0.0, -1.0)
+        return [sample for sample in self.samples if begin <= sample["time"] <= end]
 
     def mean(self, read: Callable[[Row], float]) -> float | None:
         """Return the mean of a number over these samples; None where there are too few."""
         values = [read(sample) for sample in self.during()]
         return statistics.mean(values) if len(values) >= MIN_SAMPLES else None
 
-    def load(self) -> float | None:
-        """Return the mean load of the machine's cores, percent."""
+    def load(self) -> float | None:  # of the machine's cores, percent
         return self.mean(lambda sample: statistics.mean(sample["cpu"] or [0.0]))
 
     def others(self) -> float:

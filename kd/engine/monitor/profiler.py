@@ -31,18 +31,14 @@ class Profiler:
     def step(self, number: int) -> None:
         """Start or stop before the step of this number."""
         if self.first <= number <= self.last and self._running is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it reports a missing GPU as an error
+            activities = [ProfilerActivity.CPU]
+            if self.device == "cuda":
+                activities.append(ProfilerActivity.CUDA)
             with self.span("profile"):
-                self._start()
+                self._running = profile(activities=activities, profile_memory=True).__enter__()
         elif self._running is not None and number > self.last:
             self.close()
-
-    def _start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it reports a missing GPU as an error
-        activities = [ProfilerActivity.CPU]
-        if self.device == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._running = profile(activities=activities, profile_memory=True)
-        self._running.__enter__()
 
     def close(self) -> None:
         running, self._running = self._running, None
@@ -51,13 +47,10 @@ class Profiler:
         with self.span("profile"):
             running.__exit__(None, None, None)
             try:
-                self._write(running)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                running.export_chrome_trace(str(self.folder / "trace.json.gz"))
+                by = "self_device_time_total" if self.device == "cuda" else "self_cpu_time_total"
+                table = running.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=80)
+                write_text(self.folder / "operators.txt", table, "profile")
             except OSError as error:
                 log.warning(f"profile: '{self.folder}' cannot be written ({error}). Training goes on without it.")
-
-    def _write(self, done: profile) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        done.export_chrome_trace(str(self.folder / "trace.json.gz"))
-        by = "self_device_time_total" if self.device == "cuda" else "self_cpu_time_total"
-        table = done.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=80)
-        write_text(self.folder / "operators.txt", table, "profile")

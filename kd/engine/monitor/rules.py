@@ -9,7 +9,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kd.core.types import Loading
@@ -48,9 +47,6 @@ SERIOUS = 0.20
 """Share of the time that may be saved; from here on a finding is a warning, and is printed while the run goes."""
 
 
-Rule = Callable[[Evidence], Finding | None]
-
-
 class Advice(NamedTuple):
     """One key of the configuration, a value to try, and what that does."""
 
@@ -70,29 +66,15 @@ def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: Adv
     return Finding(rule, severity, evidence, threshold, text, advice.key, advice.value)
 
 
-# -------------------------------------------------------------------------------------------------------- the data
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """How long a step waits for its data because loading is slow."""
 
     ms: float
     step_ms: float
+    share: float
     loading: Loading  # of a step's images, milliseconds, one after the other
-
-    @property
-    def share(self) -> float:
-        return self.ms / self.step_ms
-
-    @property
-    def reading(self) -> float:
-        """Share of the loading that waits for bytes."""
-        return 1 - min(1.0, self.loading.busy / self.loading.seconds)
-
-    @property
-    def text(self) -> str:
-        return f"a step waits {self.ms:.1f} of {self.step_ms:.1f} ms ({100 * self.share:.0f} %) for its data"
+    reading: float  # share of the loading that waits for bytes
+    text: str
 
 
 def data_wait(evidence: Evidence) -> Wait | None:
@@ -103,18 +85,19 @@ def data_wait(evidence: Evidence) -> Wait | None:
         return None
     if loading.seconds < LOADERS_BUSY * facts.workers * step_ms:
         return None
-    return Wait(data, step_ms, loading)
+    share, reading = data / step_ms, 1 - min(1.0, loading.busy / loading.seconds)
+    text = f"a step waits {data:.1f} of {step_ms:.1f} ms ({100 * share:.0f} %) for its data"
+    return Wait(data, step_ms, share, loading, reading, text)
 
 
-def _can_add(evidence: Evidence) -> bool:
-    """Return whether another data worker may help: a core is free for it."""
+def _can_add_worker(evidence: Evidence) -> bool:
     return evidence.facts.workers < evidence.facts.room and (evidence.load() or 0.0) < FULL_CORES
 
 
 def dataloader(evidence: Evidence) -> Finding | None:
     """Too few loader processes: the step waits for decoding, and there are cores for more of it."""
     wait, facts = data_wait(evidence), evidence.facts
-    if wait is None or wait.reading >= READING or not _can_add(evidence):
+    if wait is None or wait.reading >= READING or not _can_add_worker(evidence):
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
     value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
@@ -130,9 +113,9 @@ def io_bottleneck(evidence: Evidence) -> Finding | None:
         return None
     text = f"{wait.text}, and {100 * wait.reading:.0f} % of the loading time is waiting for bytes"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step, {100 * READING:.0f} % of the loading"
-    advice = Advice("data.store", facts.new_store, "each image is then read once, in the first epoch.")
-    if not facts.new_store:
-        advice = Advice("data.workers", 2 * max(1, facts.workers), "more images are then read at the same time.")
+    advice = Advice("data.workers", 2 * max(1, facts.workers), "more images are then read at the same time.")
+    if facts.new_store:
+        advice = Advice("data.store", facts.new_store, "each image is then read once, in the first epoch.")
     return _finding("IOBottleneck", wait.share, text, threshold, advice)
 
 
@@ -152,20 +135,17 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores.")
         advice = store if decodes and facts.new_store else fewer
         return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
-    if wait is None or wait.reading >= READING or _can_add(evidence):
+    if wait is None or wait.reading >= READING or _can_add_worker(evidence):
         return None
     # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
     saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
     if saves < DATA_WAIT or not facts.new_store:
         return None
     text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; "
-    decoding = 100 * wait.loading.decoding / wait.loading.seconds
-    text += f"{decoding:.0f} % of the loading is decoding, the rest resizing and augmenting"
+    text += f"{100 * loading.decoding / loading.seconds:.0f} % of the loading is decoding, "
+    text += "the rest resizing and augmenting"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
     return _finding("CPUBottleneck", saves, text, threshold, store)
-
-
-# --------------------------------------------------------------------------------------------------------- the GPU
 
 
 def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
@@ -181,14 +161,13 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
     if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
         return None
     wait, facts = data_wait(evidence), evidence.facts
-    text, threshold = f"the GPU is {load:.0f} % busy", f"{LOW_GPU:.0f} %"
-    saves = 1 - load / 100
-    if wait is not None:
-        advice = Advice("data.workers", max(facts.workers + 1, facts.share - 1), "the GPU then waits less.")
-        return _finding("LowGPUUtilization", saves, f"{text}, and {wait.text}", threshold, advice)
     effect = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
-    advice = Advice("student.compile", "on", effect)
-    return _finding("LowGPUUtilization", saves, f"{text}, and loading is not the cause", threshold, advice)
+    advice, cause = Advice("student.compile", "on", effect), "loading is not the cause"
+    if wait is not None:
+        more = max(facts.workers + 1, facts.share - 1)
+        advice, cause = Advice("data.workers", more, "the GPU then waits less."), wait.text
+    text = f"the GPU is {load:.0f} % busy, and {cause}"
+    return _finding("LowGPUUtilization", 1 - load / 100, text, f"{LOW_GPU:.0f} %", advice)
 
 
 def gpu_memory_increase(evidence: Evidence) -> Finding | None:
@@ -204,23 +183,18 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
         return None
     whose = "the GPU's memory" if on_gpu else "the training process"
-    text = f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps, "
-    text += "in every quarter"
-    threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
+    moved = f"from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps"
+    text, threshold = f"{whose} grew {moved}, in every quarter", f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
+    effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
+    advice = Advice("profile.steps", _last_steps(evidence), effect)
     if facts.store == "ram":
         advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
-    else:
-        effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
-        advice = Advice("profile.steps", _last_steps(evidence), effect)
     return _finding("GPUMemoryIncrease" if on_gpu else "MemoryIncrease", SERIOUS, text, threshold, advice)
 
 
 def _last_steps(evidence: Evidence) -> list[int]:
     last = evidence.steady()[-1]["step"]
     return [max(1, last - PROFILED), last - 1]
-
-
-# -------------------------------------------------------------------------------------------------------- the steps
 
 
 def batch_size(evidence: Evidence) -> Finding | None:
@@ -261,9 +235,8 @@ def load_balancing(evidence: Evidence) -> Finding | None:
     text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
     threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
     advice = Advice("profile.steps", _last_steps(evidence), "the trace of rank 0 shows what it waits for.")
-    if span == "data" and evidence.facts.new_store:
-        effect = "reading and decoding then cost each rank the same."
-        advice = Advice("data.store", evidence.facts.new_store, effect)
+    if span == "data" and (store := evidence.facts.new_store):
+        advice = Advice("data.store", store, "reading and decoding then cost each rank the same.")
     elif span == "data" and evidence.facts.workers == 0:
         advice = Advice("data.workers", 1, "its data are then loaded while it computes.")
     return _finding("LoadBalancing", saves, text, threshold, advice)
@@ -279,7 +252,7 @@ def time_share(evidence: Evidence) -> Finding | None:
             continue
         rest, most = share / (1 - share), APART_MOST[name] / 2
         value = every * math.ceil(rest * (1 - most) / most)
-        key = "run.every.evaluate" if name == "evaluation" else "run.every.checkpoint"
+        key = {"evaluation": "run.every.evaluate", "checkpoint": "run.every.checkpoint"}[name]
         advice = Advice(key, value, f"there is then one in {value} steps instead of {every}.")
         text = f"{name} takes {100 * share:.0f} % of the time"
         return _finding("TimeShare", share - most, text, f"{100 * APART_MOST[name]:.0f} %", advice)
@@ -287,15 +260,15 @@ def time_share(evidence: Evidence) -> Finding | None:
     whole, forward, backward = sum(step.values()), step.get("forward", 0.0), step.get("backward", 0.0)
     if not rows or evidence.steps() < MIN_STEPS or forward < max(FORWARD * whole, 2 * backward):
         return None
-    text = f"the forward pass with its losses takes {100 * forward / whole:.0f} % of a step, the backward pass "
-    text += f"{100 * backward / whole:.0f} %"
+    shares = [f"{100 * part / whole:.0f} %" for part in (forward, backward)]
+    text = f"the forward pass with its losses takes {shares[0]} of a step, the backward pass {shares[1]}"
     effect = "the trace shows what computes there: a loss of your own, or a layer that works in Python."
     advice = Advice("profile.steps", _last_steps(evidence), effect)
     threshold = f"{100 * FORWARD:.0f} %, and twice the backward pass"
     return _finding("TimeShare", (forward - backward) / whole, text, threshold, advice)
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     cpu_bottleneck,
     io_bottleneck,
     low_gpu_utilization,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,9 @@ class Monitor:
     def _run(self) -> None:
         """Sample until the end. After an error the monitor warns and stops; training goes on."""
         try:
-            with closing(Sampler()) as sampler:
-                while not self._over.wait(self.interval):
-                    append_rows(self.path, sampler.sample())
+            sampler = Sampler()
+            while not self._over.wait(self.interval):
+                append_rows(self.path, sampler.sample())
         except Exception as error:
             log.warning(f"monitor: it has stopped ({type(error).__name__}: {error}). Training goes on without it.")
 
@@ -70,7 +70,9 @@ class Sampler:
     def sample(self) -> dict[str, Any]:
         """Return a row; rates and loads are means since the last one."""
         if self._count % CHILDREN_EVERY == 0:
-            self._find_workers()
+            before = {worker.pid: worker for worker in self._workers}
+            # psutil counts a load from the last call on the same object
+            self._workers = [before.get(child.pid, child) for child in self._own.children()]
         self._count += 1
         now, totals = time.monotonic(), self._counters()
         seconds = max(now - self._time, 1e-9)
@@ -93,11 +95,6 @@ class Sampler:
             "gpu": self._gpus.sample(),
         }
 
-    def _find_workers(self) -> None:
-        before = {worker.pid: worker for worker in self._workers}
-        # psutil counts a load from the last call on the same object
-        self._workers = [before.get(child.pid, child) for child in self._own.children()]
-
     @staticmethod
     def _counters() -> tuple[float, float, float]:
         """Return bytes read from and written to disks, and sent and received over networks, since the machine began."""
@@ -105,9 +102,6 @@ class Sampler:
         network = psutil.net_io_counters(pernic=True)
         moved = sum(n.bytes_sent + n.bytes_recv for name, n in network.items() if not name.startswith("lo"))
         return (disk.read_bytes, disk.write_bytes, moved) if disk is not None else (0.0, 0.0, moved)
-
-    def close(self) -> None:
-        self._gpus.close()
 
 
 def _load(process: psutil.Process) -> float:
@@ -123,39 +117,29 @@ class Gpus:
     def __init__(self) -> None:
         self._nvml: Any = None
         self._handles: Sequence[Any] = ()
-        try:
+        with suppress(ImportError):
             import pynvml
-        except ImportError:
-            return
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+                self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 
     def sample(self) -> list[dict[str, float]]:
         """Return utilization (percent), memory (MiB) and power (watts) of each GPU, as far as it reports them."""
-        return [self._one(handle) for handle in self._handles]
+        return [self._one(self._nvml, handle) for handle in self._handles]
 
-    def _one(self, handle: Any) -> dict[str, float]:
-        nvml, row = self._nvml, {}
-        reads: tuple[Callable[[], dict[str, float]], ...] = (
-            lambda: {"utilization": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)},
-            lambda: _memory(nvml.nvmlDeviceGetMemoryInfo(handle)),
-            lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000},
-        )
-        for read in reads:
-            with suppress(nvml.NVMLError):  # a virtual GPU does not report its power
-                row |= read()
+    @staticmethod
+    def _one(nvml: Any, handle: Any) -> dict[str, float]:
+        row = {}
+        with suppress(nvml.NVMLError):
+            row["utilization"] = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        with suppress(nvml.NVMLError):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            row |= {"memory_mib": round(memory.used / MIB, 1), "memory_total_mib": round(memory.total / MIB, 1)}
+        with suppress(nvml.NVMLError):  # a virtual GPU does not report it
+            row["power_w"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         return row
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            with suppress(self._nvml.NVMLError):
-                self._nvml.nvmlShutdown()
-
-
-def _memory(info: Any) -> dict[str, float]:
-    return {"memory_mib": round(info.used / MIB, 1), "memory_total_mib": round(info.total / MIB, 1)}
 
 
 def file_name(host: str, rank: int) -> str:

@@ -12,10 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,23 +65,6 @@ class DeviceClock:
             self._free.append(begin)
 
 
-class _Span:
-    """One name; entering and leaving it is a boundary. Its state is the timeline's, so it may be used again at once."""
-
-    __slots__ = ("name", "timeline")
-
-    def __init__(self, timeline: Timeline, name: str) -> None:
-        self.timeline, self.name = timeline, name
-
-    def __enter__(self) -> None:
-        self.timeline._enter(self.name)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.timeline._exit()
-
-
 class Timeline:
     """Time a run by its spans. Used as a context: from the opened run folder to the end of the loop."""
 
@@ -110,8 +93,7 @@ class Timeline:
         """Steps of this start, in all rows so far."""
         self.communication, self.on_step = communication, on_step
         self._device = device if device is not None or clock != "device" else DeviceClock()
-        self._spans: dict[str, _Span] = {}
-        self._stack: list[tuple[str, Any]] = []
+        self._stack: list[str] = []
         self._setup: Step | None = Step()
         self._now = self._setup
         self._steps: list[Step] = []
@@ -125,7 +107,9 @@ class Timeline:
         if self._device is not None:
             self._device.mark("setup", {})
             self._setup.device["setup"] = 1000 * (time.perf_counter() - self._last)
-        self._keep_rows()
+        if path is not None:
+            with suppress(OSError, ValueError):
+                keep_rows(path, lambda row: 0 < start >= row["step"])
 
     def __enter__(self) -> Timeline:
         active.append(self)
@@ -135,39 +119,30 @@ class Timeline:
         active.remove(self)
         self.close()
 
-    def span(self, name: str) -> _Span:
-        """Return the context of a span. See `kd.engine.run.Span`."""
-        span = self._spans.get(name)
-        if span is None:
-            span = self._spans[name] = _Span(self, name)
-        return span
-
-    def _enter(self, name: str) -> None:
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Mark a span: entering and leaving it is a boundary. See `kd.engine.run.Span`."""
         if name == "data" and not self._stack and (self._now is self._setup or self._now.done):
             self._next_step()
         else:
             self._charge()
-        self._stack.append((name, marked(name)))
-
-    def _exit(self) -> None:
-        self._charge()
-        name, mark = self._stack.pop()
-        if mark is not None:
-            mark.__exit__(None, None, None)
-        if name == "optimizer":
-            self._now.done = True
-        elif name == "data":
-            self._count_loading()
-
-    def _count_loading(self) -> None:
-        """Charge the loading of the batches that have arrived since the last call."""
-        before, self._loaded = self._loaded, self.loading()
-        new = Loading(*(now - then for now, then in zip(self._loaded, before, strict=True)))
-        self._now.loading = self._now.loading.plus(new)
+        self._stack.append(name)
+        try:
+            with marked(name):
+                yield
+        finally:
+            self._charge()
+            self._stack.pop()
+            if name == "optimizer":
+                self._now.done = True
+            elif name == "data":  # charge the loading of the batches that have arrived in it
+                before, self._loaded = self._loaded, self.loading()
+                new = Loading(*(now - then for now, then in zip(self._loaded, before, strict=True)))
+                self._now.loading = self._now.loading.plus(new)
 
     def _charge(self) -> None:
         """Charge the time since the last boundary to the innermost open span."""
-        now, name, times = time.perf_counter(), self._stack[-1][0] if self._stack else "other", self._now.host
+        now, name, times = time.perf_counter(), self._stack[-1] if self._stack else "other", self._now.host
         if self._now is self._setup and name == "other":
             name = "setup"
         times[name] = times.get(name, 0.0) + now - self._last
@@ -194,13 +169,17 @@ class Timeline:
         if self._device is not None:
             self._device.read()
         self._ended, self._waited = True, self.communication()
-        steps = [self._of_step(step) for step in self._steps if step.done]
+        steps = self._of_steps(self._steps)
         if not steps:
             return {}
         sums = summed(steps)
         values = {"step_ms": statistics.median(sum(step.values()) for step in steps)}
         values["data_wait"] = sums.get("data", 0.0) / max(sum(sums.values()), 1e-9)
         return values | {f"ms_{name}": value / len(steps) for name, value in sums.items()}
+
+    def _of_steps(self, steps: Sequence[Step]) -> list[dict[str, float]]:
+        """Return the times of the steps that are done, without what is no part of one."""
+        return [{n: ms for n, ms in self._times(step).items() if n not in APART} for step in steps if step.done]
 
     def _times(self, step: Step) -> dict[str, float]:
         """Return the milliseconds of a step by span, of the device where it has events.
@@ -212,9 +191,6 @@ class Timeline:
             times["communication"] = min(self._waited, times["backward"])
             times["backward"] -= times["communication"]
         return times
-
-    def _of_step(self, step: Step) -> dict[str, float]:
-        return {name: value for name, value in self._times(step).items() if name not in APART}
 
     def _write(self) -> None:
         steps, self._steps, self._ended = self._steps, [], False
@@ -229,9 +205,13 @@ class Timeline:
                 end += sum(sum(step.host.values()) for step in group) if kind != "setup" else 0.0
                 self.made += sum(step.done for step in group)
                 rows.append(self._row(kind, group, end))
-                for name, value in rows[-1].get("device_ms", rows[-1]["ms"]).items():
-                    self.totals[name] = self.totals.get(name, 0.0) + value
-        self._append(rows)
+                self.totals = summed([self.totals, rows[-1].get("device_ms", rows[-1]["ms"])])
+        try:
+            if self.path is not None and rows:
+                append_rows(self.path, *rows)
+        except OSError as error:  # no reason to end the run
+            log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
+            self.path = None
 
     def _row(self, kind: str, steps: Sequence[Step], end: float) -> dict[str, Any]:
         last = self.start + self.made
@@ -243,26 +223,11 @@ class Timeline:
             row["loading_ms"] = {name: round(1000 * value, 3) for name, value in loading._asdict().items()}
         if self._device is not None:
             row["device_ms"] = rounded(summed([self._times(step) for step in steps]))
-        times = [self._of_step(step) for step in steps if step.done]
+        times = self._of_steps(steps)
         if times:
             row |= describe(times, last - len(times) + 1)
         regions = summed([step.regions for step in steps])
         return row | ({"regions": rounded(regions)} if regions else {})
-
-    def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self.path is None or not rows:
-            return
-        try:
-            append_rows(self.path, *rows)
-        except OSError as error:  # no reason to end the run
-            log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
-            self.path = None
-
-    def _keep_rows(self) -> None:
-        """Drop rows of steps that will be made again."""
-        if self.path is not None:
-            with suppress(OSError, ValueError):
-                keep_rows(self.path, lambda row: 0 < self.start >= row["step"])
 
     def close(self) -> None:
         """Write the last rows. Time after the last complete step counts to the last of them."""
@@ -279,11 +244,7 @@ class Timeline:
 
 def summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the sums by name."""
-    sums: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return sums
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(chain(*parts))}
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
@@ -305,30 +266,19 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
     return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}
 
 
-active: list[Any] = []  # the timelines of this process; the last one gets the regions
+active: list[Timeline] = []  # of this process; the last one gets the regions
 
 
-class _Mark:
-    """A range in torch.profiler, and in NVTX where CUDA is in use."""
-
-    def __init__(self, name: str) -> None:
-        self._record = torch.profiler.record_function(name)
-        self._nvtx = torch.cuda.is_initialized()
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(name)
-        self._record.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._record.__exit__(None, None, None)
-        if self._nvtx:
-            torch.cuda.nvtx.range_pop()
-
-
-def marked(name: str) -> _Mark | None:
-    """Open a profiler and NVTX range if a profiler or CUDA is active, else return None."""
-    if torch.autograd._profiler_enabled() or torch.cuda.is_initialized():  # type: ignore[attr-defined]
-        return _Mark(name)
-    return None
+def marked(name: str) -> AbstractContextManager[object]:
+    """Open a range in torch.profiler, and in NVTX, where CUDA or a profiler is active; the context ends it."""
+    on_cuda = torch.cuda.is_initialized()
+    if not on_cuda and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return nullcontext()
+    ranges = ExitStack()
+    ranges.enter_context(torch.profiler.record_function(name))
+    if on_cuda:
+        ranges.enter_context(torch.cuda.nvtx.range(name))
+    return ranges
 
 
 @contextmanager
@@ -340,11 +290,10 @@ def region(name: str) -> Iterator[None]:
 
     Only the thread that trains is timed.
     """
-    mark, begin = marked(name), time.perf_counter()
+    begin = time.perf_counter()
     try:
-        yield
+        with marked(name):
+            yield
     finally:
-        if mark is not None:
-            mark.__exit__(None, None, None)
         if active and threading.current_thread() is threading.main_thread():
             active[-1].add_region(name, time.perf_counter() - begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_each_rule_says_what_to_set():
         known = config.to_dict(config.Config())[section]
         assert key in known
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
-        assert json.loads(json.dumps(finding.record()))["rule"] == finding.rule
+        assert json.loads(json.dumps(asdict(finding)))["rule"] == finding.rule
     assert len(rules.RULES) == 8
 
 

@@ -26,7 +26,6 @@ def test_a_sample_tells_what_the_machine_does():
     inner, inner_cpu = time.perf_counter() - inner, time.process_time() - inner_cpu
     row = sampler.sample()
     outer, outer_cpu = time.perf_counter() - outer, time.process_time() - outer_cpu
-    sampler.close()
     assert len(row["cpu"]) == cores()
     assert all(0 <= load <= 100 for load in row["cpu"])
     ticks = 100 * 4 * 0.01 / inner  # of user and system time, at both ends
