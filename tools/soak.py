@@ -55,9 +55,7 @@ GROUPS = {
             "tests/distributed/test_skipped_steps.py",
         )
     ),
-    "strangers": Group(
-        ("tests/e2e/test_trust.py", "tests/unit/cluster/test_meeting.py", "tests/unit/deploy/predict/test_predict.py")
-    ),
+    "strangers": Group(("tests/e2e/test_trust.py", "tests/unit/deploy/predict/test_predict.py")),
     "storage": Group(("tests/distributed/test_failing_storage.py",), {"KD_SOAK": "1"}),
     "kills": Group(("tests/distributed/test_signals.py", "tests/distributed/test_resume.py")),
 }

@@ -1,19 +1,21 @@
 """One host of a job: `python -m kd.cluster.group [-m MODULE] CONFIG [key=value ...]`, the same on all hosts.
 
-The first trainer runs the head of a Ray cluster, which all hosts join, and the meeting point (`kd.cluster.meeting`).
+The first trainer runs the head of a Ray cluster, which all hosts join. A data host leaves when the head has gone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -30,30 +32,34 @@ from kd.cluster.hosts import (
     processes,
     read_hosts,
 )
-from kd.cluster.meeting import JoinedHost, Meeting, say
-from kd.core.errors import KdError
+from kd.core.errors import BackendError, KdError
 from kd.core.host import cores
 
 RAY_MARK = "KD_RAY"  # like `kd.cluster.hosts.MARK`, of Ray's processes only
 QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 """Ray prints pages about each lost host in the log of a run; `data.loader` prints a line."""
-GRACE_SECONDS = 30.0  # how long a trainer may take to end by itself after another one has failed
+MEET_SECONDS = 900.0  # how long a host tries to join the first trainer: hosts of a job start minutes apart
+JOIN_SECONDS = 300.0  # how long the first trainer waits for hosts that have not joined; then it begins without them
+SILENCE_SECONDS = 60.0  # after which a head that neither answers nor refuses is lost
 
 
-# ------------------------------------------------------------------------------------------------------------ Ray
+def say(host: str, text: str) -> None:
+    """Print a line of a host."""
+    print(f"[{host}] {text}", file=sys.stderr, flush=True)
 
 
 class Node:
     """This host's part of the Ray cluster. Ray gets no accelerator: torchrun uses them."""
 
     def __init__(self, hosts: Hosts, mark: str) -> None:
-        self.hosts, self.mark, self.head, self.failures = hosts, mark, hosts.me == hosts.first, 0
+        self.hosts, self.mark, self.head = hosts, mark, hosts.me == hosts.first
         self.folder = tempfile.mkdtemp(prefix="kd-ray-", dir="/tmp") if self.head else ""  # sockets need short paths
+        self.joined = threading.Event()
 
     @property
     def address(self) -> str:
         """Of the head; its name may not be known before this host has joined."""
-        return f"{socket.gethostbyname(self.hosts.first)}:{self.hosts.ports[1]}"
+        return f"{socket.gethostbyname(self.hosts.first)}:{self.hosts.ports[0]}"
 
     def command(self) -> list[str]:
         """Return the command that starts Ray here."""
@@ -71,34 +77,54 @@ class Node:
             role = ["--address", self.address]
         return [sys.executable, "-m", "ray.scripts.scripts", "start", *role, *common, "--disable-usage-stats"]
 
-    async def start(self) -> bool:
+    def start(self) -> bool:
         """Start Ray's processes and return whether they have joined the cluster."""
         environ = {**os.environ, **marks(self.mark), **marks(self.mark, RAY_MARK)}
         environ |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
-        process = await asyncio.create_subprocess_exec(
-            *self.command(),
+        told = subprocess.run(
+            self.command(),
             env=environ,
             start_new_session=True,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
-        output, _ = await process.communicate()
-        self.failures = self.failures + 1 if process.returncode else 0
-        if self.failures == (1 if self.head else 20):  # the others fail until the head runs
-            say(self.hosts.me, f"Ray does not start here: {output.decode(errors='replace').strip()[-2000:]}")
-        return process.returncode == 0
+        if told.returncode == 0:
+            self.joined.set()
+        else:
+            say(self.hosts.me, f"Ray does not start here: {told.stdout.decode(errors='replace').strip()[-2000:]}")
+        return told.returncode == 0
 
-    async def keep_joined(self, member: JoinedHost) -> None:
-        """Join the cluster, and join it again whenever Ray has ended here."""
+    def meet(self) -> None:
+        """Wait until the head listens; BackendError: it does not within `MEET_SECONDS`."""
+        deadline = time.monotonic() + MEET_SECONDS
         while True:
-            if await self.start():
-                member.send("ready")
-                while self._alive():
-                    await asyncio.sleep(1)
-                say(self.hosts.me, "Ray has ended here; it is started again")
-            await asyncio.get_running_loop().run_in_executor(None, end_marked, self.mark, RAY_MARK)
-            await asyncio.sleep(1)
+            try:
+                return reach(self.address)
+            except OSError as error:  # its name cannot be resolved yet, or it does not listen yet
+                if time.monotonic() > deadline:
+                    wrong = f"host '{self.hosts.me}' cannot reach the first trainer ({error})"
+                    remedy = "A private VPC must allow all TCP between the hosts of a job"
+                    raise BackendError(f"{self.hosts.first}:{self.hosts.ports[0]}", wrong, "", remedy) from error
+            time.sleep(0.5)
+
+    def keep_joined(self) -> None:
+        """Join the cluster, and join it again whenever Ray has ended here, until the head has gone."""
+        answered = time.monotonic()
+        while time.monotonic() < answered + SILENCE_SECONDS:
+            if not self._alive():
+                if self.joined.is_set():
+                    say(self.hosts.me, "Ray has ended here; it is started again")
+                end_marked(self.mark, RAY_MARK)
+                self.start()
+            time.sleep(1)
+            with suppress(OSError):
+                try:
+                    reach(self.address)
+                    answered = time.monotonic()
+                except ConnectionRefusedError:
+                    return
 
     def _alive(self) -> bool:
         for pid in marked(self.mark, RAY_MARK):
@@ -106,6 +132,27 @@ class Node:
                 if Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip() == "raylet":
                     return True
         return False
+
+    def wait_for_all(self) -> None:
+        """Wait until all hosts have joined, `JOIN_SECONDS` at most."""
+        import ray
+
+        from kd.cluster.ray_cluster import connect
+
+        connect("backend")
+        hosts, deadline = len(self.hosts.trainers) + len(self.hosts.data), time.monotonic() + JOIN_SECONDS
+        while (joined := sum(node["Alive"] for node in ray.nodes())) < hosts:
+            if time.monotonic() > deadline:
+                say(self.hosts.me, f"{joined} of {hosts} hosts have joined in {JOIN_SECONDS:g} s; training begins")
+                break
+            time.sleep(0.5)
+        ray.shutdown()
+
+
+def reach(address: str) -> None:
+    """Connect to the head once; OSError: it does not listen, ConnectionRefusedError: its host does."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def num_decoders(hosts: Hosts, environ: Mapping[str, str] = os.environ) -> int:
@@ -118,81 +165,55 @@ def num_decoders(hosts: Hosts, environ: Mapping[str, str] = os.environ) -> int:
     return max(0, cores() - trainers) if trainers > 1 or accelerated() else min(1, cores() - 1)
 
 
-# ----------------------------------------------------------------------------------------------------------- roles
-
-
-async def run(hosts: Hosts, argv: Sequence[str]) -> int:
+def run(hosts: Hosts, argv: Sequence[str]) -> int:
     """Do this host's part of a job with a data group, and return its exit code."""
-    mark = secrets.token_hex(8)
-    meeting = asyncio.create_task(Meeting(hosts).run()) if hosts.me == hosts.first else None
-    node = Node(hosts, mark)
+    node = Node(hosts, secrets.token_hex(8))
     try:
-        member = await JoinedHost.join(hosts)
-        code = await (train(member, node, argv) if hosts.me in hosts.trainers else decode(member, node))
-        await member.close()
-        if meeting is not None:
-            await meeting
-        return code
+        return train(node, argv) if hosts.me in hosts.trainers else decode(node)
     finally:
-        end_marked(mark)
+        end_marked(node.mark)
         if node.folder:
             shutil.rmtree(node.folder, ignore_errors=True)
 
 
-async def decode(member: JoinedHost, node: Node) -> int:
-    """Run decoders until the training has ended; return 0 if it ended well."""
+def decode(node: Node) -> int:
+    """Run decoders until the training has ended."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the trainers get it too, and need their images to finish a step
-        asyncio.get_running_loop().add_signal_handler(number, lambda: None)
-    keeper = asyncio.create_task(node.keep_joined(member))
-    code = await member.ended
-    keeper.cancel()
-    say(node.hosts.me, "training has ended" if code == 0 else f"training has failed ({code})")
-    return min(1, code)
+        signal.signal(number, lambda *_: None)
+    node.meet()
+    node.keep_joined()
+    say(node.hosts.me, "training has ended")
+    return 0
 
 
-async def train(member: JoinedHost, node: Node, argv: Sequence[str]) -> int:
-    """Run this host's trainers; return their exit code, or that of another host."""
-    process: asyncio.subprocess.Process | None = None
+def train(node: Node, argv: Sequence[str]) -> int:
+    """Run this host's trainers and return their exit code."""
+    stopped, process = threading.Event(), None
 
-    def stop() -> None:
-        if process is None:
-            member.end(1)
-        elif process.returncode is None:
+    def stop(*_: object) -> None:
+        stopped.set()
+        if process is not None:
             process.terminate()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    keeper = None
-    if not node.head:
-        keeper = asyncio.create_task(node.keep_joined(member))
-    elif await node.start():
-        member.send("ready")
+        signal.signal(number, stop)
+    if node.head:
+        node.start()
     else:
-        member.end(1)
-    await asyncio.wait([member.begun, member.ended], return_when=asyncio.FIRST_COMPLETED)
-    code = 1
-    if not member.ended.done():
-        environ = {**os.environ, **marks(node.mark), "RAY_ADDRESS": node.address, **QUIET}
-        environ["SM_HOSTS"] = json.dumps(node.hosts.trainers)
-        process = await asyncio.create_subprocess_exec(*command(node.hosts, argv), env=environ)
-        code = await _exit_code(process, member)
-        member.send(f"done {code}")
-        code = code or await member.ended
-    if keeper is not None:
-        keeper.cancel()
-    return code
-
-
-async def _exit_code(process: asyncio.subprocess.Process, member: JoinedHost) -> int:
-    """Wait for the trainers. End them if trainers of another host have failed."""
-    waiting = asyncio.ensure_future(process.wait())
-    await asyncio.wait([waiting, member.ended], return_when=asyncio.FIRST_COMPLETED)
-    for end in (process.terminate, process.kill):
-        if not waiting.done():
-            await asyncio.wait([waiting], timeout=GRACE_SECONDS)
-        if not waiting.done():
-            end()
-    code = await waiting
+        node.meet()
+        threading.Thread(target=node.keep_joined, daemon=True).start()
+    if not node.joined.wait(0 if node.head else JOIN_SECONDS) or stopped.is_set():
+        return 1
+    os.environ |= {"RAY_ADDRESS": node.address, **QUIET}
+    if node.head:
+        node.wait_for_all()
+    process = subprocess.Popen(
+        command(node.hosts, argv),
+        env={**os.environ, **marks(node.mark), "SM_HOSTS": json.dumps(node.hosts.trainers)},
+    )
+    if stopped.is_set():  # between the two lines above
+        process.terminate()
+    code = process.wait()
     return code if code >= 0 else 128 - code
 
 
@@ -203,7 +224,7 @@ def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
     if len(hosts.trainers) * count == 1:
         return [sys.executable, *script]
     world = ["--nnodes", len(hosts.trainers), "--node-rank", hosts.trainers.index(hosts.me)]
-    world += ["--nproc-per-node", count, "--master-addr", hosts.first, "--master-port", hosts.ports[2]]
+    world += ["--nproc-per-node", count, "--master-addr", hosts.first, "--master-port", hosts.ports[1]]
     return [sys.executable, "-m", "torch.distributed.run", *map(str, world), *script]
 
 
@@ -224,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
         if not hosts.data:
             os.environ["SM_HOSTS"] = json.dumps(hosts.trainers)
             os.execv(sys.executable, command(hosts, argv))
-        return asyncio.run(run(hosts, argv))
+        return run(hosts, argv)
     except KdError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code

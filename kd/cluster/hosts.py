@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from kd.core.errors import BackendError
 from kd.files.json_file import read_json
 
 INPUT = Path("/opt/ml/input/config")
-MEETING, RAY, TORCH = 6378, 6379, 29500  # ports of the first trainer: the meeting point, Ray, torch's rendezvous
+RAY, TORCH = 6379, 29500  # ports of the first trainer: Ray, torch's rendezvous
 MARK = "KD_HOST"  # the environment variable of all processes that a host starts, and of their children
 
 
@@ -28,8 +28,7 @@ class Hosts:
     me: str
     trainers: tuple[str, ...]
     data: tuple[str, ...]  # hosts that only decode images; may be none
-    ports: tuple[int, ...] = (MEETING, RAY, TORCH)
-    token: str = field(default="", repr=False)  # what a host shows at the meeting point: Ray's token
+    ports: tuple[int, ...] = (RAY, TORCH)
 
     @property
     def first(self) -> str:
@@ -48,7 +47,7 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
         me = str(config.get("current_host") or "localhost")
         groups = {group["instance_group_name"]: list(group["hosts"]) for group in config.get("instance_groups") or ()}
         groups = groups or {"all": list(config.get("hosts") or [me])}
-        ports = tuple(map(int, environ["KD_PORTS"].split(","))) if "KD_PORTS" in environ else (MEETING, RAY, TORCH)
+        ports = tuple(map(int, environ["KD_PORTS"].split(","))) if "KD_PORTS" in environ else (RAY, TORCH)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         wrong = f"the job's description of its hosts cannot be read ({type(error).__name__}: {error})"
         raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, "As in resourceconfig.json", "") from error
@@ -59,7 +58,7 @@ def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "re
         wrong = f"host '{me}' of the groups {', '.join(groups)} " + ("is in none" if trainers else "has no trainers")
         allowed = "Groups whose name begins with `data` decode, at least one other group trains"
         raise BackendError("SM_INSTANCE_GROUPS_DICT", wrong, allowed, "Rename the groups")
-    return Hosts(me, trainers, data, ports, environ.get("RAY_AUTH_TOKEN", "").strip())
+    return Hosts(me, trainers, data, ports)
 
 
 def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:

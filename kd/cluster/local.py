@@ -38,9 +38,9 @@ class LocalJob:
             **marks(self.mark, RUN_MARK),
             "SM_HOSTS": json.dumps(hosts),
             "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
-            "KD_PORTS": ",".join(str(port) for port in free_ports(3)),
+            "KD_PORTS": ",".join(str(port) for port in free_ports(2)),
             "KD_DECODERS": os.environ.get("KD_DECODERS", str(max(1, cores() // len(hosts)))),
-            "RAY_AUTH_MODE": "token",  # of Ray, which listens on all interfaces, and of the meeting point
+            "RAY_AUTH_MODE": "token",  # of Ray, which listens on all interfaces
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
         self.processes: dict[str, subprocess.Popen[Any]] = {}

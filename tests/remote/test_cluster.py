@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kd.cluster.hosts import marked
+from kd.cluster.hosts import marked, signal_all
 from kd.cluster.local import RUN_MARK, LocalJob
 
 pytest.importorskip("ray")
@@ -32,6 +33,11 @@ def living(job: LocalJob) -> list[str]:
     return found
 
 
+def on_host(host: str, job: LocalJob) -> set[int]:
+    """Return the processes of a host of a job."""
+    return set(marked(host, "SM_CURRENT_HOST")) & set(marked(job.mark, RUN_MARK))
+
+
 @pytest.mark.slow
 def test_images_of_data_hosts_whatever_happens_to_them():
     """With KD_SOAK=1 two data hosts, and whole runs."""
@@ -49,16 +55,17 @@ def test_images_of_data_hosts_whatever_happens_to_them():
         job.close()
 
 
-def test_data_hosts_leave_when_the_trainer_is_killed():
+def test_data_hosts_leave_when_the_trainers_host_dies():
     job = LocalJob({"dnn": 1, "data": 1}, ["-m", "timeit", "-n1", "import time; time.sleep(60)"])
     trainer, data = job.processes.values()
     try:
         for _ in range(300):  # until it starts Ray, which it does when it has reached the trainer
-            if set(marked("127.0.0.3", "SM_CURRENT_HOST")) & set(marked(job.mark, RUN_MARK)) - {data.pid}:
+            if on_host("127.0.0.3", job) - {data.pid}:
                 break
             time.sleep(0.1)
-        trainer.kill()
-        assert data.wait(30) == 1
+        signal_all(on_host("127.0.0.2", job), signal.SIGKILL)
+        assert trainer.wait(30) == -signal.SIGKILL
+        assert data.wait(60) == 0
     finally:
         job.close()
     assert living(job) == []

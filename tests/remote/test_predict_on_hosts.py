@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shutil
 import signal
@@ -33,11 +32,11 @@ def cluster() -> Iterator[list[Node]]:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{port}")
     nodes = [
-        Node(Hosts(host, ("127.0.0.2",), ("127.0.0.3",), (0, port, 0)), f"{mark}-{host}")
+        Node(Hosts(host, ("127.0.0.2",), ("127.0.0.3",), (port, 0)), f"{mark}-{host}")
         for host in ("127.0.0.2", "127.0.0.3")
     ]
     try:
-        assert all([asyncio.run(node.start()) for node in nodes])
+        assert all([node.start() for node in nodes])
         yield nodes
     finally:
         for node in nodes:

@@ -99,7 +99,7 @@ def test_botocore_accepts_the_request(options, resources, more, food, command):
     found = request["ResourceConfig"]
     assert {key: found[key] for key in resources} == resources
     assert ("InstanceGroups" in found) != ("InstanceType" in found)
-    if "InstanceGroups" in found:  # Ray and the meeting point ask each host for it
+    if "InstanceGroups" in found:  # Ray asks each host for it
         assert request["Environment"]["RAY_AUTH_MODE"] == "token"
         assert len(request["Environment"]["RAY_AUTH_TOKEN"]) == 64
     keys = request["HyperParameters"]
