@@ -177,7 +177,7 @@ def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 
     folder = train(scale, work, "exported", "run.steps=2")
     start = time.perf_counter()
-    made = job(folder, work / "export", ExportOptions.of(images=32))
+    made = job(folder, work / "export", ExportOptions(images=32))
     return [row("kd-export", time.perf_counter() - start, "s", "; ".join(made.lines))]
 
 

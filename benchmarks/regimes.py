@@ -140,7 +140,7 @@ def on_other_dishes(work: Path, base: dict[str, Any]) -> dict[str, Any]:
         halves.append({**common, "kind": "imagefolder", "root": str(root)})
     first = {k: v for k, v in base.items() if k != "teacher"} | {"data": halves[0], "losses": [{"kind": "ce"}]}
     trained_first = train(config.load(first, ["run.epochs=24", "run.name=first-dishes"])).folder
-    start = export(trained_first, options=ExportOptions.of(onnx=False)).folder
+    start = export(trained_first, options=ExportOptions(onnx=False)).folder
     return {**base, "data": halves[1], "student": {**base["student"], "init": "pretrained", "checkpoint": str(start)}}
 
 

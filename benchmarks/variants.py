@@ -102,7 +102,7 @@ def exported(name: str, seed: int, given: argparse.Namespace) -> Path:
     if name != "xcit":
         keys += [f"data.root={given.cifar10 / 'train'}"]
     run = kd.train(CONFIGS / config if config else yaml.safe_load(ON_LABELS), *keys)
-    options = ExportOptions.of(compare=True, images=given.images)
+    options = ExportOptions(compare=True, images=given.images)
     return export(run.folder, target, options, [key for key in keys if key.startswith("data.root=")]).folder
 
 

@@ -219,7 +219,7 @@ def exported(distilled, once) -> Path:
     """What `kd-export --int8 --pt2` writes for `distilled`. Do not write into it."""
     from kd.deploy.export.export import ExportOptions, export
 
-    options = ExportOptions.of(int8=True, pt2=True)
+    options = ExportOptions(int8=True, pt2=True)
     return once("exported", lambda folder: export(distilled, folder / "export", options).folder)
 
 
@@ -235,7 +235,7 @@ def embedded(photos, teacher, once) -> Path:
         settings["teacher"] = {**given(teacher), "cache": {"views": 1}}
         settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
         run = train(config.load(settings)).folder
-        export(run, options=ExportOptions.of(int8=True))
+        export(run, options=ExportOptions(int8=True))
         return run
 
     return once("embedded", build)

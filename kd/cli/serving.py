@@ -12,7 +12,7 @@ from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, t
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, table, variant_rows
 from kd.deploy.export import accept
-from kd.deploy.export.options import GROUPS, NAMES, ExportOptions
+from kd.deploy.export.options import ExportOptions
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
@@ -26,7 +26,7 @@ def export(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         from kd.deploy.export.export import export
 
-        wanted = ExportOptions.of(**{name: getattr(options, name) for name in (*NAMES, "license")})
+        wanted = taken(ExportOptions, options)
         exported = export(options.run, options.to, wanted, options.overrides, options.trust, options.teacher)
         print(f"wrote {exported.folder}")
         for line in exported.lines:
@@ -44,7 +44,7 @@ def export(argv: Sequence[str] | None = None) -> int:
                 why = "without a network of your own, and without the map into the teacher's space"
                 print(f"left out: pytorch/model.tar.gz, which runs the weights in timm, {why}")
         print(f"load it:  {exported.load}")
-        if wanted.graphs.onnx:
+        if wanted.onnx:
             print(f"serve it: kd-serve {exported.folder}")
 
     return guarded(command)
@@ -64,8 +64,7 @@ def _export_parser() -> Parser:
     add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
-    for group in (*GROUPS.values(), ExportOptions):
-        add_fields(parser, group)
+    add_fields(parser, ExportOptions)
     add("--sagemaker", action="store_true", help="also model.tar.gz for SageMaker, in FOLDER-sagemaker")
     add_trust(parser)
     return parser

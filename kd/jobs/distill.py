@@ -40,7 +40,7 @@ class Result(Trained):
         """
         from kd.deploy.export.export import ExportOptions, export  # most runs end without one
 
-        return export(self.folder, Path(target) if target else None, ExportOptions.of(**options), trust=True)
+        return export(self.folder, Path(target) if target else None, ExportOptions(**options), trust=True)
 
     @property
     def student(self) -> nn.Module:

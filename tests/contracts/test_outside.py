@@ -221,7 +221,7 @@ def test_a_task_is_one_file(outside, settings, capsys):
     manifest = json.loads((run.folder / "manifest.json").read_text())
     assert (manifest["decides"], manifest["task"]) == ("near", "ordered")
     page = report([run.folder], images=0, trust=True).file.read_text()
-    card = (export(run.folder, options=ExportOptions.of(onnx=False), trust=True).folder / "README.md").read_text()
+    card = (export(run.folder, options=ExportOptions(onnx=False), trust=True).folder / "README.md").read_text()
     for text in (capsys.readouterr().out, run.report, page, card):
         assert "answers within reach" in text
     assert "labels only" in run.report

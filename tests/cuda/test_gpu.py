@@ -181,5 +181,5 @@ def test_a_quantized_teacher_is_near(train, kind):
 
 
 def test_the_export_answers_as_the_student(train, tmp_path):
-    made = export(train("live").folder, tmp_path / "export", ExportOptions.of(tolerance=1e-3))
+    made = export(train("live").folder, tmp_path / "export", ExportOptions(tolerance=1e-3))
     assert (made.folder / "model.onnx").is_file()

@@ -591,7 +591,7 @@ def test_a_reader_of_stderr_that_stalls_stops_nothing(exported, tmp_path):
 @pytest.mark.skipif(not runtimes.installed("openvino"), reason="needs the extra openvino")
 def test_openvino_with_two_slots_ends_whenever_it_is_asked_to(distilled, tmp_path):
     """Issue 49: before, two first answers at once waited for each other, and an end while a graph loads was SIGABRT."""
-    export(distilled, tmp_path / "export", ExportOptions.of(openvino=True))
+    export(distilled, tmp_path / "export", ExportOptions(openvino=True))
     moments = np.random.default_rng(0).uniform(0, 2, 6)
     for moment in moments:
         server = Running(tmp_path / "export", "--file", "openvino.xml", "--threads", "2", "--slots", "2", wait=False)

@@ -65,7 +65,7 @@ def made(tmp_path_factory) -> dict:
 def trays(made) -> Path:
     """The finished run with its export. Do not write into it."""
     folder = train(config.load(made)).folder
-    export(folder, options=ExportOptions.of(int8=True))
+    export(folder, options=ExportOptions(int8=True))
     return folder
 
 
@@ -210,7 +210,7 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
     run = train(config.load({**withheld, "losses": [{"kind": "binary_kl"}]}))
     assert {"kl", "agreement"} <= run.metrics.keys()
     assert "map" not in run.metrics
-    export(run.folder, options=ExportOptions.of())
+    export(run.folder, options=ExportOptions())
     manifest = json.loads((run.folder / "export/manifest.json").read_text())
     assert [one["threshold"] for one in manifest["output"]["thresholds"].values()] == [0.5] * 3
     assert manifest["parity"]["model.onnx"]["mAP"] == pytest.approx(1)  # PyTorch's answers count as right

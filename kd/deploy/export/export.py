@@ -58,9 +58,9 @@ def export(
     options.require(recipe.student.task)
     vouched = Trust.of(trust, overrides, recipe.data)
     vouched.check_student(recipe.student)
-    if options.graphs.any:  # they are compared on images
+    if options.any_graph:  # they are compared on images
         vouched.check_folder(recipe.data)
-    subject = _subject(folder, recipe, vouched, options.graphs.index)
+    subject = _subject(folder, recipe, vouched, options.index)
     return write(_teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 

@@ -20,7 +20,8 @@ from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.subject import ReadImages, Subject
-from kd.deploy.export.variants import ONNX, Quality, Variant
+from kd.deploy.export.variants import ONNX
+from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.parts.tasks.single_label import calibration_error
 
@@ -45,7 +46,7 @@ class Made:
     """When it is not sure: see `kd.deploy.export.defer.choose`; empty: it does not say."""
     calibration: dict[str, Any] = field(default_factory=dict)
     """What `calibrate` found; empty: the logits are those of the run."""
-    qualities: dict[str, Quality] = field(default_factory=dict)
+    qualities: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each file that an endpoint can serve, where they are measured."""
     image: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
     """The first of those with which they were compared, uint8 [3, S, S]."""
@@ -63,30 +64,30 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
     `seal` makes of the folder what `kd-serve` can serve.
     """
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
-    if not options.graphs.any:
+    if not options.any_graph:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
-    if options.graphs.onnx:  # before the images are read
+    if options.onnx:  # before the images are read
         for name in ("onnx", "onnxscript", "onnxruntime"):
             runtimes.require(name, "--onnx")
     student.eval()
     made, notes = Made(), []
     with subject.images() as images:
-        if options.sure.calibrate and task.logits == "softmax":
-            few = min(options.check.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
+        if options.calibrate and task.logits == "softmax":
+            few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))
             notes.append(line)
         work = _Workbench(subject, folder, options, images, made, _makers(folder, partial(images, training=True)))
         work.add_first()
         made.thresholds = task.thresholds(work.outputs.outputs[EAGER], work.outputs.labels, classes)
         made.lines += notes
-        if options.pick.accept is not None:
-            work.accept(options.pick.accept, seal)
-        if options.pick.compare:
+        if options.accept is not None:
+            work.accept(options.accept, seal)
+        if options.compare:
             seal(made)
             work.measure_all()
     kept = {name: one for name, one in work.outputs.outputs.items() if name == EAGER or name in made.parity}
-    made.defer = defer.choose(options.sure.rule, kept, work.outputs.labels, made.thresholds, classes)
+    made.defer = defer.choose(options.rule, kept, work.outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
     return made
 
@@ -121,24 +122,24 @@ class _Workbench:
 
     def add_first(self) -> None:
         """Write the graphs of torch, and those that flags name or that `--compare` wants, and ask all in turns."""
-        graphs, runners = self.options.graphs, dict[str, parity.Runner]()
+        options, runners = self.options, dict[str, parity.Runner]()
         program = runtimes.export_program(
             runtimes.reparameterized(self.subject.student), self.subject.recipe.data.image_size
         )
-        if graphs.pt2:
+        if options.pt2:
             torch.export.save(program, self.folder / PT2)
             runners[PT2] = runtimes.program_runner(self.folder / PT2)
-        if graphs.onnx:
+        if options.onnx:
             answer = runtimes.LOGITS if self.subject.student.num_classes else runtimes.EMBEDDING
             runtimes.write_onnx(program, self.folder / ONNX, answer)
             names = [ONNX]
             for name, make in self.makers.items():
-                if (name == OPENVINO and graphs.openvino) or (name == INT8 and graphs.int8):
+                if (name == OPENVINO and options.openvino) or (name == INT8 and options.int8):
                     make()
                     names.append(name)
-                elif self.options.pick.compare and _missing(name) is None and not self._failed(name):
+                elif options.compare and _missing(name) is None and not self._failed(name):
                     names.append(name)
-            runners |= {name: Variant.at(self.folder / name).runner() for name in names}
+            runners |= {name: variants.runner(self.folder / name) for name in names}
         self._compare(runners)
 
     def _failed(self, name: str) -> str:
@@ -162,7 +163,7 @@ class _Workbench:
 
     def _compare(self, runners: dict[str, parity.Runner]) -> None:
         """Ask PyTorch and graphs about the images, require that exact ones are exact, and record the answers."""
-        found = parity.compare(self.subject.student, runners, self.images(self.options.check.images))
+        found = parity.compare(self.subject.student, runners, self.images(self.options.images))
         first = not self.made.eager_ms
         self.outputs = found if first else self.outputs.joined(found)
         self.made.eager_ms, self.made.image = found.cpu_ms[EAGER], found.first
@@ -173,7 +174,7 @@ class _Workbench:
         made, outputs, task = self.made, self.outputs, self.task
         scores, difference, images = outputs.scores(name, task), outputs.difference(name), len(outputs.labels)
         if name in EXACT:
-            parity.check_exact(name, scores, difference, self.options.check.tolerance, images)
+            parity.check_exact(name, scores, difference, self.options.tolerance, images)
         rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(outputs.cpu_ms[name], 3)}
         made.parity[name] = {"images": images, **scores.facts, **rounded}
         made.validation[name] = outputs.reference(name, task, self.subject.classes, bool(made.calibration)).record()
@@ -185,15 +186,15 @@ class _Workbench:
         if name == INT8 and (share := runtimes.int8_share(self.folder / name)) < variants.LEAST_INT8:
             line += f"; {percent(share)} of the weights are int8"
         made.lines.append(f"{name:16s} {self._megabytes(name):6.2f} MB  {line}")
-        if self.options.pick.measures and name != PT2:
+        if self.options.measures and name != PT2:
             made.qualities[name] = variants.quality(name, outputs, task)
 
     def _megabytes(self, name: str) -> float:
-        return sum(file.stat().st_size for file in variants.files(self.folder / name)) / 1e6
+        return variants.size(self.folder / name) / 1e6
 
     def accept(self, text: str, seal: Callable[[Made], object]) -> None:
         """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
-        threads, asked = self.options.pick.threads, {ONNX, *self.made.parity}
+        threads, asked = self.options.threads, {ONNX, *self.made.parity}
         wanted = accept.limits(text)
 
         def size(name: str) -> accept.Found | str:
@@ -203,14 +204,12 @@ class _Workbench:
 
         def right(name: str) -> accept.Found:
             if name not in self.made.parity:
-                self._compare({name: Variant.at(self.folder / name).runner()})
+                self._compare({name: variants.runner(self.folder / name)})
             return self._losses(name, wanted)
 
         def fast(name: str) -> accept.Found:
             seal(self.made)
-            one = variants.measure(self.folder, {name: self.made.qualities[name]}, self.made.image, [threads])[0]
-            self._warn([name] if variants.noisy(one.speed[threads], one.quality.cpu_ms) else [])
-            return {"ms": one.speed[threads].p50_ms}
+            return {"ms": self._measure([name], [threads])[name][threads].p50_ms}
 
         def reject(name: str, why: str) -> None:
             self.made.lines.append(f"not accepted: {why}")
@@ -239,17 +238,20 @@ class _Workbench:
             found["ece"] = 100 * calibration_error(self.outputs.outputs[name][known], self.outputs.labels[known])
         return found
 
-    def _warn(self, disturbed: Sequence[str]) -> None:
-        if disturbed:
+    def _measure(self, names: Sequence[str], threads: Sequence[int]) -> dict[str, dict[int, Latency]]:
+        """Measure graphs by `kd-serve`; say where other work has disturbed that."""
+        cpu_ms = {name: self.outputs.cpu_ms[name] for name in names}
+        found = variants.measure(self.folder, cpu_ms, self.made.image, threads)
+        noisy = [name for name, speed in found.items() if variants.noisy(speed[self.options.threads], cpu_ms[name])]
+        if noisy:
             text = "noisy: other work disturbed the clients of {}, twice; measure again on a quiet machine"
-            self.made.lines.append(text.format(", ".join(disturbed)))
+            self.made.lines.append(text.format(", ".join(noisy)))
+        return found
 
     def measure_all(self) -> None:
         """Measure all graphs that there are; see `variants.measure`."""
-        threads, made = self.options.pick.threads, self.made
-        rows = variants.measure(self.folder, made.qualities, made.image, sorted({1, threads, cores()}))
-        made.variants = {one.variant.name: one.facts() for one in rows}
-        self._warn([one.variant.name for one in rows if variants.noisy(one.speed[threads], one.quality.cpu_ms)])
+        made, found = self.made, self._measure(list(self.made.qualities), sorted({1, self.options.threads, cores()}))
+        made.variants = {name: variants.facts(self.folder / name, made.qualities[name], found[name]) for name in found}
         made.lines += [f"left out: {name}, because {why}" for name in self.makers if (why := _missing(name))]
 
 

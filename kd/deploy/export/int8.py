@@ -27,11 +27,8 @@ Views = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
 """Yields so many training views, uint8 [B, 3, S, S], with labels."""
 
 
-def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations, ranges from training views.
-
-    `smooth`: use SmoothQuant.
-    """
+def post_training(source: Path, path: Path, views: Views) -> None:
+    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations."""
     with _nncf() as nncf:
         openvino = runtimes.require("openvino", "--int8", "nncf")
         quantized = nncf.quantize(
@@ -40,7 +37,6 @@ def post_training(source: Path, path: Path, views: Views, smooth: bool = True) -
             model_type=nncf.ModelType.TRANSFORMER,
             target_device=nncf.TargetDevice.CPU,
             subset_size=VIEWS,
-            advanced_parameters=_advanced(nncf, smooth),
         )
         openvino.save_model(quantized, str(path), compress_to_fp16=False)
 
@@ -49,11 +45,6 @@ def _singles(views: Views) -> list[np.ndarray]:
     """Return training views one by one, uint8 [1, 3, S, S]: NNCF's statistics are those of an image."""
     pixels = (image[None] for batch, _ in views(VIEWS) for image in batch)
     return list(itertools.islice(pixels, VIEWS))
-
-
-def _advanced(nncf: Any, smooth: bool) -> Any:
-    off = nncf.AdvancedSmoothQuantParameters(convolution=-1, matmul=-1)
-    return nncf.AdvancedQuantizationParameters(**({} if smooth else {"smooth_quant_alphas": off}))
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kd.core.errors import ConfigError, did_you_mean
+from kd.core.errors import ConfigError
 from kd.core.host import cores
 from kd.core.options import option, positive, whole_number
 from kd.deploy.export.accept import EXAMPLE, limits, sentence
@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GraphOptions:
-    """Which graphs are written beside the folder that timm loads."""
+class ExportOptions:
+    """Which graphs are written beside the folder that timm loads, how each is compared, and which one is served."""
 
     onnx: bool = option(True)
     """write model.onnx; without it and --pt2 no images are read"""
@@ -29,50 +29,34 @@ class GraphOptions:
     """also model.pt2 for torch.export.load"""
     index: bool = option(False)
     """of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"""
-
-    @property
-    def any(self) -> bool:
-        """Whether a graph is written, so that validation images are needed."""
-        return self.onnx or self.pt2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckOptions:
-    """How a graph is compared with PyTorch."""
-
     tolerance: float = option(1e-3, "X", positive)
     """logits of float32 graphs may differ by this much"""
     images: int = option(2000, "N", whole_number(0, 10**9))
     """validation images compared, evenly spaced; 0: all"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PickOptions:
-    """Which graph `kd-serve` loads by itself."""
-
     compare: bool = option(False)
     """write every graph that runs here and measure each, by kd-serve"""
     accept: str | None = option(None, "SENTENCE", sentence)
     """"drop<=2 ms<=5 mb<=4", also teacher-drop and ece: write the first graph that keeps it, or exit with code 3"""
     threads: int = option(1, "N", whole_number(1, 4096))
     """on which an image is computed for `ms` (default 1)"""
-
-    @property
-    def measures(self) -> bool:
-        """Whether graphs are measured."""
-        return self.compare or self.accept is not None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SureOptions:
-    """What the confidence of an answer is worth."""
-
     calibrate: bool = option(True)
     """divide the logits by one temperature, fitted on validation images, where that makes confidences better"""
     defer: float = option(0.0, "X", float)
     """say which answers are sure: at most this share of them wrong, such as 0.02 (default: none)"""
     defer_share: float = option(0.0, "X", float)
     """instead: this share of images is unsure (default: none)"""
+    license: str = option("", "ID")
+    """licence to state in the model card, e.g. apache-2.0"""
+
+    @property
+    def any_graph(self) -> bool:
+        """Whether a graph is written, so that validation images are needed."""
+        return self.onnx or self.pt2
+
+    @property
+    def measures(self) -> bool:
+        """Whether graphs are measured."""
+        return self.compare or self.accept is not None
 
     @property
     def rule(self) -> Rule:
@@ -81,55 +65,25 @@ class SureOptions:
 
         return Rule(self.defer, self.defer_share)
 
-
-GROUPS: dict[str, Any] = {"graphs": GraphOptions, "check": CheckOptions, "pick": PickOptions, "sure": SureOptions}
-NAMES = tuple(one.name for kind in GROUPS.values() for one in fields(kind))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportOptions:
-    """All of them. By their own names, as from Python: `ExportOptions.of(int8=True, images=500)`."""
-
-    graphs: GraphOptions = field(default_factory=GraphOptions)
-    check: CheckOptions = field(default_factory=CheckOptions)
-    pick: PickOptions = field(default_factory=PickOptions)
-    sure: SureOptions = field(default_factory=SureOptions)
-    license: str = option("", "ID")
-    """licence to state in the model card, e.g. apache-2.0"""
-
-    @classmethod
-    def of(cls, **named: Any) -> ExportOptions:
-        """Return options by the names of their fields, whatever group they belong to; ConfigError: one is unknown."""
-        made = {}
-        for group, kind in GROUPS.items():
-            own = {one.name for one in fields(kind)} & named.keys()
-            made[group] = kind(**{name: named.pop(name) for name in own})
-        license = named.pop("license", "")
-        for name in named:
-            known = [*NAMES, "license"]
-            raise ConfigError(name, "is no option of an export", ", ".join(known), did_you_mean(name, known))
-        return cls(**made, license=license)
-
     def require(self, task: Task) -> None:
         """Refuse what does not go together, before minutes of work."""
-        graphs, pick = self.graphs, self.pick
-        if not graphs.onnx and (graphs.int8 or graphs.openvino or pick.measures):
+        if not self.onnx and (self.int8 or self.openvino or self.measures):
             raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
-        if pick.measures and not 1 <= pick.threads <= cores():
+        if self.measures and not 1 <= self.threads <= cores():
             allowed = f"1 to {cores()}, which this process may use"
-            raise ConfigError("--threads", f"is {pick.threads}", allowed, "Measure where the endpoint will run")
-        if pick.accept is not None:
+            raise ConfigError("--threads", f"is {self.threads}", allowed, "Measure where the endpoint will run")
+        if self.accept is not None:
             try:
-                wanted = limits(pick.accept)
+                wanted = limits(self.accept)
             except ValueError as error:
                 raise ConfigError("--accept", str(error), "", f"Say it {EXAMPLE}") from error
             if "ece" in wanted and task.logits != "softmax":
                 wrong = "ece is of answers with one class, and this student gives others"
                 raise ConfigError("--accept", wrong, "", "Leave ece out")
-        if graphs.index and task.logits:
+        if self.index and task.logits:
             wrong = "this student answers with classes, not with vectors"
             raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
-        if graphs.index and not graphs.any:
+        if self.index and not self.any_graph:
             wrong = "maps the vectors in the graphs, and with --no-onnx there is none"
             raise ConfigError("--index", wrong, "", "Leave out --no-onnx")
-        self.sure.rule.check(task, graphs.any)
+        self.rule.check(task, self.any_graph)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,110 +34,70 @@ LEAST_INT8 = 0.5
 makes the head alone int8 (as little as 0.6 %), so that the file is float32 by another name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One graph of an export."""
-
-    name: str
-    """Its file name, by which `kd-serve --file` finds it."""
-    runtime: str
-    """"onnxruntime" or "openvino"."""
-    precision: str
-    """"float32", "bf16" or "int8"."""
-    paths: tuple[Path, ...]
-    """The graph, and the file of its weights where they lie apart."""
-
-    @classmethod
-    def at(cls, path: Path) -> Variant:
-        """Return the variant in a file; its name says what it is."""
-        graph = GRAPHS[path.name]
-        return cls(path.name, graph.runtime, graph.precision, files(path))
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        return sum(path.stat().st_size for path in self.paths)
-
-    def runner(self, threads: int = 1) -> parity.Runner:
-        """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C] or vectors [B, D]."""
-        if self.runtime == "openvino":
-            return runtimes.openvino_runner(self.paths[0], threads, bf16=self.precision == "bf16")
-        return runtimes.onnx_runner(self.paths[0], threads)
-
-
 def files(path: Path) -> tuple[Path, ...]:
     """Return the files of a graph: OpenVINO's has its weights in a second one."""
     return (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,)
 
 
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """How right a variant is."""
-
-    title: str
-    """Of the score that decides."""
-    unit: str
-    score: float
-    interval: tuple[float, float]
-    """95 % of it."""
-    drop: float
-    """What it loses against the student as trained."""
-    agreement: float
-    """With the student as trained: share of equal answers, or what the task compares."""
-    images: int
-    cpu_ms: float = 0.0
-    """CPU time of an image with one thread, without a server."""
+def size(path: Path) -> int:
+    """Return the bytes of a graph on the disk."""
+    return sum(file.stat().st_size for file in files(path))
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredVariant:
-    """A variant, how right and how fast it is."""
-
-    variant: Variant
-    quality: Quality
-    speed: Mapping[int, Latency]
-    """By number of threads: one image at a time on so many; for `images_per_second` as many at a time as threads."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return all of it as JSON values, for manifest.json."""
-        one, quality = self.variant, asdict(self.quality)
-        speed = {str(threads): {k: round(v, 3) for k, v in asdict(s).items()} for threads, s in self.speed.items()}
-        return {"runtime": one.runtime, "precision": one.precision, "bytes": one.bytes, **quality, "speed": speed}
+def runner(path: Path) -> parity.Runner:
+    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C] or vectors [B, D], on one thread."""
+    if path.suffix == ".xml":
+        return runtimes.openvino_runner(path, 1, bf16=GRAPHS[path.name].precision == "bf16")
+    return runtimes.onnx_runner(path, 1)
 
 
-def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> Quality:
-    """Return how right a graph is, from what it and PyTorch answered."""
+def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
+    """Return how right a graph is, from what it and PyTorch answered, as JSON values.
+
+    `title` and `unit` are of the `score` that decides, `interval` is its 95 %. `drop` is what it loses against the
+    student as trained, and `agreement` the share of equal answers, or what the task compares.
+    """
     scores = outputs.scores(name, task)
-    key, images = scores.decides, len(outputs.labels)
-    value = scores.facts[key]
-    agreement = scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else value
-    unit = next((one.unit for one in task.scores.own if one.title == scores.title), "")
-    drop, ends = outputs.drop(name, task), outputs.interval(name, task)
-    return Quality(scores.title, unit, value, ends, drop, agreement, images, outputs.cpu_ms[name])
+    value, images = scores.facts[scores.decides], len(outputs.labels)
+    return {
+        "title": scores.title,
+        "unit": next((one.unit for one in task.scores.own if one.title == scores.title), ""),
+        "score": value,
+        "interval": outputs.interval(name, task),
+        "drop": outputs.drop(name, task),
+        "agreement": scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else value,
+        "images": images,
+        "cpu_ms": outputs.cpu_ms[name],
+    }
 
 
 def measure(
-    folder: Path, qualities: Mapping[str, Quality], pixels: np.ndarray, threads: Sequence[int]
-) -> list[MeasuredVariant]:
-    """Measure the speed of variants in an export that `kd-serve` can serve.
+    folder: Path, cpu_ms: Mapping[str, float], pixels: np.ndarray, threads: Sequence[int]
+) -> dict[str, dict[int, Latency]]:
+    """Return the speed of graphs in an export that `kd-serve` can serve, by name and number of threads.
 
-    Args:
-        folder: the export.
-        qualities: of each file that is measured.
-        pixels: an image, uint8 [3, S, S], which is sent as a JPEG.
-        threads: numbers of threads.
+    One image at a time is computed on so many threads; for `images_per_second` as many at a time as threads. `cpu_ms`
+    of each graph: see `noisy`. `pixels` is the image, uint8 [3, S, S], which is sent as a JPEG.
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=JPEG_QUALITY)
-    speeds: dict[str, dict[int, Latency]] = {name: {} for name in qualities}
+    speeds: dict[str, dict[int, Latency]] = {name: {} for name in cpu_ms}
     for count in threads:
-        alone = bench.ask(folder, list(qualities), file.getvalue(), count, 1, SECONDS)
-        if any(noisy(one, qualities[name].cpu_ms) for name, one in alone.items()):  # perhaps it is quiet now
-            alone = bench.ask(folder, list(qualities), file.getvalue(), count, 1, SECONDS)
-        many = alone if count == 1 else bench.ask(folder, list(qualities), file.getvalue(), count, count, SECONDS)
+        alone = bench.ask(folder, list(cpu_ms), file.getvalue(), count, 1, SECONDS)
+        if any(noisy(one, cpu_ms[name]) for name, one in alone.items()):  # perhaps it is quiet now
+            alone = bench.ask(folder, list(cpu_ms), file.getvalue(), count, 1, SECONDS)
+        many = alone if count == 1 else bench.ask(folder, list(cpu_ms), file.getvalue(), count, count, SECONDS)
         for name, seen in alone.items():
             speeds[name][count] = replace(seen, images_per_second=many[name].images_per_second)
-    return [MeasuredVariant(Variant.at(folder / name), one, speeds[name]) for name, one in qualities.items()]
+    return speeds
+
+
+def facts(path: Path, quality: Mapping[str, Any], speed: Mapping[int, Latency]) -> dict[str, Any]:
+    """Return what was measured of a graph as JSON values, for manifest.json."""
+    graph = GRAPHS[path.name]
+    rounded = {str(threads): {k: round(v, 3) for k, v in asdict(s).items()} for threads, s in speed.items()}
+    named = {"runtime": graph.runtime, "precision": graph.precision, "bytes": size(path)}
+    return {**named, **quality, "speed": rounded}
 
 
 def noisy(one: Latency, cpu_ms: float) -> bool:

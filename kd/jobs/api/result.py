@@ -111,7 +111,7 @@ class Distilled:
             origin="those of the module that was passed to kd.distill",
             images=lambda: nullcontext(pixels.batches),
         )
-        return write(subject, Path(folder), ExportOptions.of(**options))
+        return write(subject, Path(folder), ExportOptions(**options))
 
     def __repr__(self) -> str:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))

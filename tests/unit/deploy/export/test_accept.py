@@ -79,12 +79,12 @@ def files(folder) -> set[str]:
 @pytest.mark.usefixtures("brief")
 def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path):
     """model.onnx is too large, so that int8 is made, measured through kd-serve and loaded; the card says so."""
-    float32 = write(subject(), tmp_path / "float32", ExportOptions.of(accept="drop<=0 ece<=100"))
+    float32 = write(subject(), tmp_path / "float32", ExportOptions(accept="drop<=0 ece<=100"))
     assert float32.manifest["accepted"]["file"] == "model.onnx"
     assert "model.int8.onnx" not in files(float32.folder)
     size = (float32.folder / "model.onnx").stat().st_size / 1e6
     text = f"drop<=20 ms<=10000 mb<={size - 0.005:.3f}"
-    written = write(subject(), tmp_path / "export", ExportOptions.of(accept=text))
+    written = write(subject(), tmp_path / "export", ExportOptions(accept=text))
     accepted = json.loads((written.folder / "manifest.json").read_text())["accepted"]
     assert (accepted["sentence"], accepted["file"], accepted["threads"]) == (text, "model.int8.onnx", 1)
     assert 0 < accepted["found"]["ms"] <= 10000
@@ -100,7 +100,7 @@ def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path):
 @pytest.mark.usefixtures("brief")
 def test_nothing_is_written_where_nothing_keeps_it(subject, tmp_path):
     with pytest.raises(NotAcceptedError) as raised:
-        write(subject(), tmp_path / "export", ExportOptions.of(accept="mb<=0.001"))
+        write(subject(), tmp_path / "export", ExportOptions(accept="mb<=0.001"))
     assert raised.value.exit_code == 3
     text = str(raised.value)
     assert text.startswith('--accept: nothing keeps "mb<=0.001". model.onnx misses mb by ')
@@ -118,14 +118,14 @@ def test_a_graph_that_cannot_be_written_is_no_end(subject, tmp_path, monkeypatch
     monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
     told = r"model\.int8\.onnx: cannot be written \(RuntimeError: no kernel\)"
     with pytest.raises(NotAcceptedError, match=told):
-        write(subject(), tmp_path / "export", ExportOptions.of(accept="mb<=0.001"))
+        write(subject(), tmp_path / "export", ExportOptions(accept="mb<=0.001"))
 
 
 def test_against_the_teacher(subject, tmp_path):
     made = subject()
     with pytest.raises(ModelError, match="teacher-drop has nothing to compare with"):
-        write(made, tmp_path / "export", ExportOptions.of(accept="teacher-drop<=1"))
+        write(made, tmp_path / "export", ExportOptions(accept="teacher-drop<=1"))
     metrics = {"accuracy": 0.7, "teacher_accuracy": 0.75}
     made = subject(provenance={**made.provenance, "metrics": metrics})
-    written = write(made, tmp_path / "export", ExportOptions.of(accept="teacher-drop<=6"))
+    written = write(made, tmp_path / "export", ExportOptions(accept="teacher-drop<=6"))
     assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}

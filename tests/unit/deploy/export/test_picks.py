@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import timm
 import torch
 
 from kd.core.text import variant_rows
-from kd.deploy.export.variants import MeasuredVariant, Quality, Variant, noisy
+from kd.deploy.export.variants import facts, noisy
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.parts.tasks.embedding import recalled
 
 
-def row(name: str, p50: float, score: float) -> MeasuredVariant:
-    quality = Quality("accuracy", "%", score, (score - 0.02, score + 0.02), 0.9 - score, 0.99, 1000)
-    return MeasuredVariant(Variant.at(Path(name)), quality, {1: Latency(p50, 2 * p50, 1000 / p50, 99.0)})
-
-
-ONE = row("model.onnx", 10, 0.9)
-
-
 def test_a_row_of_the_table(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(2_500_000))
-    measured = MeasuredVariant(Variant.at(path), ONE.quality, ONE.speed)
-    facts = {"variants": {"model.onnx": measured.facts()}, "pick": "model.onnx"}
-    (shown,) = variant_rows(facts)
+    quality = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": (0.88, 0.92), "agreement": 0.99}
+    measured = facts(path, quality, {1: Latency(10.0, 20.0, 100.0, 99.0)})
+    (shown,) = variant_rows({"variants": {"model.onnx": measured}, "pick": "model.onnx"})
     assert shown["file"] == "model.onnx (accepted)"
     assert (shown["p50 ms"], shown["accuracy"], shown["95 %"]) == ("10.00", "90.0 %", "88.0 % to 92.0 %")
     assert (shown["MB"], shown["images/s"], shown["memory MB"]) == ("2.50", "100.0", "99")

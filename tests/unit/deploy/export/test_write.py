@@ -29,7 +29,7 @@ def files(folder) -> set[str]:
 
 def test_the_graphs_that_are_asked_for(subject, tmp_path):
     made = subject()
-    written = write(made, tmp_path / "export", ExportOptions.of(pt2=True, int8=True))
+    written = write(made, tmp_path / "export", ExportOptions(pt2=True, int8=True))
     plain = {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
     assert files(written.folder) == {*plain, "model.onnx", "model.pt2", "model.int8.onnx"}
     manifest = json.loads((written.folder / "manifest.json").read_text())
@@ -49,7 +49,7 @@ def test_without_graphs_no_image_is_read(subject, tmp_path):
     def away():
         raise AssertionError("images are read")
 
-    written = write(subject(images=away), tmp_path / "export", ExportOptions.of(onnx=False))
+    written = write(subject(images=away), tmp_path / "export", ExportOptions(onnx=False))
     assert "model.onnx" not in files(written.folder)
     assert "kd-serve" not in (written.folder / "README.md").read_text()
 
@@ -101,7 +101,7 @@ def test_a_broken_graph_is_refused_and_nothing_is_left(subject, tmp_path, monkey
 
 def test_a_tolerance_is_kept(subject, tmp_path):
     with pytest.raises(ModelError, match=r"At most 1e-12 \(--tolerance\)"):
-        write(subject(), tmp_path / "export", ExportOptions.of(tolerance=1e-12))
+        write(subject(), tmp_path / "export", ExportOptions(tolerance=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,7 @@ def test_a_tolerance_is_kept(subject, tmp_path):
 )
 def test_options_that_do_not_go_together(named, task, words):
     with pytest.raises(ConfigError, match=words):
-        ExportOptions.of(**named).require(task)
-
-
-def test_options_by_their_names():
-    made = ExportOptions.of(int8=True, images=50, accept="mb<=3", license="mit")
-    assert (made.graphs.int8, made.check.images, made.pick.measures, made.license) == (True, 50, True, "mit")
-    with pytest.raises(ConfigError, match=r"^in8: is no option of an export\. .*int8"):
-        ExportOptions.of(in8=True)
+        ExportOptions(**named).require(task)
 
 
 @pytest.fixture
@@ -148,10 +141,10 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tm
         raise RuntimeError("NotImplemented:\nno kernel")
 
     monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
-    written = write(subject(), tmp_path / "export", ExportOptions.of(compare=True))
+    written = write(subject(), tmp_path / "export", ExportOptions(compare=True))
     assert "model.onnx" in files(written.folder)
     assert "model.int8.onnx" not in files(written.folder)
     line = "left out: model.int8.onnx, because writing it failed (RuntimeError: NotImplemented: no kernel)"
     assert line in written.lines
     with pytest.raises(RuntimeError):  # asked for by name it is an error
-        write(subject(), tmp_path / "other", ExportOptions.of(int8=True))
+        write(subject(), tmp_path / "other", ExportOptions(int8=True))

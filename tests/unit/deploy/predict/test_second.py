@@ -49,7 +49,7 @@ sys.exit(main())
 @pytest.fixture(scope="module")
 def small(distilled, tmp_path_factory) -> Path:
     """An export that is unsure of about half of the images."""
-    return export(distilled, tmp_path_factory.mktemp("small") / "export", ExportOptions.of(defer_share=0.5)).folder
+    return export(distilled, tmp_path_factory.mktemp("small") / "export", ExportOptions(defer_share=0.5)).folder
 
 
 @pytest.fixture(scope="module")
