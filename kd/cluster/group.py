@@ -135,18 +135,11 @@ class Node:
 
     def wait_for_all(self) -> None:
         """Wait until all hosts have joined, `JOIN_SECONDS` at most."""
-        import ray
+        from kd.cluster.ray_cluster import joined_hosts
 
-        from kd.cluster.ray_cluster import connect
-
-        connect("backend")
-        hosts, deadline = len(self.hosts.trainers) + len(self.hosts.data), time.monotonic() + JOIN_SECONDS
-        while (joined := sum(node["Alive"] for node in ray.nodes())) < hosts:
-            if time.monotonic() > deadline:
-                say(self.hosts.me, f"{joined} of {hosts} hosts have joined in {JOIN_SECONDS:g} s; training begins")
-                break
-            time.sleep(0.5)
-        ray.shutdown()
+        wanted = len(self.hosts.trainers) + len(self.hosts.data)
+        if (joined := joined_hosts(wanted, JOIN_SECONDS)) < wanted:
+            say(self.hosts.me, f"{joined} of {wanted} hosts have joined in {JOIN_SECONDS:g} s; training begins")
 
 
 def reach(address: str) -> None:

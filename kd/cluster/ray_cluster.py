@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 
 import ray
@@ -30,6 +31,16 @@ def connect(where: str) -> None:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def joined_hosts(wanted: int, seconds: float) -> int:
+    """Return how many hosts the cluster has, as soon as it has the wanted number or these seconds have passed."""
+    connect("backend")
+    deadline = time.monotonic() + seconds
+    while (joined := sum(node["Alive"] for node in ray.nodes())) < wanted and time.monotonic() < deadline:
+        time.sleep(0.5)
+    ray.shutdown()
+    return joined
 
 
 def decoding_versions(*packages: str) -> dict[str, str]:
