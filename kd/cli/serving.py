@@ -36,13 +36,9 @@ def export(argv: Sequence[str] | None = None) -> int:
         if accepted := exported.manifest.get("accepted"):
             print(f"{accept.line(accepted)}, which kd-serve now loads")
         if options.sagemaker:
-            from kd.cluster.archives import sagemaker_archives
+            from kd.cluster.archives import write_archive
 
-            archives = sagemaker_archives(exported.folder)
-            print(*(f"wrote {path}" for path in archives), sep="\n")
-            if len(archives) == 1:
-                why = "without a network of your own, and without the map into the teacher's space"
-                print(f"left out: pytorch/model.tar.gz, which runs the weights in timm, {why}")
+            print(f"wrote {write_archive(exported.folder)}")
         print(f"load it:  {exported.load}")
         if wanted.onnx:
             print(f"serve it: kd-serve {exported.folder}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from kd.cluster.archives import container_archive
+from kd.cluster.archives import archive
 from kd.core.errors import MissingExtra, RunError
 
 LOGS = "/aws/sagemaker/TrainingJobs"
@@ -97,7 +97,7 @@ def _create(requests: Mapping[str, Request], export: Path) -> Any:
     sagemaker = _client("sagemaker")
     target = requests["CreateModel"]["PrimaryContainer"]["ModelDataUrl"]
     bucket, _, key = target.removeprefix("s3://").partition("/")
-    _client("s3").put_object(Bucket=bucket, Key=key, Body=container_archive(export))
+    _client("s3").put_object(Bucket=bucket, Key=key, Body=archive(export))
     print(f"uploaded {target}", flush=True)
     methods = {operation: method for method, operation in sagemaker.meta.method_to_api_mapping.items()}
     for operation, request in requests.items():

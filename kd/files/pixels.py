@@ -1,7 +1,7 @@
 """Reduce an opened JPEG as it is decoded, convert an image to RGB, and crop it for evaluation.
 
 Training, evaluation and the endpoint use these functions, so that a file gives the same pixels everywhere. This module
-imports only Pillow and NumPy, because the endpoint runs without torch and `kd-export --sagemaker` copies this file.
+imports only Pillow and NumPy, because the endpoint runs without torch.
 """
 
 from __future__ import annotations

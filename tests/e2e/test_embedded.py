@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -14,8 +13,6 @@ import timm
 import torch
 from PIL import Image
 from serving import Running
-
-from kd.cluster import handler
 
 
 def test_what_is_checked_before(written, command):
@@ -87,7 +84,3 @@ def test_the_endpoint_returns_the_vector(embedded, photos):
         assert [float(value) for value in next(csv.reader([rows]))] == found["embedding"]
         assert server.get("/").status == 404
         assert server.stop() == 0
-    model = handler.model_fn(str(export))
-    body = json.dumps({"image": base64.b64encode(photo).decode()})
-    (other,) = handler.predict_fn(handler.input_fn(body, "application/json"), model)["predictions"]
-    np.testing.assert_allclose(other["embedding"], found["embedding"], atol=1e-5)

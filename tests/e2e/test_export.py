@@ -88,7 +88,7 @@ def test_what_the_command_prints_and_where_the_archives_lie(distilled, command, 
     assert "max |dlogit|" in lines[1]
     assert "same top-1 on 13 of 13 validation images" in lines[1]
     assert lines[-1] == f"serve it: kd-serve {target}"
-    assert files(tmp_path / "student-sagemaker") == {"container/model.tar.gz", "pytorch/model.tar.gz"}
+    assert files(tmp_path / "student-sagemaker") == {"model.tar.gz"}
     assert "\nlicense: apache-2.0\n" in (target / "README.md").read_text()
 
 
@@ -154,7 +154,7 @@ def test_archives_replace_archives_alone(distilled, refused, command, tmp_path):
     (beside / "thesis.tex").unlink()
     for _ in range(2):
         assert command(*words).code == 0
-    assert files(beside) == {"container/model.tar.gz", "pytorch/model.tar.gz"}
+    assert files(beside) == {"model.tar.gz"}
 
 
 @pytest.mark.slow

@@ -113,15 +113,6 @@ def test_vectors_for_the_teachers_index(embedded, command, refused, distilled, t
     assert told.startswith("--index: maps the vectors in the graphs")
 
 
-def test_an_index_is_no_archive_of_weights_alone(embedded, command, tmp_path):
-    """SageMaker's PyTorch container would answer with vectors of the student's own space."""
-    for more, names in (((), {"container", "pytorch"}), (("--index",), {"container"})):
-        answer = command("export", embedded, "--to", tmp_path / "student", "--sagemaker", *more)
-        assert answer.code == 0, answer
-        assert {path.name for path in (tmp_path / "student-sagemaker").iterdir()} == names
-        assert ("left out: pytorch/model.tar.gz" in answer.out) == ("pytorch" not in names)
-
-
 def test_recall_is_a_score_of_the_report(embedded):
     row = [json.loads(line) for line in (embedded / "metrics.jsonl").read_text().splitlines()][-1]
     assert 0 <= row["recall"] <= 1

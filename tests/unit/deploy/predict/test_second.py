@@ -19,7 +19,6 @@ import pytest
 from pieces import wait_until
 from safetensors.torch import load_file
 
-from kd.cluster import handler
 from kd.deploy.export.export import ExportOptions, export
 from kd.deploy.predict.image_list import find
 from kd.deploy.predict.predict import PredictOptions, predict
@@ -185,15 +184,6 @@ def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, 
     other = renamed(large, tmp_path / "other")
     assert "are not the 3 of the first" in refused("predict", small, pictures, *to, "--second", other)
     assert not to[1].exists()
-
-
-def test_sagemakers_handler_says_the_same(small, pictures, tmp_path):
-    rows, model = asked(tmp_path / "first.jsonl", small, pictures), handler.model_fn(str(small))
-    for name, row in rows.items():
-        if "error" not in row:
-            images = handler.input_fn((pictures / name).read_bytes(), "image/jpeg")
-            (answer,) = handler.predict_fn(images, model)["predictions"]
-            assert (answer["label"], answer["sure"]) == (row["label"], row["sure"])
 
 
 def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refused, tmp_path):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from kd.cluster.archives import write_archive
 from kd.core.errors import ModelError
 from kd.deploy.serve.description import describe
 from kd.deploy.serve.inference import load
@@ -129,91 +126,15 @@ def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
     assert np.abs(found - expected).max() < 1e-4
 
 
-HOOKS = """
-import json, sys
-sys.path.insert(0, sys.argv[1] + "/code")
-import inference
-model = inference.model_fn(sys.argv[1])
-body = open(sys.argv[2], "rb").read()
-answer = inference.predict_fn(inference.input_fn(bytearray(body), "image/jpeg"), model)
-text, answered = inference.output_fn(answer, "application/json")
-refused = 0
-for bad, kind in ((body[:50], "image/jpeg"), (body, "text/csv"), (b"{}", "application/json"), (b"", "image/png")):
-    try:
-        inference.input_fn(bad, kind)
-    except ValueError:
-        refused += 1
-assert "kd" not in sys.modules
-print(json.dumps([json.loads(text), answered, refused]))
-"""
-
-
-def test_sagemakers_pytorch_container(exported, photos, tmp_path):
-    """The four hooks as its toolkit calls them, from the unpacked archive, where kd is not installed."""
-    from kd.cluster.archives import sagemaker_archives
-    from kd.deploy.serve.decoding import prepare
-    from kd.deploy.serve.limits import Limits
-    from kd.deploy.serve.responses import predictions
-
+def test_sagemakers_archive(exported, tmp_path):
     export = Path(shutil.copytree(exported, tmp_path / "export"))
-    own, theirs = sagemaker_archives(export)
-    before = own.read_bytes()
-    assert sagemaker_archives(export)[0].read_bytes() == before  # no times in it
-    with tarfile.open(own) as tar:
+    path = write_archive(export)
+    before = path.read_bytes()
+    assert write_archive(export).read_bytes() == before  # no times in it
+    with tarfile.open(path) as tar:
         names = set(tar.getnames())
     assert {"config.json", "manifest.json", "model.onnx"} <= names
     assert not {"model.safetensors", "model.pt2"} & names
-    with tarfile.open(theirs) as tar:
-        tar.extractall(tmp_path / "model", filter="data")
-    code = {path.name for path in (tmp_path / "model/code").iterdir()}
-    assert code == {"exported.py", "inference.py", "pixels.py", "requirements.txt", "sure.py"}
-    script = tmp_path / "hooks.py"
-    script.write_text(HOOKS)
-    picture = next((photos / "val/fig").glob("*.jpg"))
-    run = subprocess.run(
-        [sys.executable, "-W", "error", script, tmp_path / "model", picture], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    answer, kind, refused = json.loads(run.stdout)
-    told = describe(export)
-    logits = load(told, 1, 1).engine(prepare(picture.read_bytes(), told.size, told.crop, Limits()).pixels[None])
-    expected = predictions(logits, told.labels, 5)
-    assert [entry["label"] for entry in answer["predictions"][0]["top"]] == [e["label"] for e in expected[0]["top"]]
-    assert answer["predictions"][0]["score"] == pytest.approx(expected[0]["score"], abs=2e-6)
-    assert (kind, refused, answer["version"]) == ("application/json", 4, told.version)
-
-
-def test_sagemakers_handler_says_what_is_too_large():
-    from kd.cluster import handler
-
-    file = io.BytesIO()
-    Image.new("1", (6000, 5000)).save(file, "PNG")
-    with pytest.raises(ValueError, match="6000 x 5000 pixels are more than"):
-        handler.input_fn(file.getvalue(), "image/png")
-
-
-def test_a_network_that_timm_does_not_know_is_no_archive_for_sagemakers_pytorch(copy):
-    from kd.cluster.archives import sagemaker_archives
-
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "architecture": {"function": "mine:small"}}))
-    assert [path.parent.name for path in sagemaker_archives(copy)] == ["container"]
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors"])
-def test_sagemakers_handler_refuses_a_changed_file(copy, name):
-    from kd.cluster import handler
-
-    handler.verified(copy)
-    content = (copy / name).read_bytes()
-    changed = content[:-1] + bytes([content[-1] ^ 1])
-    if name != "model.safetensors":
-        old, new = (b'"version": "', b'"version": "0') if name == "manifest.json" else (b'"fig"', b'"pear"')
-        assert old in content
-        changed = content.replace(old, new)
-    (copy / name).write_bytes(changed)
-    with pytest.raises(ValueError, match=rf"the checksum differs\): {name} in"):
-        handler.model_fn(str(copy))
 
 
 def test_the_exported_program_runs_without_kd(exported):
