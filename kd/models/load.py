@@ -264,17 +264,20 @@ def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on.
 
-    A student of other classes gets a fresh head, also where timm kept the one of as many classes.
+    A student of other classes gets a head of zeros, also where timm kept the one of as many classes. (timm's own random
+    one starts an EfficientNet at a cross-entropy of 9.4 for 10 classes, and 300 steps did not mend it.)
     """
     classes, names = spec.classes or (), _pretrained_names(spec, network)
+    count = (getattr(network, "pretrained_cfg", None) or {}).get("num_classes")
     if spec.exact_head:
-        count = (getattr(network, "pretrained_cfg", None) or {}).get("num_classes")
         _check_count(f"{spec.where}.model", count, classes)
         if names:
             check_classes(f"{spec.where}.model", names, classes)
-    elif names and names != list(classes):
-        model: Any = network
-        model.reset_classifier(len(classes))
+    elif (names and names != list(classes)) or (count is not None and count != len(classes)):
+        state = network.state_dict()
+        for name in _head_names(network):
+            if name in state:
+                state[name].zero_()
 
 
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
@@ -311,9 +314,9 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         _check_count(where, tensors[head].shape[0], classes)
     if names is not None and spec.exact_head:
         check_classes(where, names, classes)
-    if not spec.exact_head and spec.logits:  # weights of other classes: the student keeps its own, fresh head
+    if not spec.exact_head and spec.logits:  # weights of other classes: the student gets a head of zeros
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
-        fresh = {name: own[name] for name in _head_names(network) if name in own}
+        fresh = {name: torch.zeros_like(own[name]) for name in _head_names(network) if name in own}
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     require_same_tensors(where, spec.model, own, tensors)
