@@ -6,7 +6,7 @@
 # make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
 # make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
 # make compare   kd against timm's train.py, accuracy over time: TIMM=FOLDER, a checkout of pytorch-image-models
-# make proof     CIFAR-10 at full length, every way of training the student, three seeds: DATA=FOLDER; hours, resumable
+# make proof     what a teacher with pretrained weights adds, three seeds: DATA=FOLDER WEIGHTS=FOLDER; hours, resumable
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
@@ -57,7 +57,7 @@ compare: $(VENV)/.run
 	$(VENV)/bin/python tools/compare.py --timm $(TIMM) $(ARGS)
 
 proof: $(VENV)/.run
-	$(VENV)/bin/python benchmarks/proof.py --data $(DATA) $(PROOF)
+	$(VENV)/bin/python benchmarks/proof.py --data $(DATA) --weights $(WEIGHTS) $(PROOF)
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/loading.py

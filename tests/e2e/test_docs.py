@@ -361,7 +361,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         for arm in dict.fromkeys(row["arm"] for row in ran)
     )
     assert f"took {live / timm:.2f} of timm's training time, {cached / timm:.2f} with a cache" in text
-    whole, alone, sifted = (rows("proof", arm=arm) for arm in ("kl", "labels only", "history"))
+    whole, alone, sifted = (rows("full_labels", arm=arm) for arm in ("kl", "labels only", "history"))
     score = [[float(row["accuracy"]) for row in one] for one in (whole, alone, sifted)]
     distilled, labels = (f"{statistics.mean(one):.1f} %" for one in score[:2])
     assert f"**{distilled}** on CIFAR-10" in text

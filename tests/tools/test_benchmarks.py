@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -18,36 +17,47 @@ from kd.study.sweeps.space import Space
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-import few_labels
 import frontier
+import full_labels
 import proof
 import variants
 
 
-@pytest.mark.parametrize("arm", proof.ARMS)
-def test_each_arm_of_the_proof_is_a_configuration(arm, tmp_path):
-    losses, overrides, _ = proof.ARMS[arm]
-    options = proof.arguments(["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm])
+@pytest.mark.parametrize("arm", full_labels.ARMS)
+def test_each_arm_of_full_labels_is_a_configuration(arm, tmp_path):
+    losses, overrides, _ = full_labels.ARMS[arm]
+    options = full_labels.arguments(["run.steps=9", "--data", str(tmp_path), "--work", str(tmp_path), "--arms", arm])
     assert options.overrides == ["run.steps=9"]
     assert options.arms == [arm]
     options.teachers = [tmp_path / name / "export" for name in ("one", "other")]
     for export in options.teachers:
         export.mkdir(parents=True)
         (export.parent / "manifest.json").write_text('{"modes": {"student": "bf16+unfused"}}')
-    content = {**proof.settings(options), "losses": losses}
+    content = {**full_labels.settings(options), "losses": losses}
     loaded = config.load(content, [*overrides, *options.overrides])
     assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
     weights = [one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)]  # else each run fits its own
     assert weights == [str(export / "model.safetensors") for export in options.teachers]
 
 
-@pytest.mark.parametrize("arm", few_labels.ARMS)
-def test_each_arm_of_few_labels_is_a_configuration(arm, tmp_path):
-    options = Namespace(work=tmp_path, data=tmp_path, weights=tmp_path / "lite0.pth", steps=0, fit=0)
-    loaded = config.load(few_labels.settings(options, arm, 25, 2))
-    assert loaded.data.labels_per_class == (0 if arm == "ceiling" else 25)
-    assert loaded.run.steps == (1276 if arm.endswith("third") else 3828)
-    assert loaded.teacher.fitted == (arm in ("soft", "hard"))
+@pytest.mark.parametrize(("experiment", "arm"), [(e, arm) for e, arms in proof.EXPERIMENTS.items() for arm in arms])
+def test_each_arm_of_the_proof_is_a_configuration(experiment, arm, tmp_path):
+    options = proof.arguments(["--data", str(tmp_path), "--weights", str(tmp_path), "--work", str(tmp_path)])
+    own, labels = proof.EXPERIMENTS[experiment][arm], 25 if experiment == "few_labels" else 0
+    loaded = config.load(proof.settings(options, experiment, arm, 0 if own.labels == "every" else labels, 2))
+    assert loaded.data.labels_per_class == (0 if own.labels == "every" else labels)
+    whole = config.load(proof.ROOT / "configs" / f"{experiment}.yaml")
+    assert loaded.run.steps == round(whole.run.steps * own.share)
+    assert loaded.teacher.fitted == own.teacher
+    assert loaded.data.augment.crop == own.over.get("data", {}).get("augment", {}).get("crop", whole.data.augment.crop)
+
+
+def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
+    options = proof.arguments(["--data", ".", "--weights", ".", "--only", "few_labels"])
+    keys = proof.wanted(options)
+    assert keys[0] == ("few_labels", "soft", 100, 0)
+    assert [key for key in keys if key[1] == "ceiling"] == [("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)]
+    assert len(keys) == len(set(keys)) == 3 * (3 * 5 + 1)
 
 
 def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teacher(tmp_path, monkeypatch):
@@ -67,30 +77,30 @@ def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teach
             raise SystemExit(f"{arm} failed")
         numbers = ("images", "accuracy", "low", "high", "agreement", "ece", "teacher_share", "cpu_minutes", "resumed")
         fields = {"arm": arm, "seed": seed, "split": "test", **dict.fromkeys(numbers, 0.0)}
-        return {**fields, "teacher": proof.digest([export, export]), "commit": "1234e56"}
+        return {**fields, "teacher": full_labels.digest([export, export]), "commit": "1234e56"}
 
     made: list[str] = []
     failing = {"kl"}
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(proof, "HERE", tmp_path)
-    monkeypatch.setattr(proof, "call", call)
-    monkeypatch.setattr(proof, "filled", filled)
-    monkeypatch.setattr(proof, "one", one)
+    monkeypatch.setattr(full_labels, "HERE", tmp_path)
+    monkeypatch.setattr(full_labels, "call", call)
+    monkeypatch.setattr(full_labels, "filled", filled)
+    monkeypatch.setattr(full_labels, "one", one)
     export.mkdir(parents=True)
     (export / "model.safetensors").write_bytes(b"weights")
     words = ["--data", str(tmp_path), "--jobs", "1", "--seeds", "0", "--arms", "kl", "wttm", "--work"]
     with pytest.raises(SystemExit, match="kl failed"):
-        proof.main([*words, str(tmp_path / "work")])
+        full_labels.main([*words, str(tmp_path / "work")])
     assert made == ["kl", "wttm"]
     assert (tmp_path / "work" / "cache-0.json").is_file()
 
     failing.clear()
-    proof.main([*words, str(tmp_path / "later")])  # only the CSV is left of the work
+    full_labels.main([*words, str(tmp_path / "later")])  # only the CSV is left of the work
     assert made == ["kl", "wttm", "kl"]
-    proof.main([*words, str(tmp_path / "later")])
+    full_labels.main([*words, str(tmp_path / "later")])
     assert made == ["kl", "wttm", "kl"]
     (export / "model.safetensors").write_bytes(b"other weights")
-    proof.main([*words, str(tmp_path / "later")])
+    full_labels.main([*words, str(tmp_path / "later")])
     assert made == ["kl", "wttm", "kl", "kl", "wttm"]
 
 

@@ -1,6 +1,6 @@
 """Each benchmark behind a number runs at its smallest, and writes the columns that docs/results.md shows.
 
-What it measures there means nothing. Not here: `proof`, `few_labels`, `frontier`, `variants`, `tokens`, `views` and
+What it measures there means nothing. Not here: `proof`, `full_labels`, `frontier`, `variants`, `tokens`, `views` and
 tools/compare.py, whose shortest runs take minutes or need other checkouts (test_benchmarks.py and test_compare.py check
 their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py).
 """
