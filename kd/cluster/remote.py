@@ -47,10 +47,8 @@ class RemoteLoader(LocalLoader):
         super().__init__(dataset, batch_size, accumulate, rank, world_size, 0, max_skipped=max_skipped)
         self.pool, self.number, self.pin_memory = pool, number, pin_memory
         self.workers = max(1, len(pool.slots) // world_size)
-        self._compared = set[str]()
-        """Hosts whose pixels were compared in this pass."""
-        self.made_here = 0
-        """Images that this process made itself."""
+        self._compared = set[str]()  # hosts whose pixels were compared in this pass
+        self.made_here = 0  # images that this process made itself
         self._fetch = Fetch(dataset)
 
     def _arriving(self) -> Iterator[Batch | KdError]:

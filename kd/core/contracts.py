@@ -85,8 +85,7 @@ class Stamped(Protocol):
 class Noted(Protocol):
     """A source or a teacher's model with a reservation: files that are no images, answers that see no augmentation."""
 
-    notes: Sequence[str]
-    """A line each; `--check` and the first lines of a run show them."""
+    notes: Sequence[str]  # a line each; `--check` and the first lines of a run show them
 
 
 @runtime_checkable
@@ -103,8 +102,7 @@ class Dataset(Protocol):
 class Loader(Protocol):
     """Turns a plan into this rank's micro-batches, in the plan's order, on this machine or elsewhere."""
 
-    unreadable: set[int]
-    """Ids of images that could not be decoded, among those loaded so far."""
+    unreadable: set[int]  # ids of images that could not be decoded, among those loaded so far
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
         """Yield the micro-batches of all steps of the plan, from optimizer step `start` on."""
@@ -241,14 +239,10 @@ class Backend(Protocol):
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int
-    """Ranks on this machine."""
-    autocast_dtype: torch.dtype | None
-    """bfloat16, or None for float32."""
-    auto_mode: str
-    """What `auto` means on this device, `precision+attention`: a fact of its units, such as bf16+unfused."""
-    compiles: bool
-    """Whether each shape of a batch is a graph that is compiled."""
+    local_world_size: int  # ranks on this machine
+    autocast_dtype: torch.dtype | None  # bfloat16, or None for float32
+    auto_mode: str  # what `auto` means on this device, `precision+attention`: a fact of its units, such as bf16+unfused
+    compiles: bool  # whether each shape of a batch is a graph that is compiled
 
     def setup(self) -> None:
         """Join the process group and check it: all-reduce a 1 and require the launcher's WORLD_SIZE.

@@ -23,8 +23,7 @@ class Split:
     """The images of one split, as evaluation shows them."""
 
     loader: Loader
-    plan: Plan
-    """Of ascending ids, padded with weight 0."""
+    plan: Plan  # of ascending ids, padded with weight 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,9 @@ class Evaluation:
 
     backend: Backend
     val: Split
-    teacher: Teacher | None
-    """Answers for validation images; None where no loss needs a teacher."""
+    teacher: Teacher | None  # answers for validation images; None where no loss needs a teacher
     num_classes: int
-    labelled: bool = True
-    """Whether validation images have labels, all or some."""
+    labelled: bool = True  # whether validation images have labels, all or some
     bank: Callable[[], Split] | None = None
     """Makes the split of training images in which the neighbours of a vector are searched."""
     bank_teacher: Teacher | None = None
@@ -46,20 +43,16 @@ class Evaluation:
     """(student, teacher) -> cosine [B], through what the losses on features have learned."""
     projected: Callable[[Outputs], Tensor | None] | None = None
     """The student's pooled features in the first teacher's space [B, D]; None: no loss maps them there."""
-    members: int = 1
-    """Number of teachers."""
+    members: int = 1  # number of teachers
 
 
 class Evaluator(Protocol):
     """Scores student and teacher on the validation split; a task builds it."""
 
     loader: Loader
-    decides: str
-    """The key of the value that the best checkpoint has the most of."""
-    labelled: bool
-    """Whether models are scored against labels."""
-    chance: float
-    """The value that decides, of a model that guesses; 0: unknown."""
+    decides: str  # the key of the value that the best checkpoint has the most of
+    labelled: bool  # whether models are scored against labels
+    chance: float  # the value that decides, of a model that guesses; 0: unknown
 
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
         """Return a validation row (see `kd.core.scores`), empty where `stop`, asked before each batch, gave it up."""
@@ -93,15 +86,11 @@ class Task(Protocol):
     name: str
     logits: str
     """The function that makes a logit an answer, as `LossFacts.logits` names it; "": an embedding model has none."""
-    label: str
-    """What an image's label is: "class" or "set"."""
-    problem_type: str
-    """What the logits answer, in the words of transformers; "": there are none."""
-    label_loss: str
-    """The loss that learns labels alone: a part of `losses/`."""
+    label: str  # what an image's label is: "class" or "set"
+    problem_type: str  # what the logits answer, in the words of transformers; "": there are none
+    label_loss: str  # the loss that learns labels alone: a part of `losses/`
     scores: Scores
-    keeps_topk: bool
-    """Whether the largest logits and the mass of the others are enough for its losses."""
+    keeps_topk: bool  # whether the largest logits and the mass of the others are enough for its losses
 
     def evaluator(self, setting: Evaluation) -> Evaluator: ...
 

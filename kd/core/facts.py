@@ -24,15 +24,12 @@ class LossFacts:
 
     teacher: bool = False
     labels: bool = False
-    unmixed: bool = False
-    """Each image alone: mixup and cutmix are refused."""
+    unmixed: bool = False  # each image alone: mixup and cutmix are refused
     logits: str = ""
     """The function under which it reads both models' logits: "softmax" (one label an image) or "sigmoid" (each class
     alone). "": it reads none."""
-    features: frozenset[str] = frozenset()
-    """By the names of `Outputs.features`: "pooled", "tokens"."""
-    agreement: bool = False
-    """It has `agreement(student, teacher)`, -1 to 1 [B], which evaluation shows."""
+    features: frozenset[str] = frozenset()  # by the names of `Outputs.features`: "pooled", "tokens"
+    agreement: bool = False  # it has `agreement(student, teacher)`, -1 to 1 [B], which evaluation shows
     projects: bool = False
     """It has `projected(student)` [B, D], pooled features in the teacher's space, made by its module `project`."""
 
@@ -41,42 +38,33 @@ class LossFacts:
 class DatasetFacts:
     """What others must know of a dataset's options."""
 
-    label: str = "class"
-    """What the label of an image is: "class", or "set" where it may have several."""
-    root: str = ""
-    """The folder whose files are the images; "": they do not lie in files of one folder."""
-    test: str = ""
-    """The key that names a test split, where it is set."""
+    label: str = "class"  # what the label of an image is: "class", or "set" where it may have several
+    root: str = ""  # the folder whose files are the images; "": they do not lie in files of one folder
+    test: str = ""  # the key that names a test split, where it is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
     """What others must know of a network's options."""
 
-    runs_code: bool = False
-    """What `model` names is imported and called."""
-    trains: bool = False
-    """It builds an nn.Module with weights that can be trained: it may be a student too."""
+    runs_code: bool = False  # what `model` names is imported and called
+    trains: bool = False  # it builds an nn.Module with weights that can be trained: it may be a student too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifterFacts:
     """What others must know of a sifter's options."""
 
-    by_class: bool = False
-    """It reads the class of every image."""
-    delay: int = 0
-    """Steps at the start of a run in which it visits everything."""
+    by_class: bool = False  # it reads the class of every image
+    delay: int = 0  # steps at the start of a run in which it visits everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
     """What others must know of a backend before it is built."""
 
-    cpu: bool = False
-    """Runs on the CPU, where onnxruntime and OpenVINO can run a teacher."""
-    compiles: bool = False
-    """Compiles a graph for each shape: torch.compile is refused."""
+    cpu: bool = False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
+    compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
     threads: int = 0
     """Of torch on each rank, where the options name them; 0: all cores divided by the ranks of the machine."""
 
@@ -93,10 +81,7 @@ def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) ->
 class FileKey(NamedTuple):
     """A key of a configuration that `file_key` has declared."""
 
-    key: str
-    """Dotted: "teacher.also.0.model"."""
+    key: str  # dotted: "teacher.also.0.model"
     value: str
-    within: str
-    """The key of the folder that a relative path starts from; "": the working folder."""
-    or_name: bool
-    """A value may also be a name that is looked up, such as a model's."""
+    within: str  # the key of the folder that a relative path starts from; "": the working folder
+    or_name: bool  # a value may also be a name that is looked up, such as a model's

@@ -18,15 +18,12 @@ from kd.core.text import percent
 class Column:
     """One score."""
 
-    key: str
-    """In a validation row."""
+    key: str  # in a validation row
     title: str
-    unit: str = "%"
-    """"%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers."""
+    unit: str = "%"  # "%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers.
     meaning: str = field(default="", compare=False)
     """A noun phrase behind the value, for report and model card; empty: the title says it."""
-    smaller: bool = field(default=False, compare=False)
-    """Whether smaller is better."""
+    smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
         """Return the value with its unit, and with its 95 % interval where that is known: `71.6 % (69.0 to 74.1)`."""
@@ -53,10 +50,8 @@ class Scores:
 
     own: tuple[Column, ...]
     """Of one model against the labels. The first decides which checkpoint is the best; larger is better."""
-    pair: tuple[Column, ...]
-    """Of the student against its teacher. The first decides where there are no labels."""
-    note: str = ""
-    """How the own scores are computed, one sentence for the model card; empty: everybody knows."""
+    pair: tuple[Column, ...]  # of the student against its teacher. The first decides where there are no labels.
+    note: str = ""  # how the own scores are computed, one sentence for the model card; empty: everybody knows
 
     def decides(self, labelled: bool) -> Column:
         """Return the column that decides which checkpoint is the best."""
@@ -155,17 +150,12 @@ class Scores:
 class Scored:
     """The last score of a run: of its best checkpoint, on its test split where there is one."""
 
-    split: str
-    """"test": nothing was chosen on it. "val": the best of `evaluations` was."""
-    step: int
-    """Of the checkpoint."""
-    data: str
-    """A hash of the listing of the split: where two runs have the same, their images are the same."""
-    images: int
-    """That were scored."""
+    split: str  # "test": nothing was chosen on it. "val": the best of `evaluations` was.
+    step: int  # of the checkpoint
+    data: str  # a hash of the listing of the split: where two runs have the same, their images are the same
+    images: int  # that were scored
     evaluations: int
-    row: Mapping[str, float]
-    """As a validation row."""
+    row: Mapping[str, float]  # as a validation row
     samples: Mapping[str, Samples]
     """What scores of `row` were computed from, by key; a score that is missing has no interval."""
 
@@ -218,13 +208,8 @@ class Scored:
 class GraphScores:
     """How an exported graph answers beside PyTorch, on the same images."""
 
-    facts: dict[str, float]
-    """For manifest.json of an export, by name."""
-    decides: str
-    """The name in `facts` of the score that a quantized graph may lose a little of."""
-    title: str
-    """Of that score."""
-    summary: str
-    """For a person: `same top-1 on 200 of 200 validation images`."""
-    others: int = 0
-    """Images that get another answer."""
+    facts: dict[str, float]  # for manifest.json of an export, by name
+    decides: str  # the name in `facts` of the score that a quantized graph may lose a little of
+    title: str  # of that score
+    summary: str  # for a person: `same top-1 on 200 of 200 validation images`
+    others: int = 0  # images that get another answer

@@ -16,43 +16,34 @@ from torch import Tensor
 
 Label = int | np.ndarray
 """A class, -1 for none; of an image with several int8 [C]: 1 for each class that it shows, all -1 if nobody knows."""
-TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")
-"""The tensor fields of every batch."""
+TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")  # the tensor fields of every batch
 
 
 class Decoded(NamedTuple):
     """One image as its source has it."""
 
-    image: Image.Image
-    """RGB, 8 bits a channel."""
-    crc: int
-    """CRC-32 of the encoded bytes that it was decoded from; 0 where nobody knows."""
+    image: Image.Image  # RGB, 8 bits a channel
+    crc: int  # CRC-32 of the encoded bytes that it was decoded from; 0 where nobody knows
 
 
 class Sample(NamedTuple):
     """One training image: a view of one id, possibly mixed with a partner."""
 
-    pixels: Tensor
-    """uint8 [3, H, W], RGB."""
+    pixels: Tensor  # uint8 [3, H, W], RGB
     label: Label
-    partner_label: Label
-    """The label of the mixup partner; equal to `label` without mixing."""
-    lam: float
-    """The share of `label` in the pixels, 0 to 1; 1.0 without mixing."""
+    partner_label: Label  # the label of the mixup partner; equal to `label` without mixing
+    lam: float  # the share of `label` in the pixels, 0 to 1; 1.0 without mixing
     readable: bool = True
     """False where the image could not be decoded and `data.on_corrupt` is `skip`; the pixels are then grey."""
-    crc: int = 0
-    """CRC-32 of the encoded bytes, of both images where they are mixed; 0 where nobody knows."""
+    crc: int = 0  # CRC-32 of the encoded bytes, of both images where they are mixed; 0 where nobody knows
 
 
 class Loading(NamedTuple):
     """How long batches took to make, seconds; zeros where nobody counted."""
 
     seconds: float = 0.0
-    busy: float = 0.0
-    """In which the loading thread computed, or waited for a core."""
-    decoding: float = 0.0
-    """In which images were read and decoded."""
+    busy: float = 0.0  # in which the loading thread computed, or waited for a core
+    decoding: float = 0.0  # in which images were read and decoded
 
     def plus(self, other: Loading) -> Loading:
         """Return the sum."""
@@ -66,26 +57,16 @@ UNKNOWN = Loading()
 class Batch:
     """A micro-batch: always full and of one shape, with the ids of its images."""
 
-    ids: Tensor
-    """int64 [B], positions in the dataset."""
-    image: Tensor
-    """uint8 [B, 3, H, W]; each model normalizes and resizes them itself."""
-    label: Tensor
-    """int64 [B], or int8 [B, C] where an image has several: see `Label`."""
-    partner_label: Tensor
-    """Like `label`, and equal to it without mixing."""
-    lam: Tensor
-    """float32 [B], the share of `label`; 1.0 without mixing."""
-    weight: Tensor
-    """float32 [B], from the sifter's plan; 0.0 marks padding."""
-    view: int = 0
-    """Number of the view: `epoch mod views`, or the epoch itself."""
-    unreadable: tuple[int, ...] = ()
-    """Ids of images that could not be decoded; their weight is 0."""
-    crc: tuple[int, ...] = ()
-    """`Sample.crc` of each image; empty if unknown. Only the host reads it."""
-    loading: Loading = UNKNOWN
-    """Of this batch; the loader adds it up."""
+    ids: Tensor  # int64 [B], positions in the dataset
+    image: Tensor  # uint8 [B, 3, H, W]; each model normalizes and resizes them itself
+    label: Tensor  # int64 [B], or int8 [B, C] where an image has several: see `Label`
+    partner_label: Tensor  # like `label`, and equal to it without mixing
+    lam: Tensor  # float32 [B], the share of `label`; 1.0 without mixing
+    weight: Tensor  # float32 [B], from the sifter's plan; 0.0 marks padding
+    view: int = 0  # number of the view: `epoch mod views`, or the epoch itself
+    unreadable: tuple[int, ...] = ()  # ids of images that could not be decoded; their weight is 0
+    crc: tuple[int, ...] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
+    loading: Loading = UNKNOWN  # of this batch; the loader adds it up
     teacher_outputs: TeacherOutputs | None = None
     """Teacher outputs that are known already, from a cache or a scoring pass; None: none."""
 
@@ -148,8 +129,7 @@ class Batch:
 class Outputs:
     """The outputs of a model for a batch."""
 
-    logits: Tensor
-    """[B, C], raw, any float dtype. [B, 0] of a model without classes: one that gives features alone."""
+    logits: Tensor  # [B, C], raw, any float dtype. [B, 0] of a model without classes: one that gives features alone.
     features: Mapping[str, Tensor] = field(default_factory=dict)
     """Features that a loss needs, by name: "pooled" [B, D], before the classifier; "tokens" [B, N, D], of the patches
     or the places of a feature map, row by row. Of several teachers, those of `teacher.also[i]` end in `.i+1`:
@@ -185,8 +165,7 @@ class TeacherOutputs:
     """The teacher's outputs for a batch that are known before its forward."""
 
     outputs: Outputs
-    missing: tuple[tuple[int, int], ...] = ()
-    """(row, id) of the images without outputs; their rows in `outputs` are 0."""
+    missing: tuple[tuple[int, int], ...] = ()  # (row, id) of the images without outputs; their rows in `outputs` are 0
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
         """Return the same with `change` applied to each tensor."""
@@ -207,15 +186,11 @@ class Dims:
     """What a loss is built for: the sizes of learned projectors, and the classes."""
 
     num_classes: int
-    student_features: int
-    """Width of the pooled features; 0 where no loss needs them."""
-    teacher_features: int
-    """The same; 0 where the run has no teacher."""
-    student_tokens: tuple[int, int] = (0, 0)
-    """Number N and width D of the tokens; (0, 0) where no loss needs them."""
+    student_features: int  # width of the pooled features; 0 where no loss needs them
+    teacher_features: int  # the same; 0 where the run has no teacher
+    student_tokens: tuple[int, int] = (0, 0)  # number N and width D of the tokens; (0, 0) where no loss needs them
     teacher_tokens: tuple[int, int] = (0, 0)
-    classes: tuple[str, ...] = ()
-    """Their names; empty: not known."""
+    classes: tuple[str, ...] = ()  # their names; empty: not known
     labels: Callable[[], Tensor] | None = None
     """Return every training image's label, as in a batch, int64 [num_images]; None: not known."""
 
@@ -224,28 +199,20 @@ class Dims:
 class Plan:
     """The images of an epoch, in order, with weights. Equal on all ranks."""
 
-    ids: Tensor
-    """int64 [N]; N is a multiple of the global batch size."""
-    weights: Tensor
-    """float32 [N]; 1.0 where images are not reweighted."""
-    steps: int = 0
-    """Exact number of optimizer steps where the sifter's stream drops images. 0: N / batch size."""
+    ids: Tensor  # int64 [N]; N is a multiple of the global batch size
+    weights: Tensor  # float32 [N]; 1.0 where images are not reweighted
+    steps: int = 0  # exact number of optimizer steps where the sifter's stream drops images. 0: N / batch size.
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Measured costs per image, in milliseconds."""
 
-    teacher: float
-    """Forward of the teacher; 0 where its outputs are cached."""
-    forward: float
-    """Forward of the student without gradients, as in a scoring pass."""
-    step: float
-    """Forward, backward and optimizer of the student."""
-    load: float
-    """Decoding and augmentation, divided by the number of worker processes."""
-    overlapped: bool
-    """Whether workers load while the device computes."""
+    teacher: float  # forward of the teacher; 0 where its outputs are cached
+    forward: float  # forward of the student without gradients, as in a scoring pass
+    step: float  # forward, backward and optimizer of the student
+    load: float  # decoding and augmentation, divided by the number of worker processes
+    overlapped: bool  # whether workers load while the device computes
 
     def per_image(self, teacher: float = 1.0, forward: float = 0.0, step: float = 1.0, load: float = 1.0) -> float:
         """Return the milliseconds per image of the dataset; each argument is a number of operations per image."""
@@ -258,8 +225,7 @@ class SiftContext:
     """The dataset of a sifter, and its split into batches and ranks."""
 
     num_images: int
-    batch_size: int
-    """Images per optimizer step, over all ranks."""
+    batch_size: int  # images per optimizer step, over all ranks
     micro_batch: int
     rank: int
     world_size: int
@@ -269,8 +235,7 @@ class SiftContext:
     labels, no such sifter is allowed."""
     reduce_sum: Callable[[Tensor], Tensor]
     """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
-    views: int = 0
-    """Number of views of an image; 0: a new one every epoch."""
+    views: int = 0  # number of views of an image; 0: a new one every epoch
     balance: float = 0.0
     """Share of the images that an epoch which is not sifted draws, as many of each class; 0: all images."""
 
@@ -284,23 +249,16 @@ class SiftContext:
 class State:
     """Progress of a run. All randomness is a function of (seed, State)."""
 
-    step: int = 0
-    """Optimizer steps done."""
+    step: int = 0  # optimizer steps done
     epoch: int = 0
-    step_in_epoch: int = 0
-    """Steps done of the current epoch's plan."""
-    images: int = 0
-    """Images trained on, over all ranks."""
-    seconds: float = 0.0
-    """Training time so far, without evaluation and checkpoints."""
+    step_in_epoch: int = 0  # steps done of the current epoch's plan
+    images: int = 0  # images trained on, over all ranks
+    seconds: float = 0.0  # training time so far, without evaluation and checkpoints
     best: float = -1.0
     """The best evaluation so far by the value that decides (`Evaluator.decides`), such as the accuracy; -1 before the
     first one."""
-    no_better: int = 0
-    """Evaluations in a row, up to the last one, that were no better than the best before."""
+    no_better: int = 0  # evaluations in a row, up to the last one, that were no better than the best before
     unevaluated: bool = False
     """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
-    skipped: int = 0
-    """Steps in a row, up to this one, that were not applied because their gradient was not finite."""
-    skipped_in_all: int = 0
-    """All such steps of the run so far."""
+    skipped: int = 0  # steps in a row, up to this one, that were not applied because their gradient was not finite
+    skipped_in_all: int = 0  # all such steps of the run so far

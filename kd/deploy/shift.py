@@ -31,8 +31,7 @@ import numpy as np
 
 COLOUR = (-96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
 """Of differences of channels: close together about grey, where photographs are."""
-Measures = tuple[float, float, float, float]
-"""Of an image: see `measure`."""
+Measures = tuple[float, float, float, float]  # of an image: see `measure`
 BOUNDS: dict[str, tuple[float, ...]] = {
     "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),
     "brightness": tuple(float(16 * i) for i in range(1, 16)),
@@ -70,11 +69,9 @@ class Tally:
     def __init__(self, labels: int, numbers: int) -> None:
         self.labels = np.zeros((2, labels), np.int64)
         """Images [2, C]: those that came first, third, ..., and the others."""
-        self.bins = np.zeros((numbers, labels, 16), np.int32)
-        """Images [Q, C, T + 1]."""
+        self.bins = np.zeros((numbers, labels, 16), np.int32)  # images [Q, C, T + 1]
         self.images = 0
-        self.confidence = 0.0
-        """Sum."""
+        self.confidence = 0.0  # sum
 
     def add(self, label: int, bins: Sequence[int], confidence: float) -> None:
         """Count an image."""
@@ -260,8 +257,7 @@ class ShiftWatch:
         """How often each label was answered. An image may have several, or none."""
         self.found = ShiftResult(0, 0.0, 0.0, "", "", math.nan)
         """Of the last test; of appearance and labels the span with the least p-value."""
-        self.alarms = dict.fromkeys(self.found.alarms, 0)
-        """Windows that raised each alarm."""
+        self.alarms = dict.fromkeys(self.found.alarms, 0)  # windows that raised each alarm
         self._windows: deque[Tally] = deque(maxlen=max(SPANS))
         self._open, self._tested = reference.empty(), reference.empty()
 

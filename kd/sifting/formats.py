@@ -19,8 +19,7 @@ from kd.sifting.batch import SiftingBatch, SiftingBatchTransform, join_rows, lik
 from kd.sifting.config import UnsupportedDataFormatException
 
 REMEDY = "Pass your own SiftingBatchTransform as batch_transforms"
-SAMPLE, FEATURE = 0, 1
-"""`batch_format_index`: the sample dimension of the batch."""
+SAMPLE, FEATURE = 0, 1  # `batch_format_index`: the sample dimension of the batch
 ROWS, CONSTANT = "one entry a sample", "one value for all samples"
 """The two kinds of leaves of a batch; `state_dict` saves these strings."""
 

@@ -75,8 +75,7 @@ class SiftingDataloader:
         self.window, self.pending = LossWindow(self.sift_config.loss_history_length), Pending()
         self.meter = Meter(log_batch_data)
         self.steps = self.steps_in_epoch = self.position = self.seen = self.draws = 0
-        self.size = 0
-        """Number of samples of a full batch; 0 before the first batch."""
+        self.size = 0  # number of samples of a full batch; 0 before the first batch
         self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
         epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 logger = logging.getLogger("kd.sifting")
-PILOT = 24
-"""Number of scored batches timed for the prediction of the saving; the first quarter is warm-up."""
+PILOT = 24  # number of scored batches timed for the prediction of the saving; the first quarter is warm-up
 
 
 class Meter:
@@ -22,10 +21,8 @@ class Meter:
     def __init__(self, log_batch_data: bool) -> None:
         self.log_batch_data = log_batch_data
         self.metrics: dict[str, Any] = {"num_orig_samples_seen": 0, "num_orig_samples_kept": 0}
-        self.scoring: list[float] = []
-        """Seconds per scored sample, in the pilot."""
-        self.training: list[float] = []
-        """Seconds per trained sample, in the pilot."""
+        self.scoring: list[float] = []  # seconds per scored sample, in the pilot
+        self.training: list[float] = []  # seconds per trained sample, in the pilot
         self.saving: float | None = None
         """Predicted share of an epoch's time that sifting saves; below 0 it costs time. None during the pilot."""
 

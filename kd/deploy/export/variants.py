@@ -23,8 +23,7 @@ from kd.files.manifest import GRAPHS
 from kd.models import runtimes
 
 ONNX = "model.onnx"
-SECONDS = 12.0
-"""For which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms."""
+SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
 JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
 TAIL = 3.0  # times the median: from there a p99 is other work. Undisturbed it is 1.9 to 2.2 (variants_table, repvit)
 SLOWER, SERVER_MS = 5.0, 10.0

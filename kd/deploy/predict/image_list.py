@@ -184,8 +184,7 @@ def _file(source: str) -> ImageList:
 def _shards(pattern: str, copies: Path) -> ImageList:
     names: list[str] = []
     stamps: list[str] = []
-    members: list[tuple[str, int, int]] = []
-    """Path, offset and size of each image."""
+    members: list[tuple[str, int, int]] = []  # path, offset and size of each image
     for shard in shards.find(pattern, WHERE, str(copies)):
         try:
             with open(shard.path, "rb", buffering=0) as file:

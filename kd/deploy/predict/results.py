@@ -34,10 +34,8 @@ class Journal:
     def __init__(self, path: Path, file: IO[bytes], seen: Callable[[Row], None]) -> None:
         self.path, self._file, self._seen = path, file, seen
         self.done = self.num_unreadable = self.passed_on = 0
-        self.unreadable: list[str] = []
-        """Name and error of the first few."""
-        self.changed = ""
-        """Name of the first image that is not the one that a row was made of; "": all are."""
+        self.unreadable: list[str] = []  # name and error of the first few
+        self.changed = ""  # name of the first image that is not the one that a row was made of; "": all are
 
     def resume(self, identity: Row, images: ImageList) -> None:
         """Count the rows that are there; cut off the rest. A new journal begins with `identity`."""

@@ -25,8 +25,7 @@ def negotiate(accept: str) -> str:
     """
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
-    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}
-    """How closely an entry names each of them, and its quality value."""
+    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}  # how closely an entry names each of them, and its quality value
     for item in (accept.strip() or "*/*").split(","):
         pattern, *parameters = (part.strip().lower() for part in item.split(";"))
         q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
