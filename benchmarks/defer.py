@@ -112,9 +112,8 @@ def promises(run: str, one: Predictions, wrong: float) -> list[dict[str, Any]]:
 def cost(export: Path, rounds: int = 300) -> dict[str, Any]:
     """Measure an answer of the endpoint's own code with and without `sure`, in turns, in CPU time of one thread."""
     from kd.deploy.serve.decoding import prepare
-    from kd.deploy.serve.description import describe
-    from kd.deploy.serve.inference import load
     from kd.deploy.serve.limits import Limits
+    from kd.deploy.serve.model import describe, load
     from kd.deploy.serve.responses import JSON, predictions
     from kd.deploy.serve.responses import write as written
 

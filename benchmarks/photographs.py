@@ -26,9 +26,8 @@ from PIL import Image
 from _record import write
 from kd.data.views import Train
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe, load
 from kd.files.pixels import MARGIN
 from kd.parts.datasets._decode import decode
 

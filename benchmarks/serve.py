@@ -48,8 +48,8 @@ from pathlib import Path
 from kd.deploy.serve.responses import predictions
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import load
+from kd.deploy.serve.model import describe
+from kd.deploy.serve.model import load
 
 class API(ls.LitAPI):
     def setup(self, device):

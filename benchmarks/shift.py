@@ -30,8 +30,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 
 from _record import write
 from kd.deploy.serve.decoding import decode
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import LoadedGraph, load
+from kd.deploy.serve.model import LoadedGraph, describe, load
 from kd.deploy.serve.responses import predictions
 from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, ShiftWatch, measure
 

@@ -109,7 +109,7 @@ def _deploy(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import hosting_requests
-        from kd.deploy.serve.description import describe
+        from kd.deploy.serve.model import describe
 
         model = describe(options.export)
         requests = hosting_requests(_hosting(options, model.name))
@@ -138,7 +138,7 @@ def _transform(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import transform_requests
-        from kd.deploy.serve.description import describe
+        from kd.deploy.serve.model import describe
 
         hosting = _hosting(options, describe(options.export).name)
         output = options.to or f"{options.output}/transform/{hosting.name}"

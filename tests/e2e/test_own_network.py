@@ -41,8 +41,7 @@ def own(settings, tmp_path, monkeypatch) -> Iterator[dict]:
 
 
 def test_it_is_trained_evaluated_reported_exported_and_served(own, tmp_path, command, refused):
-    from kd.deploy.serve.description import describe
-    from kd.deploy.serve.inference import load
+    from kd.deploy.serve.model import describe, load
 
     run = kd.train(own)
     for name in ("evaluate", "export"):

@@ -30,8 +30,7 @@ from PIL import Image
 from serving import ROOT, Reply, Running, validation
 
 from kd.deploy.export.export import ExportOptions, export
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import load
+from kd.deploy.serve.model import describe, load
 from kd.models import runtimes
 
 
@@ -138,7 +137,7 @@ import kd.cli.serving, kd.deploy.serve.server
 from kd.deploy.serve import app
 from kd.deploy.serve.connection import DrainingServer
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.description import describe
+from kd.deploy.serve.model import describe
 from kd.deploy.serve.service import Service
 service = Service(describe(pathlib.Path(sys.argv[1])), Limits(), 1, 1)
 service.load()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from kd.deploy.export import graphs, variants
-from kd.deploy.serve.description import describe
+from kd.deploy.serve.model import describe
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
 from kd.study.report.report import read

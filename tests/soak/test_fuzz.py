@@ -28,7 +28,7 @@ from kd.config import load, schema
 from kd.config.explain import explain
 from kd.core.errors import CorruptImage, KdError
 from kd.core.types import State
-from kd.deploy.serve.description import Description, describe
+from kd.deploy.serve.model import Description, describe
 from kd.files import checkpoint
 from kd.models.cache import Codec, Store, open_store
 from kd.parts.datasets import imagefolder

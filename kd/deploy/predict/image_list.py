@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kd.core.errors import DataError
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Problem
 from kd.files import object_store, shards
 from kd.files.pixels import ENDINGS, MAX_BYTES
 from kd.files.storage import retried

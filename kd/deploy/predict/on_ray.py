@@ -20,9 +20,8 @@ from kd.cluster.ray_cluster import check_versions, connect, decoding_versions
 from kd.core.errors import ConfigError, KdError, RunError
 from kd.deploy.predict.image_list import ImageList
 from kd.deploy.predict.rows import Predictor, Row, in_order
-from kd.deploy.serve.description import Description, read_verified
-from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import Description, load, read_verified
 
 WHERE = "--ray"
 RUNTIMES = ("onnxruntime", "openvino")

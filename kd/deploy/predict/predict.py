@@ -21,9 +21,8 @@ from kd.core.options import option, pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
 from kd.deploy.predict.results import WHERE, check_format, opened
 from kd.deploy.predict.rows import ASKED, BY, MEASURES, Predictor, Row, in_order
-from kd.deploy.serve.description import Description, describe
-from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import Description, describe, load
 
 CHUNK = 8
 """Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""

@@ -12,9 +12,8 @@ import numpy as np
 
 from kd.deploy.predict.image_list import GONE, ImageList
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.inference import LoadedGraph
-from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Limits, Problem
+from kd.deploy.serve.model import LoadedGraph
 from kd.deploy.serve.responses import embeddings, predictions
 
 STAMP, MEASURES, ASKED = "stamp", "measures", "asked"

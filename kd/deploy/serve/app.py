@@ -1,7 +1,8 @@
-"""The routes: SageMaker's contract, Prometheus, and the page."""
+"""The routes: SageMaker's contract, Prometheus, and the page. Bodies are received within limits of size and time."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import html
@@ -9,28 +10,30 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.deploy.serve import bodies, responses
-from kd.deploy.serve.intake import request_body
+from kd.deploy.serve.limits import CLIENT_GONE, PROBLEM, Problem, busy, no_memory
 from kd.deploy.serve.metrics import MEDIA_TYPE
-from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5  # classes in an answer that does not ask for another number: what "top-5" accuracy counts
 HEALTH = "/ping"
+DISCARD_FACTOR = 4
+"""A body that is too large is read and discarded up to this many times `max_body`. Then the connection is closed."""
 MAX_QUERY = 256  # bytes of a query; chosen, several times as long as the longest that has a meaning
 REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
 
@@ -42,7 +45,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
     async def ping(request: Request) -> Response:
         if service.ready:
             return Response(status_code=200)
-        return busy("The server is ending." if service.draining else "The model is still being loaded.").response()
+        return _answer(busy("The server is ending." if service.draining else "The model is still being loaded."))
 
     async def metrics(request: Request) -> Response:
         text = service.metrics.text(service.ready, service.in_flight, service.buffered, service.watch)
@@ -87,7 +90,7 @@ def health_only(application: Starlette) -> ASGIApp:
             return
         problem = busy("Too many connections are open.")
         problem.headers["connection"] = "close"
-        await problem.response()(scope, receive, send)
+        await _answer(problem)(scope, receive, send)
 
     return answer
 
@@ -112,10 +115,10 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
         try:
             response = await handler(request)
         except Problem as problem:
-            response = problem.response()
+            response = _answer(problem)
             request.state.summary = problem.detail
         except MemoryError:
-            response = no_memory().response()
+            response = _answer(no_memory())
         except Exception as error:
             response = _bug_response(error, identity)
         seconds = time.perf_counter() - start
@@ -132,14 +135,83 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
     return handle
 
 
+@asynccontextmanager
+async def request_body(request: Request, service: Service) -> AsyncIterator[bytes]:
+    """Yield the body of a request. It is counted in `service.buffered` until the `async with` block ends.
+
+    The body of a rejected request is also read to its end, and discarded. A client that is still writing when the
+    connection closes gets a broken pipe and never reads the answer. A Problem is 400 (invalid content-length), 408 (too
+    slow), 413 (too large), 499 (the client disconnected) or 503 (too many requests, or bytes of bodies in memory).
+    """
+    body = bytearray()
+    try:
+        yield await _receive(request, service, body)
+    finally:
+        service.buffered -= len(body)
+
+
+async def _receive(request: Request, service: Service, body: bytearray) -> bytes:
+    seconds = service.limits.body_seconds
+    refusal = _refuse_by_headers(request, service)
+    try:
+        # With `Expect: 100-continue` the client waits for permission and has sent no body yet.
+        if not (refusal and "expect" in request.headers):
+            refusal = await asyncio.wait_for(_read(request, service, body, refusal), seconds)
+    except asyncio.TimeoutError as error:
+        late = f"The body did not arrive within {seconds:g} seconds."
+        raise Problem(408, late, {"connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise Problem(CLIENT_GONE, "The client hung up.") from error
+    if refusal:
+        raise refusal
+    return bytes(body)
+
+
+async def _read(request: Request, service: Service, body: bytearray, refusal: Problem | None) -> Problem | None:
+    """Read the stream into `body`, or discard it once it is refused; return the refusal."""
+    limits, size = service.limits, 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limits.max_body:  # counted, because a chunked body declares no length
+            refusal = refusal or _too_large(limits.max_body)
+        elif service.buffered + len(chunk) > limits.max_buffered:
+            refusal = refusal or busy("Too many bodies are being received.")
+        if refusal is None:
+            body += chunk
+            service.buffered += len(chunk)
+            continue
+        service.buffered -= len(body)
+        body.clear()
+        if size > DISCARD_FACTOR * limits.max_body:
+            break
+    return refusal
+
+
+def _refuse_by_headers(request: Request, service: Service) -> Problem | None:
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal():
+        return Problem(400, "The content-length is not a number.", {"connection": "close"})
+    if int(declared[:20]) > service.limits.max_body:
+        return _too_large(service.limits.max_body)
+    return service.admission_error()
+
+
+def _too_large(max_body: int) -> Problem:
+    return Problem(413, f"The body is larger than {max_body} bytes.", {"connection": "close"})
+
+
+def _answer(problem: Problem) -> Response:
+    return Response(problem.body, problem.status, problem.headers, PROBLEM)
+
+
 async def _problem(request: Request, error: Exception) -> Response:
     if isinstance(error, Problem):
-        return error.response()
+        return _answer(error)
     if isinstance(error, HTTPException):
         nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
         detail = {404: nothing, 405: "This method is not allowed here."}
         text = detail.get(error.status_code, str(error.detail))
-        return Problem(error.status_code, text, error.headers or {}).response()
+        return _answer(Problem(error.status_code, text, error.headers or {}))
     return _bug_response(error, "-")
 
 
@@ -150,7 +222,7 @@ def _bug_response(error: Exception, identity: str) -> Response:
         trace = trace.tb_next
     line = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
     log.error("%s bug: %s at %s", identity, type(error).__name__, line)
-    return Problem(500, "This is a bug of the server, not of the request.").response()
+    return _answer(Problem(500, "This is a bug of the server, not of the request."))
 
 
 def _page(service: Service) -> Handler:

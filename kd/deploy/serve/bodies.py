@@ -7,7 +7,7 @@ import binascii
 import json
 import re
 
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Problem
 
 RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 JSON, MULTIPART = "application/json", "multipart/form-data"

@@ -18,8 +18,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.problems import MEDIA_TYPE, Problem
+from kd.deploy.serve.limits import PROBLEM, Limits, Problem
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
@@ -198,7 +197,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what the parser rejects with a problem document."""
         problem, body = self.conn.problem, self.conn.problem.body
-        headers = {"content-type": MEDIA_TYPE, "content-length": str(len(body)), "connection": "close"}
+        headers = {"content-type": PROBLEM, "content-length": str(len(body)), "connection": "close"}
         response = h11.Response(status_code=problem.status, headers=list(headers.items()))
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):

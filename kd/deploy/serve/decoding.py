@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.shift import Measures, measure
 from kd.files.pixels import MARGIN, centre_crop, least_of_centre, reduce, to_rgb
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kd.core.sure import Bands, mark
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Problem
 
 JSON, CSV = "application/json", "text/csv"
 DIGITS = 6  # decimals of a probability: float32 has seven
 MAX_ENTRIES = 32  # entries of an Accept header
+Bands = tuple[tuple[float, float], ...]
+"""Between which probabilities (low, high) an answer is unsure: one band for the class that is answered, or, where an
+image may have several labels, one for each class. Empty: the export has no threshold."""
 
 
 def negotiate(accept: str) -> str:
@@ -63,7 +65,7 @@ def predictions(
     """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best.
 
     With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
-    their threshold. With `unsure` an answer has `sure`: see `kd.core.sure.mark`.
+    their threshold. With `unsure` an answer has `sure`: see `mark`.
     """
     scores = independent_probabilities(logits) if thresholds else probabilities(logits)
     answers = []
@@ -77,6 +79,34 @@ def predictions(
             answers.append({**best[0], "top": best})
     mark(answers, scores, labels, unsure)
     return answers
+
+
+def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
+    """Return the bands in `output` of a manifest; KeyError: a label has none."""
+    found = output.get("defer")
+    if not found:
+        return ()
+    if "threshold" in found:
+        return ((-1.0, float(found["threshold"])),)
+    return tuple((float(found["labels"][label]["low"]), float(found["labels"][label]["high"])) for label in labels)
+
+
+def mark(answers: Sequence[dict], probabilities: np.ndarray, labels: Sequence[str], unsure: Bands) -> None:
+    """Add `sure` to the answers of B images with probabilities [B, C], in place; without bands nothing.
+
+    An answer with `label` is sure where that label is. Of one with `labels` each of them, and of its `top`, has its own
+    `sure`, and the image is sure where the presence or absence of every label is.
+    """
+    if not unsure:
+        return
+    low, high = np.array(unsure).T
+    for answer, sure in zip(answers, (probabilities <= low) | (probabilities >= high), strict=True):
+        several = "labels" in answer
+        answer["sure"] = bool(sure.all() if several else sure.any())
+        if several:
+            by_label = dict(zip(labels, sure.tolist(), strict=True))
+            for one in (*answer["labels"], *answer["top"]):
+                one["sure"] = by_label[one["label"]]
 
 
 def _ranked(scores: np.ndarray, labels: Sequence[str], count: int) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def serve(settings: ServeOptions) -> None:
     except ImportError as error:
         wrong = f"{error.name} is not installed"
         raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
-    from kd.deploy.serve.description import describe
+    from kd.deploy.serve.model import describe
     from kd.deploy.serve.service import Service
 
     lines = to_stderr(settings.quiet, settings.log_format)

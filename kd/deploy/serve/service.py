@@ -18,11 +18,9 @@ import numpy as np
 
 from kd.deploy.serve import bodies
 from kd.deploy.serve.decoding import decode, open_all, warm_up
-from kd.deploy.serve.description import Description
-from kd.deploy.serve.inference import LoadedGraph, load
-from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
-from kd.deploy.serve.problems import CLIENT_GONE, Problem, busy, no_memory
+from kd.deploy.serve.model import Description, LoadedGraph, load
 from kd.deploy.shift import Measures, ShiftWatch
 
 Result = TypeVar("Result")
@@ -43,7 +41,7 @@ class Service:
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model and warm up every thread; see `kd.deploy.serve.inference.load`. Blocks."""
+        """Load the model and warm up every thread; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:

@@ -554,8 +554,7 @@ def test_a_folder_is_a_run_that_kd_report_reads(own, tmp_path: Path, command, re
 
 
 def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
-    from kd.deploy.serve.description import describe
-    from kd.deploy.serve.inference import load
+    from kd.deploy.serve.model import describe, load
 
     folder = own.export(tmp_path / "export", MEAN, STD, classes=["red", "green", "blue"]).folder
     model = load(describe(folder), threads=1, slots=1)

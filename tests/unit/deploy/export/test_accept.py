@@ -12,7 +12,7 @@ from kd.deploy.export import graphs, variants
 from kd.deploy.export.accept import NotAcceptedError, first, limits, misses, sentence
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions
-from kd.deploy.serve.description import describe
+from kd.deploy.serve.model import describe
 from kd.models import runtimes
 
 

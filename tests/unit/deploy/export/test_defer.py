@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kd.core.errors import ConfigError, ModelError
-from kd.core.sure import bands, mark
 from kd.deploy.export.defer import Rule, choose, lines_of
 from kd.deploy.serve import responses
+from kd.deploy.serve.responses import bands, mark
 from kd.parts.tasks import embedding, label_sets, single_label
 
 CLASSES = ("apple", "fig", "pear")

@@ -15,8 +15,7 @@ from kd.core.errors import ConfigError, ModelError
 from kd.deploy.export import graphs, variants
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import load
+from kd.deploy.serve.model import describe, load
 from kd.models import runtimes
 from kd.parts.tasks import embedding, single_label
 

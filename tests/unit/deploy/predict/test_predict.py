@@ -24,9 +24,8 @@ from kd.core.errors import DataError, RunError
 from kd.deploy.predict.image_list import find
 from kd.deploy.predict.predict import PredictOptions, _identity, predict
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import load
 from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe, load
 from kd.deploy.serve.responses import predictions
 
 ROOT = Path(__file__).parents[4]

@@ -134,8 +134,8 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
 def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
     from kd.deploy.predict.on_ray import PredictionJob
     from kd.deploy.predict.rows import ASKED, MEASURES, STAMP
-    from kd.deploy.serve.description import describe
     from kd.deploy.serve.limits import Limits
+    from kd.deploy.serve.model import describe
 
     both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
     first, second = (PredictionJob.of(describe(one), images, Limits(), 2) for one in (small, large))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kd.deploy.serve import bodies, responses
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Problem
 
 
 def encoded(*files: bytes) -> bytes:

@@ -18,8 +18,8 @@ import uvicorn
 
 from kd.deploy.serve import server
 from kd.deploy.serve.connection import FREE_CHUNKS, Connection, DrainingServer, RequestParser, Shared
-from kd.deploy.serve.description import describe
 from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe
 from kd.deploy.serve.service import Service
 
 SIZE = 30_000_000

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from kd.deploy.serve.decoding import FORMATS, open_all, prepare
-from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Limits, Problem
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -14,8 +14,7 @@ import torch
 
 from kd.cluster.archives import write_archive
 from kd.core.errors import ModelError
-from kd.deploy.serve.description import describe
-from kd.deploy.serve.inference import load
+from kd.deploy.serve.model import describe, load
 
 
 @pytest.fixture

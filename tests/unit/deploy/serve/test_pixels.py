@@ -13,8 +13,7 @@ from PIL import Image
 from kd.core.errors import CorruptImage
 from kd.data.views import Evaluate
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.problems import Problem
+from kd.deploy.serve.limits import Limits, Problem
 from kd.files.pixels import MARGIN
 from kd.parts.datasets._decode import decode
 
