@@ -1,4 +1,4 @@
-"""What a teacher with ImageNet's weights adds to a small student: with few labels, few photographs, or wrong labels.
+"""What a teacher with ImageNet's weights adds: few labels, few photographs, a small ViT, wrong labels.
 
 Run: make proof DATA=FOLDER WEIGHTS=FOLDER
      python benchmarks/proof.py --data FOLDER --weights FOLDER [--only few_labels] [--seeds 0 1 2] [--arms soft ...]
@@ -9,7 +9,9 @@ efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-li
 Each experiment is a file of configs/ whose losses, length and augmentation an arm changes. "soft" learns the teacher's
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
 network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
-"ceiling" has all labels. The seed draws the labels, the weights and the order; `test` is scored once, at the end.
+"ceiling" has all labels. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted:
+`doubted_right`, in percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order;
+`test` is scored once, at the end.
 
 A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. CPU minutes
 are of one process of one thread. The teacher is fitted and asked by a process of its own, once for each seed and number
@@ -19,8 +21,10 @@ of labels: `teacher_minutes`, the same in all arms that use it.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -50,13 +54,18 @@ class Arm:
     losses: list[Row] = field(default_factory=list)  # empty: the configuration's
     share: float = 1.0  # of the configuration's steps
     teacher: bool = True
-    labels: str = "some"  # "some": with `labels_per_class`; "all": only the labelled pictures; "every": all labels
+    labels: str = "some"  # of few_labels. "all": the labelled pictures alone; "every": all have their label
     over: Row = field(default_factory=dict)  # sections that are merged
 
 
 def alone(share: float = 1.0, **augment: float) -> Arm:
     """Return an arm without a teacher on the labelled pictures alone."""
     return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
+
+
+def sifted(kind: str, **keys: float) -> Arm:
+    """Return the soft arm on 60 % of the images after the first epoch."""
+    return Arm(over={"sifter": {"kind": kind, **keys}})
 
 
 SOFT, PSEUDO = Arm(), Arm([HARD])
@@ -69,12 +78,35 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "hard": PSEUDO,
         "ceiling": Arm([CE], teacher=False, labels="every"),
     },
+    "grocery": {
+        "soft": SOFT,
+        "soft, a third": Arm(share=1 / 3),
+        "labels only": alone(),
+        "labels only, a third": alone(1 / 3),
+        "labels only, mixup": alone(mixup=0.2),
+        "hard": PSEUDO,
+    },
+    "wrong_labels": {"soft": SOFT, "labels only": alone(), "labels only, a third": alone(1 / 3), "hard": PSEUDO},
+    "tiny_imagenet": {
+        "soft": SOFT,
+        "labels only": alone(),
+        "history": sifted("history", keep=0.6),
+        "hard": PSEUDO,
+        "relative": sifted("relative", beta_value=0.667, sift_delay=391),
+    },
 }
 """The arms of each experiment, in the order of making."""
-FILES = {"few_labels": ("cifar10", "efficientnet-lite0.pth")}
+FILES = {
+    "few_labels": ("cifar10", "efficientnet-lite0.pth"),
+    "grocery": ("grocery-fruit", "efficientnet-lite2.pth"),
+    "wrong_labels": ("wrong", "efficientnet-lite0.pth"),
+    "tiny_imagenet": ("tiny-imagenet", "efficientnet-lite2.pth"),
+}
 """Data and weights of each experiment."""
 NUMBERS = {"few_labels": (100, 25, 400)}
 """Labels a class, where some are withheld."""
+WRONG = 0.4
+"""Share of wrong labels."""
 
 
 def merged(base: Row, over: Row) -> Row:
@@ -91,10 +123,11 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     steps = options.steps or round(content["run"]["steps"] * own.share)
     run = {"folder": str(options.work / "runs"), "name": name, "seed": seed, "steps": steps}
     content = merged(content, {"run": {**run, "every": {"evaluate": max(1, steps // 5), "checkpoint": 100}}})
-    content["data"]["root"] = str((options.data / data).resolve())
+    root = options.work if data == "wrong" else options.data
+    content["data"]["root"] = str((root / data).resolve())
     content["backend"] = {"threads": 1}
     if labels:
-        content["data"] |= {"labels": "some" if own.labels == "some" else "all", "labels_per_class": labels}
+        content["data"] |= {"labels": own.labels, "labels_per_class": labels}
     else:
         content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
     content["losses"] = own.losses or content["losses"]
@@ -120,6 +153,44 @@ def call(options: argparse.Namespace, command: str, content: Row) -> Row:
         raise SystemExit(f"{content['run']['name']} failed: see {log}")
     minutes = {"wall_minutes": time.monotonic() - start, "cpu_minutes": used.ru_utime + used.ru_stime}
     return {key: round(seconds / 60, 2) for key, seconds in minutes.items()}
+
+
+def plant(options: argparse.Namespace) -> set[str]:
+    """Make WORK/wrong, CIFAR-10 whose training pictures stand under another class in `WRONG` of all cases.
+
+    Returns the names of those, as the audit names them. The same for all seeds.
+    """
+    source, target = options.data / "cifar10", options.work / "wrong"
+    draw, classes = random.Random(0), sorted(path.name for path in (source / "train").iterdir())
+    planted = set()
+    for path in sorted((source / "train").glob("*/*")):
+        under = path.parent.name
+        if draw.random() < WRONG:
+            under = draw.choice([name for name in classes if name != under])
+            planted.add(f"{under}/{path.parent.name}_{path.name}")
+        link(path, target / "train" / under / f"{path.parent.name}_{path.name}")
+    for path in (source / "test").glob("*/*"):
+        link(path, target / "test" / path.parent.name / path.name)
+    return planted
+
+
+def link(path: Path, place: Path) -> None:
+    """Put a file there too."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists():
+        os.link(path, place)
+
+
+def audited(options: argparse.Namespace, folder: Path) -> Row:
+    """List the labels that the teacher of a run doubts; return how many of the first ones are wrong indeed."""
+    planted = plant(options)
+    argv = [sys.executable, "-m", "kd", "evaluate", str(folder), "--audit"]
+    subprocess.run(argv, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    with (folder / "audit" / "labels.csv").open() as file:
+        doubted = [row["name"] for row in csv.DictReader(file)]
+    first = doubted[: len(planted)]
+    right = sum(name in planted for name in first)
+    return {"wrong": len(planted), "doubted": len(doubted), "doubted_right": round(100 * right / max(1, len(first)), 1)}
 
 
 ONCE = threading.Lock()  # two arms of one teacher must not fit it twice
@@ -148,6 +219,9 @@ def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, see
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     row = scored["row"]
     low, high = wilson(row["accuracy"], scored["images"])
+    doubts = {"wrong": 0, "doubted": 0, "doubted_right": 0.0} if experiment == "wrong_labels" else {}
+    if doubts and arm == "soft":
+        doubts = audited(options, folder)
     return {
         "experiment": experiment,
         "labels": labels,
@@ -161,6 +235,7 @@ def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, see
         "images": [one for one in rows if one["kind"] == "train"][-1]["images"],
         **minutes,
         "teacher_minutes": teacher,
+        **doubts,
         "resumed": resumed,
         "commit": commit(),
     }
@@ -202,6 +277,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     file = options.work / "proof.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     done = {tuple(row[key] for key in ("experiment", "arm", "labels", "seed")) for row in rows}
+
+    if "wrong_labels" in options.only:
+        plant(options)
 
     def make(key: tuple[str, str, int, int]) -> None:
         try:

@@ -68,7 +68,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
-    if spec.by_order:
+    if spec.by_order and weights is not None:
         made.notes = (f"the tensors of '{spec.checkpoint}' were taken by their order, whatever their names",)
     made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made

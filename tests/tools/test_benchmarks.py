@@ -60,6 +60,22 @@ def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     assert len(keys) == len(set(keys)) == 3 * (3 * 5 + 1)
 
 
+def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_path):
+    for split, count in (("train", 50), ("test", 3)):
+        for name in ("cat", "dog"):
+            (tmp_path / "cifar10" / split / name).mkdir(parents=True)
+            for i in range(count):
+                (tmp_path / "cifar10" / split / name / f"{i}.jpg").write_bytes(b"picture")
+    options = proof.arguments(["--data", str(tmp_path), "--weights", ".", "--work", str(tmp_path / "work")])
+    planted = proof.plant(options)
+    assert planted == proof.plant(options)
+    assert 30 <= len(planted) <= 50
+    made = {path.relative_to(tmp_path / "work/wrong/train").as_posix() for path in tmp_path.glob("work/wrong/train/*/*")}
+    assert len(made) == 100
+    assert planted == {name for name in made if not name.split("/")[1].startswith(name.split("/")[0])}
+    assert len([*tmp_path.glob("work/wrong/test/*/*")]) == 6
+
+
 def test_a_run_that_fails_does_not_end_the_others_and_rows_count_for_their_teacher(tmp_path, monkeypatch):
     export = tmp_path / "teachers" / "one" / "export"
 
