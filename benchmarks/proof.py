@@ -25,11 +25,12 @@ import csv
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ import yaml
 
 from _record import commit, write
 from kd.core.intervals import wilson
+from kd.core.text import table
+from kd.study.report.svg import Series, lines, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -105,6 +108,8 @@ FILES = {
 """Data and weights of each experiment."""
 NUMBERS = {"few_labels": (100, 25, 400)}
 """Labels a class, where some are withheld."""
+COLORS = {"--accent": "#2f6fde", "--labels": "#d9822b", "--soft": "#667085", "--ground": "#98a2b3"}
+SHOWN = ("accuracy", "teacher_accuracy", "cpu_minutes", "teacher_minutes")
 WRONG = 0.4
 """Share of wrong labels."""
 
@@ -241,6 +246,69 @@ def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, see
     }
 
 
+def best_alone(rows: Sequence[Row]) -> list[Row]:
+    """Return the runs of the arm on labels alone that is the best on the validation images, as a mean over seeds."""
+    arms = {row["arm"] for row in rows if row["arm"].startswith("labels only")}
+
+    def validation(arm: str) -> float:
+        return statistics.mean(row["validation"] for row in rows if row["arm"] == arm)
+
+    best = max(arms, key=validation, default="")
+    return [row for row in rows if row["arm"] == best]
+
+
+def report(experiment: str, rows: Sequence[Row]) -> str:
+    """Return a table of means over seeds."""
+    means = []
+    for labels in dict.fromkeys(row["labels"] for row in rows):
+        some = [row for row in rows if row["labels"] == labels]
+        for arm in dict.fromkeys(row["arm"] for row in some):
+            own = [row for row in some if row["arm"] == arm]
+            mean = {key: statistics.mean(row[key] for row in own) for key in SHOWN}
+            teacher = f"{mean['teacher_accuracy']:.1f}" if mean["teacher_accuracy"] else ""
+            means.append(
+                {
+                    "arm": arm,
+                    "labels a class": labels or "all",
+                    "seeds": len(own),
+                    "accuracy %": f"{mean['accuracy']:.1f}",
+                    "teacher %": teacher,
+                    "CPU minutes": f"{mean['cpu_minutes']:.1f}",
+                    "of the teacher": f"{mean['teacher_minutes']:.1f}",
+                }
+            )
+    return f"{experiment}\n{table(means)}"
+
+
+def drawn(rows: Sequence[Row]) -> str:
+    """Return accuracy over the number of labels as an SVG file."""
+    numbers = sorted({row["labels"] for row in rows if row["arm"] == "soft"})
+    some = {number: [row for row in rows if row["labels"] == number] for number in numbers}
+
+    def series(name: str, color: str, chosen: Callable[[list[Row]], list[float]], dashed: bool = False) -> Series:
+        points = {number: chosen(own) for number, own in some.items()}
+        means = {number: statistics.mean(values) / 100 for number, values in points.items() if values}
+        return Series(name, color, [*means], [*means.values()], dashed)
+
+    def of(arm: str, key: str) -> Callable[[list[Row]], list[float]]:
+        return lambda own: [row[key] for row in own if row["arm"] == arm]
+
+    every = [row["accuracy"] for row in rows if row["arm"] == "ceiling"]
+    shown = [
+        series("student of the teacher", "--accent", of("soft", "accuracy")),
+        series("same student, labels only", "--labels", lambda own: [row["accuracy"] for row in best_alone(own)]),
+        series("teacher", "--soft", of("soft", "teacher_accuracy"), dashed=True),
+        series("same student, every label", "--ground", lambda own: every, dashed=True),
+    ]
+    shown = [one for one in shown if len(one.x)]
+    marks = [
+        f'<text x="{620 - 190 * (len(shown) - 1 - place):.0f}" y="14" text-anchor="end" '
+        f'style="fill:var({one.color})">{one.name}</text>'
+        for place, one in enumerate(shown)
+    ]
+    return standalone(lines(shown, (760, 320), "labels a class", "%", log=True), COLORS, "".join(marks))
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,8 +367,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         own = [row for row in rows if row["experiment"] == experiment]
         own.sort(key=lambda row: (row["labels"], list(arms).index(row["arm"]), row["seed"]))
         if own:
+            print(report(experiment, own))
             command = f"python benchmarks/proof.py --data FOLDER --weights FOLDER --only {experiment}{short}"
             write(f"proof_{experiment}", command, own)
+        if experiment == "few_labels" and len({row["labels"] for row in own if row["arm"] == "soft"}) > 1:
+            (ROOT / "docs" / "proof.svg").write_text(drawn(own))
 
 
 if __name__ == "__main__":

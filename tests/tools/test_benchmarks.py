@@ -60,6 +60,22 @@ def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     assert len(keys) == len(set(keys)) == 3 * (3 * 5 + 1)
 
 
+def test_the_table_and_the_picture_of_the_proof_take_the_best_arm_on_labels_alone():
+    rows = []
+    for labels, scores in ((25, (60, 30, 35)), (100, (80, 50, 45))):
+        for arm, accuracy in zip(("soft", "labels only, a third", "labels only, strong"), scores, strict=True):
+            own = {"teacher_accuracy": 75.0 * (arm == "soft"), "cpu_minutes": 1.0, "teacher_minutes": 2.0}
+            rows.append({"labels": labels, "arm": arm, "accuracy": accuracy, "validation": accuracy, **own})
+    rows.append({**rows[-1], "labels": 0, "arm": "ceiling", "accuracy": 90.0})
+    best = [proof.best_alone([row for row in rows if row["labels"] == labels]) for labels in (25, 100)]
+    assert [own[0]["accuracy"] for own in best] == [35, 50]
+    assert "80.0" in proof.report("few_labels", rows)
+    picture = proof.drawn(rows)
+    assert picture.count("<polyline") == 4
+    assert "every label" in picture
+    assert "var(" not in picture
+
+
 def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_path):
     for split, count in (("train", 50), ("test", 3)):
         for name in ("cat", "dog"):
