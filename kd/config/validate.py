@@ -47,6 +47,10 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     yield from _task(config.losses, needed, task, label_of(config.data))
     yield from _of_one_task(task, config.run.baseline, config.teacher.cache.topk)
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
+    if sifting.answers and not (config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"):
+        wrong = f"is {config.sifter.kind}, which reads the logits that the teacher's cache stores, and there are none"
+        remedy = "Set teacher.cache.views=4, or sifter.kind=history"
+        yield ConfigError("sifter.kind", wrong, "A cache of logits, which a loss reads", remedy)
     yield from _tuning(config.student.tuning, "student.tuning")
     yield from _tuning(config.teacher.fit.tuning, "teacher.fit.tuning")
     if config.data.labels == "none":

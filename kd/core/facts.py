@@ -57,6 +57,7 @@ class SifterFacts:
 
     by_class: bool = False  # it reads the class of every image
     delay: int = 0  # steps at the start of a run in which it visits everything
+    answers: bool = False  # it reads the logits that the teacher's cache stores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

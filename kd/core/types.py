@@ -238,6 +238,8 @@ class SiftContext:
     views: int = 0  # number of views of an image; 0: a new one every epoch
     balance: float = 0.0
     """Share of the images that an epoch which is not sifted draws, as many of each class; 0: all images."""
+    answers: Callable[[int, Sequence[int]], tuple[Tensor, Tensor]] | None = None
+    """Return the teacher's stored logits [K, C] to a view of images, and which are stored, bool [K]."""
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:

@@ -236,6 +236,11 @@ class CachedTeacher:
             outputs = outputs.map(lambda tensor: tensor.index_fill(0, gaps, 0))
         return replace(batch, teacher_outputs=TeacherOutputs(outputs, missing)), stale
 
+    def stored(self, view: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, C] that are stored, and of which images they are, bool [B]."""
+        parts, whole, _ = self.store.parts(view, ids)
+        return self.store.codec.unpack(parts).logits, torch.from_numpy(whole)
+
     def __call__(self, batch: Batch) -> Outputs:
         """Return float32 logits [B, C] and features, as far as records keep them."""
         answer = batch.teacher_outputs

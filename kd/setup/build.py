@@ -170,7 +170,7 @@ def build_run(
         mode = choose_student(session, distillation, student, report.live)
         apply_mode(mode, distillation, backend)
     loader, val_loader = loaders(data.views(), data.plan, session.split, backend, setting.machine.timeout_seconds)
-    sifter, line = build_sifter(session, loop)
+    sifter, line = build_sifter(session, loop, getattr(answering, "stored", None))
     logger.info(line)
     evaluation = evaluation_of(setting, session, distillation, report.live, val_loader)
     if model is None or not (teacher.logits or not student.task.logits):
@@ -273,11 +273,14 @@ def sift_context(
     )
 
 
-def build_sifter(session: Session, loop: LoopPlan) -> tuple[Sifter, str]:
-    """Build the sifter of the training images; and a line where its delay leaves it nothing to do."""
+def build_sifter(session: Session, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
+    """Build the sifter of the training images; and a line where its delay leaves it nothing to do.
+
+    `answers`: as in `SiftContext`; None where no answers are stored.
+    """
     section, data, split = loop.sifter, session.data, session.split
     context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed)
-    context = replace(context, views=data.plan.views, balance=loop.balance)
+    context = replace(context, views=data.plan.views, balance=loop.balance, answers=answers)
     delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
     length = loop.length
     steps = length.steps or length.epochs * (len(data.train) // length.batch_size)

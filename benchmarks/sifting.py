@@ -1,0 +1,277 @@
+"""What sifting saves and costs at equal CPU time: each rule against everything, fewer epochs and random images.
+
+Run: python benchmarks/sifting.py --cifar FOLDER --tiny FOLDER --work runs/sifting [--only cifar10 --seeds 0 1 2]
+     python benchmarks/sifting.py --work runs/sifting --table       (writes the CSV of the runs made so far, and a picture)
+
+FOLDER holds train/<class>/ and test/<class>/ (or val/<class>/). A fixed part of each is linked into the work folder. A
+teacher is fitted once for each kind of data, and its answers to 4 views are cached for each seed, outside of the time
+that counts. Each run is `kd-train` in a process of its own on one thread; its CPU time, by `os.wait4`, holds start,
+decoding, training and one evaluation at the end. A row is added to WORK/rows.jsonl when a run has ended, and is not made
+again; a run that was cut off begins anew. The most telling comparisons come first.
+
+`fewer` trains on everything for as many steps as an arm that keeps half, with a schedule of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from _record import commit, hardware, write
+from kd.core.text import table
+
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
+BATCH, KEEP, VIEWS = 256, 0.5, 4
+ANNEAL = 0.125
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+"""Student's t for a 95 % interval of the mean of so many differences."""
+
+
+class Kind(NamedTuple):
+    """Data: how many classes, images a class, pixels; and what is done to the training images."""
+
+    source: str  # "cifar" or "tiny"
+    classes: int
+    per_class: int
+    size: int
+    change: str = ""  # "tail": 100:1, "noisy": 40 % wrong labels, "copies": a quarter of the images, four times each
+
+
+KINDS = {
+    "cifar10": Kind("cifar", 10, 1000, 16),
+    "tiny50": Kind("tiny", 50, 250, 24),
+    "tail": Kind("cifar", 10, 1000, 16, "tail"),
+    "noisy": Kind("cifar", 10, 1000, 16, "noisy"),
+    "copies": Kind("cifar", 10, 1000, 16, "copies"),
+}
+EPOCHS = {"long": 100, "short": 16}
+SIFTED = [f"sifter.keep={KEEP}", f"sifter.anneal={ANNEAL}"]
+ARMS: dict[str, list[str]] = {
+    "everything": [],
+    "fewer": [],
+    "history": ["sifter.kind=history", *SIFTED],
+    "teacher learnable": ["sifter.kind=teacher", "sifter.score=learnable", *SIFTED],
+    "teacher loss": ["sifter.kind=teacher", "sifter.score=loss", *SIFTED],
+    "random": ["sifter.kind=random", *SIFTED],
+    "relative": ["sifter.kind=relative", "sifter.beta_value=1"],
+    "teacher entropy drawn": ["sifter.kind=teacher", "sifter.score=entropy", "sifter.choose=drawn", *SIFTED],
+    "teacher loss easiest": ["sifter.kind=teacher", "sifter.score=loss", "sifter.choose=easiest", *SIFTED],
+    "teacher margin middle": ["sifter.kind=teacher", "sifter.score=margin", "sifter.choose=middle", *SIFTED],
+    "teacher divergence": ["sifter.kind=teacher", "sifter.score=divergence", *SIFTED],
+    "teacher learnable drawn": ["sifter.kind=teacher", "sifter.score=learnable", "sifter.choose=drawn", *SIFTED],
+    "teacher learnable weighted": [
+        *["sifter.kind=teacher", "sifter.score=learnable", "sifter.choose=drawn", "sifter.reweight=true"],
+        *SIFTED,
+    ],
+}
+FIRST = list(ARMS)[:7]
+
+
+def order(seeds: Sequence[int]) -> Iterator[tuple[str, str, str, int]]:
+    """Yield data, schedule, arm and seed of each run, the most telling ones first."""
+    made = [
+        *itertools.product(["cifar10"], ["long"], seeds, FIRST),
+        *itertools.product(["cifar10"], ["long"], seeds[:1], list(ARMS)[7:]),
+        *itertools.product(["tiny50"], ["long"], seeds, FIRST),
+        *itertools.product(["cifar10", "tiny50"], ["short"], seeds, FIRST),
+        *itertools.product(["tail", "noisy", "copies"], ["long"], seeds, FIRST),
+    ]
+    for data, schedule, seed, arm in made:
+        yield data, schedule, arm, seed
+
+
+def linked(options: argparse.Namespace, name: str) -> Path:
+    """Link a fixed part of the data into the work folder."""
+    kind, target = KINDS[name], options.work / "data" / name
+    if (target / "done").exists():
+        return target
+    source, chance = getattr(options, kind.source), random.Random(0)
+    classes = sorted(folder.name for folder in (source / "train").iterdir())[: kind.classes]
+    for split in ("train", "val" if (source / "val").is_dir() else "test"):
+        for number, label in enumerate(classes):
+            files = sorted((source / split / label).iterdir())
+            if split == "train":
+                files = files[: kind.per_class]
+                if kind.change == "tail":
+                    files = files[: round(kind.per_class * 0.01 ** (number / (kind.classes - 1)))]
+                if kind.change == "copies":
+                    files = files[: kind.per_class // 4] * 4
+            for count, file in enumerate(files):
+                wrong = split == "train" and kind.change == "noisy" and chance.random() < 0.4
+                shown = chance.choice([other for other in classes if other != label]) if wrong else label
+                folder = target / ("train" if split == "train" else "test") / shown
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{label}_{count:04d}{file.suffix}").symlink_to(file.resolve())
+    (target / "done").touch()
+    return target
+
+
+def settings(options: argparse.Namespace, name: str, teacher: Path | None) -> Row:
+    """Return what all runs on some data share; `teacher`: the folder of the fitted one."""
+    kind = KINDS[name]
+    model: Row = {"kind": "torch", "model": "examples.residual:network"}
+    model |= {"mean": [0.485, 0.456, 0.406], "std": [0.25, 0.25, 0.25]}
+    fitted = {"checkpoint": str(teacher / "model.safetensors")} if teacher else {}
+    width = 24 if kind.source == "cifar" else 32
+    return {
+        "run": {"folder": str(options.work / "runs"), "every": {"log": 500, "evaluate": 10**6}},
+        "data": {
+            **{"kind": "imagefolder", "root": str(linked(options, name)), "val_split": "test"},
+            **{"image_size": kind.size, "batch_size": BATCH, "eval_batch": 500, "workers": 0, "store": "ram"},
+            "augment": {"crop": 0.6, "jitter": 0.0},
+        },
+        "teacher": {
+            **model,
+            **fitted,
+            "args": {"width": width, "classes": kind.classes},
+            **{"precision": "bf16", "min_accuracy": 0, "cache": {"views": VIEWS}},
+            "fit": {"epochs": 24, "lr": 5e-3, "weight_decay": 0.1, "folder": str(options.work / "teachers" / name)},
+        },
+        "student": {**model, "args": {"width": 8, "classes": kind.classes}},
+        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.3}],
+        "optimizer": {"lr": 5e-3, "weight_decay": 0.1},
+        "backend": {"kind": "cpu", "threads": 1, "precision": "bf16"},
+    }
+
+
+def call(options: argparse.Namespace, command: str, content: Row, name: str, overrides: Sequence[str]) -> float:
+    """Run a command of kd in a process of its own; return its CPU seconds."""
+    (options.work / "logs").mkdir(parents=True, exist_ok=True)
+    file = options.work / "logs" / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(content))
+    argv = [sys.executable, "-m", "kd", command, str(file), *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with file.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        _, status, used = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"{name} failed: see {log.name}")
+    return used.ru_utime + used.ru_stime
+
+
+def teacher_of(options: argparse.Namespace, data: str) -> Path:
+    """Fit the teacher of some data, unless it is there."""
+    found = list((options.work / "teachers" / data).rglob("model.safetensors"))
+    if not found:
+        call(options, "teach", settings(options, data, None), f"teacher-{data}", [])
+        found = list((options.work / "teachers" / data).rglob("model.safetensors"))
+    return found[0].parent
+
+
+def one(options: argparse.Namespace, data: str, schedule: str, arm: str, seed: int) -> Row:
+    """Train one student and return its row."""
+    content = settings(options, data, teacher_of(options, data))
+    cached = options.work / "logs" / f"cache-{data}-{seed}.done"
+    if not cached.exists():
+        call(options, "cache", content, f"cache-{data}-{seed}", [f"run.seed={seed}"])
+        cached.touch()
+    images = sum(len(os.listdir(folder)) for folder in (options.work / "data" / data / "train").iterdir())
+    epochs, steps = EPOCHS[schedule], images // BATCH
+    whole = 1 + sum(epoch / epochs >= 1 - ANNEAL for epoch in range(1, epochs))
+    length = [f"run.epochs={epochs}"]
+    if arm == "fewer":
+        length = ["run.epochs=0", f"run.steps={round(steps * (whole + KEEP * (epochs - whole)))}"]
+    delay = [f"sifter.sift_delay={steps}"] if arm == "relative" else []
+    name = f"{data}-{schedule}-{arm}-{seed}".replace(" ", "_")
+    folder = options.work / "runs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    overrides = [f"run.name={name}", f"run.seed={seed}", *length, *ARMS[arm], *delay]
+    seconds = call(options, "train", content, name, overrides)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["kind"] == "val"][-1]
+    return {
+        **{"data": data, "schedule": schedule, "arm": arm, "seed": seed, "images": last["images"]},
+        "accuracy": round(100 * last["accuracy"], 2),
+        "teacher_accuracy": round(100 * last["teacher_accuracy"], 2),
+        "cpu_seconds": round(seconds, 1),
+        "training_seconds": round(last["seconds"], 1),
+        "commit": commit(),
+    }
+
+
+def differs(own: Sequence[Row], others: Sequence[Row]) -> str:
+    """Return the mean difference of accuracy over the seeds that both have, and its 95 % interval."""
+    known = {row["seed"]: row["accuracy"] for row in others}
+    gaps = [row["accuracy"] - known[row["seed"]] for row in own if row["seed"] in known]
+    if not gaps or own == others:
+        return ""
+    spread = T95[len(gaps)] * statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
+    return f"{statistics.mean(gaps):+.2f}" + (f" ± {spread:.2f}" if spread is not None else " (one seed)")
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the table of each kind of data and schedule as Markdown."""
+    text = []
+    for data, schedule in dict.fromkeys((row["data"], row["schedule"]) for row in rows):
+        here = [row for row in rows if (row["data"], row["schedule"]) == (data, schedule)]
+        by_arm = {arm: [row for row in here if row["arm"] == arm] for arm in ARMS}
+        lines = []
+        for arm, own in by_arm.items():
+            if not own:
+                continue
+            full = {row["seed"]: row for row in by_arm["everything"]}
+            shared = [row for row in own if row["seed"] in full]
+            time = statistics.mean(row["cpu_seconds"] / full[row["seed"]]["cpu_seconds"] for row in shared)
+            lines.append(
+                {
+                    "arm": arm,
+                    "seeds": len(own),
+                    "images": f"{statistics.mean(row['images'] for row in own) / 1000:.0f} k",
+                    "CPU time": f"{time:.2f}",
+                    "accuracy": f"{statistics.mean(row['accuracy'] for row in own):.2f} %",
+                    "against everything": differs(own, by_arm["everything"]),
+                    "against fewer epochs": differs(own, by_arm["fewer"]) if arm != "everything" else "",
+                }
+            )
+        text += [f"{data}, {schedule} ({EPOCHS[schedule]} epochs)", "", table(lines), ""]
+    return "\n".join(text)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cifar", type=Path, default=Path("data/cifar10"))
+    parser.add_argument("--tiny", type=Path, default=Path("data/tiny-imagenet"))
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "sifting")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--only", default="", help="runs whose data, schedule, arm or seed, joined by '-', hold this")
+    parser.add_argument("--table", action="store_true", help="make no run; write what was made")
+    options = parser.parse_args(argv)
+    options.work = options.work.resolve()
+    return options
+
+
+def main() -> None:
+    """Make the runs that are missing; print the table, and write the CSV where asked."""
+    options = arguments()
+    file = options.work / "rows.jsonl"
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    made = {(row["data"], row["schedule"], row["arm"], row["seed"]) for row in rows}
+    for task in [] if options.table else order(options.seeds):
+        if task in made or options.only not in "-".join(map(str, task)):
+            continue
+        rows.append({**one(options, *task), "hardware": hardware()})
+        print(rows[-1], flush=True)
+        with file.open("a") as log:
+            log.write(json.dumps(rows[-1]) + "\n")
+    print(summary(rows))
+    if options.table:
+        write("sifting", "python benchmarks/sifting.py --cifar FOLDER --tiny FOLDER --work FOLDER", rows)
+
+
+if __name__ == "__main__":
+    main()

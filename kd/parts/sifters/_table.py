@@ -1,0 +1,128 @@
+"""Shared by the sifters that remember: a table of the losses that training has computed, by image id.
+
+Legend: N images of the dataset, K images of some kind.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kd.core.types import Plan, SiftContext
+from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
+
+NEVER = -1  # in place of an epoch, which counts from 0
+
+
+class Limits(NamedTuple):
+    """How much of an epoch is kept, and with what limits: the options of the same names."""
+
+    keep: float
+    warmup: int
+    anneal: float
+    refresh: int
+
+
+class Remembering(Planned):
+    """Visit unknown images and those that were left out for too long; of the others those that `choose` returns.
+
+    The table is updated once per epoch and is equal on all ranks. Not handled: with mixup a loss belongs to two
+    images. It is assigned to the first one.
+    """
+
+    def __init__(self, limits: Limits, context: SiftContext) -> None:
+        super().__init__(context)
+        self.limits, self.keep = limits, limits.keep
+        count = context.num_images
+        self.epoch = NEVER
+        self.loss_N = torch.full((count,), torch.nan)
+        self.mean_N = torch.full((count,), torch.nan)
+        self.seen_N = torch.full((count,), NEVER, dtype=torch.int32)
+        self.visits_N = torch.zeros(count, dtype=torch.int32)
+        self.fresh_N = torch.full((count,), torch.nan)
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    def observe(self, ids: Tensor, losses: Tensor) -> None:
+        """Keep the losses on the device; they are read once per epoch."""
+        self._pending.append((ids, losses))
+
+    def plan(self, epoch: int, progress: float) -> Plan:
+        new = epoch != self.epoch
+        if new:
+            self._gather()
+            self._fold()
+            self.epoch = epoch
+        if is_full_epoch(epoch, progress, self.limits.warmup, self.limits.anneal):
+            plan = full_plan(self.context, epoch)
+        else:
+            if new:
+                self.look()
+            plan = self._sifted(epoch)
+        if new:
+            self.visits_N[plan.ids] += 1
+        return plan
+
+    def look(self) -> None:
+        """Read what else the choice of a new epoch depends on; all ranks call it."""
+
+    def unknown(self) -> Tensor:
+        """Return the images that nothing is known of, bool [N]."""
+        return self.seen_N == NEVER
+
+    def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Return `room` of the ids `rest`, and their weights."""
+        raise NotImplementedError
+
+    def _sifted(self, epoch: int) -> Plan:
+        unknown_N, size = self.unknown(), self.context.batch_size
+        count = max(num_selected(self.context, self.keep), int(unknown_N.sum()) // size * size)
+        overdue = (unknown_N | (epoch - self.seen_N > self.limits.refresh)).nonzero()[:, 0]
+        overdue = overdue[torch.argsort(self.seen_N[overdue], stable=True)][:count]  # oldest first, if not all fit
+        rest_N = torch.ones(self.context.num_images, dtype=torch.bool)
+        rest_N[overdue] = False
+        chosen, weights = self.choose(rest_N.nonzero()[:, 0], count - len(overdue))
+        weights = torch.cat([torch.ones(len(overdue)), weights])
+        return shuffled(self.context, epoch, torch.cat([overdue, chosen]), weights / weights.mean())
+
+    def ascending(self, score_K: Tensor) -> Tensor:
+        """Return positions by score; ties are broken at random, otherwise the order of the dataset would decide."""
+        shuffle = torch.randperm(len(score_K), generator=generator(self.context, "ties", self.epoch))
+        return shuffle[torch.argsort(score_K[shuffle], stable=True)]
+
+    def _gather(self) -> None:
+        """Average the observed losses over the ranks, so that the table is equal on all of them."""
+        count = self.context.num_images
+        sums = torch.zeros(2, count)
+        if self._pending:
+            ids = torch.cat([ids for ids, _ in self._pending]).cpu()
+            losses = torch.cat([losses for _, losses in self._pending]).float().cpu()
+            sums[0].index_put_((ids,), losses, accumulate=True)
+            sums[1].index_put_((ids,), torch.ones(len(ids)), accumulate=True)
+            self._pending = []
+        sums = self.context.reduce_sum(sums)
+        seen = sums[1] > 0
+        self.fresh_N[seen] = sums[0][seen] / sums[1][seen]
+
+    def _fold(self) -> None:
+        fresh = ~self.fresh_N.isnan()
+        new = self.fresh_N[fresh]
+        first = self.mean_N[fresh].isnan()
+        self.mean_N[fresh] = torch.where(first, new, 0.5 * self.mean_N[fresh] + 0.5 * new)
+        self.loss_N[fresh], self.seen_N[fresh] = new, self.epoch
+        self.fresh_N.fill_(torch.nan)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the table, the losses of the current epoch, and its number."""
+        self._gather()
+        return {"epoch": torch.tensor(self.epoch), **{name: getattr(self, f"{name}_N").clone() for name in _TABLE}}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned, on this number of ranks or another one."""
+        self.epoch, self._pending = int(state["epoch"]), []
+        for name in _TABLE:
+            getattr(self, f"{name}_N").copy_(state[name])
+
+
+_TABLE = ("loss", "mean", "seen", "visits", "fresh")

@@ -1,0 +1,143 @@
+"""Choose the views of an epoch by the teacher's stored answers, before they are decoded.
+
+Legend: N images of the dataset, V views of each, K images of some kind, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kd.core.facts import SifterFacts
+from kd.core.types import SiftContext
+from kd.parts.sifters._plan import generator
+from kd.parts.sifters._table import Limits, Remembering
+from kd.parts.sifters._window import inclusion, systematic
+
+READ = 4096  # images whose answers are in memory at once
+LEAST = 0.15  # of the largest probability of a draw: no image is drawn less often, so no weight is larger than 1 / 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What of the teacher's answer counts, and how much of an epoch is kept."""
+
+    score: Literal["loss", "entropy", "margin", "divergence", "learnable"] = "loss"
+    """How hard a view is, by the teacher's stored answer: its loss against the label; its entropy; how little its first
+    class leads; how far the answer is from the mean of those to all views of the image; or the student's last loss
+    minus the teacher's (arXiv:2206.07137)."""
+    choose: Literal["hardest", "easiest", "middle", "drawn"] = "hardest"
+    """Which images are kept by that score. `drawn`: with a probability that grows with its rank."""
+    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
+    """Share of the images that a sifted epoch visits; exact up to one global batch. Views without a stored answer are
+    visited too, so an epoch that fills the cache visits everything."""
+    warmup: int = field(default=1, metadata={"low": 1})
+    """Number of first epochs that visit all images."""
+    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
+    """Last share of the run, in which epochs visit all images."""
+    refresh: int = field(default=4, metadata={"low": 1})
+    """An image that was left out for this many epochs is visited, whatever its score."""
+    reweight: bool = False
+    """Weigh a drawn image with 1 / its probability, as InfoBatch does (arXiv:2303.04947); the mean weight is 1."""
+
+    def __post_init__(self) -> None:
+        if self.reweight and self.choose != "drawn":
+            raise ValueError(f"reweight=true needs choose=drawn: '{self.choose}' has no probabilities")
+
+
+class Teacher(Remembering):
+    """Sift by a score of the teacher's stored answer to the view that the epoch shows.
+
+    Where no answer is stored the view is visited. Scores are read once a view and are part of the state, so that a
+    resumed epoch chooses alike, whatever was stored meanwhile. Each rank reads its share.
+    """
+
+    def __init__(self, options: Options, context: SiftContext) -> None:
+        super().__init__(Limits(options.keep, options.warmup, options.anneal, options.refresh), context)
+        self.options = options
+        self.score_VN = torch.full((max(1, context.views), context.num_images), torch.nan)
+        """How hard each view is; NaN: unknown. Of `learnable` the teacher's loss."""
+
+    @property
+    def view(self) -> int:
+        """The view that this epoch shows."""
+        return self.epoch % len(self.score_VN)
+
+    def look(self) -> None:
+        """Score the views whose answers were stored since; equal on all ranks."""
+        missing = self.score_VN[self.view].isnan().nonzero()[:, 0]
+        found = torch.zeros(2, self.context.num_images)
+        for ids in missing[self.context.rank :: self.context.world_size].split(READ):
+            score, known = self._read(ids)
+            found[:, ids] = torch.stack([score.where(known, 0.0), known.float()])
+        found = self.context.reduce_sum(found)
+        known_N = found[1] > 0
+        self.score_VN[self.view, known_N] = found[0, known_N]
+
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores of images, float32 [K], and which of them are known, bool [K]."""
+        answers = self.context.answers
+        assert answers is not None, "the configuration was checked"
+        kind, asked = self.options.score, ids.tolist()
+        logits_KC, known_K = answers(self.view, asked)
+        log_KC = logits_KC.float().log_softmax(1)
+        if kind == "entropy":
+            return -(log_KC.exp() * log_KC).sum(1), known_K
+        if kind == "margin":
+            first_K, second_K = log_KC.exp().topk(2).values.unbind(1)
+            return second_K - first_K, known_K
+        if kind == "divergence":
+            mean_KC = torch.zeros_like(log_KC)
+            for view in range(len(self.score_VN)):
+                other_KC, there_K = answers(view, asked)
+                mean_KC, known_K = mean_KC + other_KC.float().softmax(1) / len(self.score_VN), known_K & there_K
+            return (log_KC.exp() * (log_KC - mean_KC.clamp(min=1e-12).log())).sum(1), known_K
+        return F.nll_loss(log_KC, self.context.labels()[ids], reduction="none"), known_K
+
+    def unknown(self) -> Tensor:
+        """Return the images without a stored answer to this view, or which the student never saw."""
+        return self.score_VN[self.view].isnan() | super().unknown()
+
+    def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Return the chosen images and their weights."""
+        score_K = self.score_VN[self.view, rest]
+        if self.options.score == "learnable":
+            score_K = self.loss_N[rest] - score_K
+        order, spare = rest[self.ascending(score_K)], len(rest) - room
+        if self.options.choose == "drawn" and spare and room:
+            return self._draw(order, room)
+        start = {"hardest": spare, "drawn": 0, "easiest": 0, "middle": spare // 2}[self.options.choose]
+        return order[start : start + room], torch.ones(room)
+
+    def _draw(self, order: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Draw by rank: where all are equally likely to be of any rank, the share `keep` is drawn."""
+        draws = generator(self.context, "sift", self.epoch)
+        shuffle = torch.randperm(len(order), generator=draws)  # a systematic draw depends on the order
+        rank_K = (shuffle + 0.5) / len(order)
+        likely_K = inclusion((rank_K.double() ** (1 / self.keep - 1)).clamp(min=LEAST), room)
+        drawn = systematic(likely_K, room, draws)
+        weights = 1 / likely_K[drawn].float() if self.options.reweight else torch.ones(room)
+        return order[shuffle[drawn]], weights
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the table and the scores."""
+        return {**super().state_dict(), "score": self.score_VN.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned, on this number of ranks or another one."""
+        super().load_state_dict(state)
+        self.score_VN.copy_(state["score"])
+
+
+def facts(options: Options) -> SifterFacts:
+    """Return what others must know of it."""
+    return SifterFacts(by_class=options.score in ("loss", "learnable"), answers=True)
+
+
+def build(options: Options, context: SiftContext) -> Teacher:
+    """Build the sifter that reads the teacher's stored answers."""
+    return Teacher(options, context)
