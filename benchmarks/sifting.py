@@ -1,13 +1,13 @@
 """What sifting saves and costs at equal CPU time: each rule against everything, fewer epochs and random images.
 
 Run: python benchmarks/sifting.py --cifar FOLDER --tiny FOLDER --work runs/sifting [--only cifar10 --seeds 0 1 2]
-     python benchmarks/sifting.py --work runs/sifting --table       (writes the CSV of the runs made so far, and a picture)
+     python benchmarks/sifting.py --work runs/sifting --table      (writes the CSV of the runs made so far)
 
 FOLDER holds train/<class>/ and test/<class>/ (or val/<class>/). A fixed part of each is linked into the work folder. A
-teacher is fitted once for each kind of data, and its answers to 4 views are cached for each seed, outside of the time
-that counts. Each run is `kd-train` in a process of its own on one thread; its CPU time, by `os.wait4`, holds start,
-decoding, training and one evaluation at the end. A row is added to WORK/rows.jsonl when a run has ended, and is not made
-again; a run that was cut off begins anew. The most telling comparisons come first.
+teacher is fitted once for each source, on more of its images, and its answers to 4 views are cached for each seed,
+outside of the time that counts. Each run is `kd-train` in a process of its own on one thread; its CPU time, by
+`os.wait4`, holds start, decoding, training and one evaluation at the end. A row is added to WORK/rows.jsonl when a run
+has ended, and is not made again; a run that was cut off begins anew. The most telling comparisons come first.
 
 `fewer` trains on everything for as many steps as an arm that keeps half, with a schedule of its own.
 """
@@ -51,11 +51,13 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "cifar10": Kind("cifar", 10, 1000, 16),
-    "tiny50": Kind("tiny", 50, 250, 24),
+    "cifar10": Kind("cifar", 10, 500, 16),
+    "tiny50": Kind("tiny", 50, 100, 16),
     "tail": Kind("cifar", 10, 1000, 16, "tail"),
-    "noisy": Kind("cifar", 10, 1000, 16, "noisy"),
-    "copies": Kind("cifar", 10, 1000, 16, "copies"),
+    "noisy": Kind("cifar", 10, 500, 16, "noisy"),
+    "copies": Kind("cifar", 10, 500, 16, "copies"),
+    "teacher-cifar": Kind("cifar", 10, 1000, 16),
+    "teacher-tiny": Kind("tiny", 50, 250, 16),
 }
 EPOCHS = {"long": 100, "short": 16}
 SIFTED = [f"sifter.keep={KEEP}", f"sifter.anneal={ANNEAL}"]
@@ -125,7 +127,6 @@ def settings(options: argparse.Namespace, name: str, teacher: Path | None) -> Ro
     model: Row = {"kind": "torch", "model": "examples.residual:network"}
     model |= {"mean": [0.485, 0.456, 0.406], "std": [0.25, 0.25, 0.25]}
     fitted = {"checkpoint": str(teacher / "model.safetensors")} if teacher else {}
-    width = 24 if kind.source == "cifar" else 32
     return {
         "run": {"folder": str(options.work / "runs"), "every": {"log": 500, "evaluate": 10**6}},
         "data": {
@@ -136,9 +137,14 @@ def settings(options: argparse.Namespace, name: str, teacher: Path | None) -> Ro
         "teacher": {
             **model,
             **fitted,
-            "args": {"width": width, "classes": kind.classes},
+            "args": {"width": 24, "classes": kind.classes},
             **{"precision": "bf16", "min_accuracy": 0, "cache": {"views": VIEWS}},
-            "fit": {"epochs": 24, "lr": 5e-3, "weight_decay": 0.1, "folder": str(options.work / "teachers" / name)},
+            "fit": {
+                "epochs": 24,
+                "lr": 5e-3,
+                "weight_decay": 0.1,
+                "folder": str(options.work / "teachers" / kind.source),
+            },
         },
         "student": {**model, "args": {"width": 8, "classes": kind.classes}},
         "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.3}],
@@ -162,18 +168,18 @@ def call(options: argparse.Namespace, command: str, content: Row, name: str, ove
     return used.ru_utime + used.ru_stime
 
 
-def teacher_of(options: argparse.Namespace, data: str) -> Path:
-    """Fit the teacher of some data, unless it is there."""
-    found = list((options.work / "teachers" / data).rglob("model.safetensors"))
-    if not found:
-        call(options, "teach", settings(options, data, None), f"teacher-{data}", [])
-        found = list((options.work / "teachers" / data).rglob("model.safetensors"))
+def teacher_of(options: argparse.Namespace, source: str) -> Path:
+    """Fit the teacher of a source, unless it is there."""
+    folder, name = options.work / "teachers" / source, f"teacher-{source}"
+    if not (found := list(folder.rglob("model.safetensors"))):
+        call(options, "teach", settings(options, name, None), name, [])
+        found = list(folder.rglob("model.safetensors"))
     return found[0].parent
 
 
 def one(options: argparse.Namespace, data: str, schedule: str, arm: str, seed: int) -> Row:
     """Train one student and return its row."""
-    content = settings(options, data, teacher_of(options, data))
+    content = settings(options, data, teacher_of(options, KINDS[data].source))
     cached = options.work / "logs" / f"cache-{data}-{seed}.done"
     if not cached.exists():
         call(options, "cache", content, f"cache-{data}-{seed}", [f"run.seed={seed}"])
