@@ -63,10 +63,9 @@ bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/loading.py
 	$(VENV)/bin/python benchmarks/serve.py
 	$(VENV)/bin/python benchmarks/cached_run.py
-	$(VENV)/bin/python tools/sift_study.py food_mini
 	$(VENV)/bin/python benchmarks/regimes.py --work runs/regimes
 	$(VENV)/bin/python benchmarks/losses.py --work runs/regimes
-	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/remote.py --data FOLDER; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; tools/sift_study.py cifar10 --root FOLDER"
+	@echo "with data of your own: benchmarks/loading.py --data FOLDER --size 224; benchmarks/remote.py --data FOLDER; benchmarks/timm_distillation.py --timm FOLDER --data FOLDER; benchmarks/sifting.py --cifar FOLDER --tiny FOLDER"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -189,7 +189,7 @@ def one(options: argparse.Namespace, data: str, schedule: str, arm: str, seed: i
     whole = 1 + sum(epoch / epochs >= 1 - ANNEAL for epoch in range(1, epochs))
     length = [f"run.epochs={epochs}"]
     if arm == "fewer":
-        length = ["run.epochs=0", f"run.steps={round(steps * (whole + KEEP * (epochs - whole)))}"]
+        length = [f"run.steps={round(steps * (whole + KEEP * (epochs - whole)))}"]
     delay = [f"sifter.sift_delay={steps}"] if arm == "relative" else []
     name = f"{data}-{schedule}-{arm}-{seed}".replace(" ", "_")
     folder = options.work / "runs" / name
@@ -229,14 +229,13 @@ def summary(rows: Sequence[Row]) -> str:
             if not own:
                 continue
             full = {row["seed"]: row for row in by_arm["everything"]}
-            shared = [row for row in own if row["seed"] in full]
-            time = statistics.mean(row["cpu_seconds"] / full[row["seed"]]["cpu_seconds"] for row in shared)
+            times = [row["cpu_seconds"] / full[row["seed"]]["cpu_seconds"] for row in own if row["seed"] in full]
             lines.append(
                 {
                     "arm": arm,
                     "seeds": len(own),
                     "images": f"{statistics.mean(row['images'] for row in own) / 1000:.0f} k",
-                    "CPU time": f"{time:.2f}",
+                    "CPU time": f"{statistics.mean(times):.2f}" if times else "",
                     "accuracy": f"{statistics.mean(row['accuracy'] for row in own):.2f} %",
                     "against everything": differs(own, by_arm["everything"]),
                     "against fewer epochs": differs(own, by_arm["fewer"]) if arm != "everything" else "",

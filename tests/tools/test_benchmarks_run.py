@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -203,19 +204,20 @@ def test_shift(ran, exported, photos):
     assert {row["stream"] for row in rows} == {"0"}
 
 
-def test_sift_study(ran):
-    import sift_study
+def test_sifting(photos, tmp_path, monkeypatch):
+    import sifting
 
-    of_all = sift_study.base
-
-    def few(*given: Any) -> dict[str, Any]:
-        made = of_all(*given)
-        made["data"] |= {"train_images": 4, "val_images": 3, "image_size": 32, "batch_size": 8, "micro_batch": 8}
-        return made
-
-    words = ["food_mini", "--epochs", "2", "--teacher-epochs", "1", "--seeds", "1", "--only", "none", "--jobs", "1"]
-    rows = ran("sift_study", *words, base=few, theme="sifting_food_mini")
-    assert [row["method"] for row in rows] == ["none", sift_study.EQUAL]
+    small = sifting.Kind("cifar", 2, 4, 16)
+    monkeypatch.setattr(sifting, "KINDS", {"cifar10": small, "teacher-cifar": small})
+    monkeypatch.setattr(sifting, "EPOCHS", {"long": 4, "short": 2})
+    monkeypatch.setattr(sifting, "BATCH", 4)
+    words = ["--cifar", str(photos), "--work", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/sifting.py", *words, "--only", "cifar10-long-teacher loss-0"])
+    sifting.main()
+    sifting.main()  # nothing is made twice
+    (row,) = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert row["images"] < 4 * 8
+    assert row["cpu_seconds"] > 0
 
 
 def test_sweep(ran, tmp_path):

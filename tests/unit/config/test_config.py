@@ -106,6 +106,12 @@ def test_threads_below_0_are_refused_by_their_key():
     assert "number >= 0" in errors_of(minimal(backend={"kind": "cpu", "threads": -1}))["backend.threads"]
 
 
+def test_a_sifter_of_stored_answers_needs_a_cache():
+    sifted = minimal(sifter={"kind": "teacher"})
+    assert "which reads the logits that the teacher's cache stores" in errors_of(sifted)["sifter.kind"]
+    assert load(sifted, ["teacher.cache.views=2"]).sifter.kind == "teacher"
+
+
 def test_a_sifter_that_keeps_less_than_its_floor_is_refused_before_anything_is_fitted():
     assert "floor=0.15" in errors_of(minimal(sifter={"kind": "history", "keep": 0.1}))["sifter"]
 

@@ -13,6 +13,7 @@ RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3")
 SIFTERS = {
     "history": ("sifter.kind=history", "sifter.keep=0.5"),
     "random": ("sifter.kind=random", "sifter.keep=0.5"),
+    "teacher": ("sifter.kind=teacher", "sifter.keep=0.5", "teacher.cache.views=2"),
     "relative": (*RELATIVE, "sifter.beta_value=0.5"),
     "relative, in micros": (*RELATIVE, "data.micro_batch=4", "sifter.beta_value=2"),
     "relative, delayed in each epoch": (*RELATIVE, "sifter.repeat_delay_per_epoch=true", "sifter.sift_delay=1"),
@@ -26,17 +27,18 @@ def rows(made, kind: str) -> list[dict]:
 @pytest.mark.parametrize("name", SIFTERS)
 def test_a_sifted_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
     overrides = ("run.epochs=4", "run.every.checkpoint=1", "student.args.proj_drop_rate=0.3", *SIFTERS[name])
-    whole = make(*overrides, folder=tmp_path / "whole")
+    cache = "teacher.cache.path={}/cache"  # each run fills its own
+    whole = make(*overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole")
     last = train(whole.run)
     expected = without_clocks(read_rows(tmp_path / "whole"))
     whole.store.close()
     for at in range(2, last.step, 3):
         folder = tmp_path / f"killed {at}"
-        killed = make(*overrides, folder=folder, logger=StopAfter(at))
+        killed = make(*overrides, cache.format(folder), folder=folder, logger=StopAfter(at))
         with pytest.raises(Stop):
             train(killed.run)
         killed.store.close()
-        resumed = make(*overrides, folder=folder)
+        resumed = make(*overrides, cache.format(folder), folder=folder)
         train(resumed.run)
         resumed.store.close()
         assert same(weights(resumed.run), weights(whole.run)), at

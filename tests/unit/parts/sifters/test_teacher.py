@@ -1,0 +1,166 @@
+"""The sifter that reads the teacher's stored answers: scores, exact counts, equal ranks, resumable, nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kd.core.types import SiftContext
+from kd.parts.sifters import teacher
+from kd.parts.sifters.teacher import Options, Teacher
+
+IMAGES, BATCH, VIEWS, CLASSES = 400, 20, 2, 4
+LABELS = torch.arange(IMAGES) % CLASSES
+LOGITS = 2 * torch.randn(VIEWS, IMAGES, CLASSES, generator=torch.Generator().manual_seed(0))
+CHOICES = ["hardest", "easiest", "middle", "drawn"]
+SCORES = ["loss", "entropy", "margin", "divergence", "learnable"]
+
+
+class Stored:
+    """Answers as a cache stores them; those of `missing` [V, N] are not there."""
+
+    def __init__(self, missing: torch.Tensor | None = None) -> None:
+        self.missing = torch.zeros(VIEWS, IMAGES, dtype=torch.bool) if missing is None else missing
+
+    def __call__(self, view, ids):
+        return LOGITS[view, ids].where(~self.missing[view, ids, None], 0.0).half(), ~self.missing[view, ids]
+
+
+def sifter_of(
+    options: Options, stored=None, rank: int = 0, ranks: int = 1, reduce_sum=lambda tensor: tensor
+) -> Teacher:
+    context = SiftContext(
+        IMAGES, BATCH, BATCH // ranks, rank, ranks, 0, lambda: LABELS, reduce_sum, VIEWS, 0.0, stored or Stored()
+    )
+    return teacher.build(options, context)
+
+
+def losses(ids: torch.Tensor) -> torch.Tensor:
+    return torch.rand(IMAGES, generator=torch.Generator().manual_seed(1))[ids]
+
+
+def warm(options: Options, *given, **world) -> Teacher:
+    """Return a sifter after a first epoch of all images."""
+    sifter = sifter_of(options, *given, **world)
+    ids = sifter.plan(0, 0.0).ids
+    sifter.observe(ids, losses(ids))
+    return sifter
+
+
+def hardness(score: str, view: int) -> torch.Tensor:
+    """The scores by their formulas, from the stored half precision."""
+    log = LOGITS.half().float().log_softmax(-1)
+    share = log.exp()
+    top = share[view].topk(2).values
+    own = F.cross_entropy(LOGITS[view].half().float(), LABELS, reduction="none")
+    return {
+        "loss": own,
+        "entropy": -(share * log).sum(-1)[view],
+        "margin": top[:, 1] - top[:, 0],
+        "divergence": F.kl_div(share.mean(0).log(), share[view], reduction="none").sum(-1),
+        "learnable": losses(torch.arange(IMAGES)) - own,
+    }[score]
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_hardest_are_those_of_the_formula_for_the_view_that_is_shown(score):
+    sifter = warm(Options(score=score, keep=0.25))
+    for epoch in (1, 2):
+        expected = hardness(score, epoch % VIEWS).argsort(descending=True)[:100]
+        assert set(sifter.plan(epoch, 0.3).ids.tolist()) == set(expected.tolist())
+
+
+def test_easiest_and_middle():
+    by_loss = hardness("loss", 1).argsort()
+    for choose, expected in (("easiest", by_loss[:100]), ("middle", by_loss[150:250])):
+        plan = warm(Options(choose=choose, keep=0.25)).plan(1, 0.3)
+        assert set(plan.ids.tolist()) == set(expected.tolist())
+        assert (plan.weights == 1).all()
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("keep", [0.05, 0.3, 0.6, 1.0])
+def test_a_sifted_epoch_has_exactly_the_share_and_no_image_twice(choose, keep):
+    plan = warm(Options(choose=choose, keep=keep)).plan(1, 0.3)
+    assert len(plan.ids) == len(plan.ids.unique()) == round(keep * IMAGES / BATCH) * BATCH
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize(("keep", "refresh", "longest"), [(0.5, 3, 4), (0.15, 1, 7)])
+def test_no_image_starves(choose, keep, refresh, longest):
+    sifter = warm(Options(choose=choose, keep=keep, refresh=refresh, anneal=0.0))
+    last = torch.zeros(IMAGES, dtype=torch.int64)
+    for epoch in range(1, 40):
+        ids = sifter.plan(epoch, epoch / 40).ids
+        last[ids] = epoch
+        assert (epoch - last).max() <= longest
+        sifter.observe(ids, losses(ids))
+
+
+def test_what_has_no_answer_is_visited():
+    """No share is kept of an epoch that fills the cache; later ones skip only what is stored."""
+    stored = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool))
+    sifter = warm(Options(keep=0.5), stored)
+    assert len(sifter.plan(1, 0.1).ids) == IMAGES
+    stored.missing[:, 30:] = False
+    plan = sifter.plan(2, 0.2)
+    assert torch.isin(torch.arange(30), plan.ids).all()
+    assert len(plan.ids) == IMAGES / 2
+    stored.missing[:, 30:300] = True
+    assert len(sifter.plan(4, 0.3).ids) == IMAGES / 2  # an answer that was read is not asked for again
+
+
+def test_a_draw_favours_the_hard_and_its_weights_undo_that():
+    drawn, total = torch.zeros(IMAGES), torch.zeros(IMAGES)
+    sifter = warm(Options(choose="drawn", keep=0.5, reweight=True, refresh=10**6, anneal=0.0))
+    sifter.plan(1, 0.3)
+    epochs = range(1, 2001, 2)  # of one view
+    for epoch in epochs:
+        sifter.epoch = epoch
+        plan = sifter._sifted(epoch)
+        assert plan.weights.mean() == pytest.approx(1, abs=1e-4)
+        drawn[plan.ids] += 1
+        total[plan.ids] += plan.weights
+    order = hardness("loss", 1).argsort()
+    quarters = drawn[order].view(4, -1).mean(1) / len(epochs)
+    assert (quarters.diff() > 0.1).all()
+    assert drawn.min() > 0
+    assert total.std() / total.mean() < 0.15  # each image weighs as much in the long run
+
+
+@pytest.mark.parametrize("score", ["loss", "divergence", "learnable"])
+def test_ranks_choose_alike_and_read_each_answer_once(score):
+    options, parts = Options(score=score, choose="drawn", keep=0.5), list[torch.Tensor]()
+    alone = warm(options)
+    state, expected = alone.state_dict(), alone.plan(1, 0.3)
+    nothing = torch.zeros(2, IMAGES)  # the losses of the first epoch are in the state
+    for rank in (0, 1):
+        sifter = sifter_of(options, rank=rank, ranks=2, reduce_sum=lambda part: parts.append(part.clone()) or nothing)
+        sifter.load_state_dict(state)
+        sifter.plan(1, 0.3)
+    read = [part for part in parts if part.any()]
+    assert len(read) == 2
+    assert (read[0][1] + read[1][1] == 1).all()
+    for rank in (0, 1):
+        sums = iter([nothing, read[0] + read[1]])
+        sifter = sifter_of(options, rank=rank, ranks=2, reduce_sum=lambda _, sums=sums: next(sums))
+        sifter.load_state_dict(state)
+        assert torch.equal(sifter.plan(1, 0.3).ids, expected.ids)
+
+
+def test_a_resumed_epoch_chooses_alike_whatever_was_stored_meanwhile():
+    stored = Stored(torch.rand(VIEWS, IMAGES, generator=torch.Generator().manual_seed(2)) < 0.2)
+    alone = warm(Options(choose="drawn", keep=0.5), stored)
+    plan = alone.plan(1, 0.3)
+    state = alone.state_dict()
+    resumed = sifter_of(Options(choose="drawn", keep=0.5), Stored())
+    resumed.load_state_dict(state)
+    again = resumed.plan(1, 0.3)
+    assert torch.equal(again.ids, plan.ids)
+    assert torch.equal(again.weights, plan.weights)
+
+
+def test_weights_need_a_draw():
+    with pytest.raises(ValueError, match="reweight=true needs choose=drawn"):
+        Options(reweight=True)
