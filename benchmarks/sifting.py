@@ -82,7 +82,7 @@ ARMS: dict[str, list[str]] = {
 FIRST = list(ARMS)[:7]
 
 
-def order(seeds: Sequence[int]) -> Iterator[tuple[str, str, str, int]]:
+def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """Yield data, schedule, arm and seed of each run, the most telling ones first."""
     made = [
         *itertools.product(["cifar10"], ["long"], seeds, FIRST),

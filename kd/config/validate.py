@@ -35,7 +35,6 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     """
     needed = loss_facts(config.losses)
     read, task = reads(config.losses), build_task(config.task)
-    features = bool(read.features)
     if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
         wrong = "passes logits and pooled features on, but the losses ask for other outputs"
         remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
@@ -49,8 +48,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
     if sifting.answers and not (config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"):
         wrong = f"is {config.sifter.kind}, which reads the logits that the teacher's cache stores, and there are none"
-        remedy = "Set teacher.cache.views=4, or sifter.kind=history"
-        yield ConfigError("sifter.kind", wrong, "A cache of logits, which a loss reads", remedy)
+        yield ConfigError("sifter.kind", wrong, "A loss on logits and a cache", "Set teacher.cache.views=4")
     yield from _tuning(config.student.tuning, "student.tuning")
     yield from _tuning(config.teacher.fit.tuning, "teacher.fit.tuning")
     if config.data.labels == "none":
@@ -75,7 +73,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
     yield from _profile(config.profile)
     facts = registry.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
-    yield from _execution(config.teacher, config.student, config.backend.kind, facts, features, here)
+    yield from _execution(config.teacher, config.student, config.backend.kind, facts, bool(read.features), here)
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
@@ -155,11 +153,9 @@ def _task(losses: Sequence[LossSection], needed: Sequence[LossFacts], task: Task
 
 def _losses_by(function: str) -> str:
     """Name the losses of kd that read logits by a function."""
-    found = []
-    for name in registry.names("losses"):
-        facts = registry.facts("losses", name, registry.default_options("losses", name), "losses")
-        found += [name] if facts.logits == function else []
-    return ", ".join(found)
+    defaults = {name: registry.default_options("losses", name) for name in registry.names("losses")}
+    facts = {name: registry.facts("losses", name, options, "losses") for name, options in defaults.items()}
+    return ", ".join(name for name, known in facts.items() if known.logits == function)
 
 
 def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Iterator[KdError]:

@@ -16,7 +16,7 @@ from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch,
 NEVER = -1  # in place of an epoch, which counts from 0
 
 
-class Limits(NamedTuple):
+class Kept(NamedTuple):
     """How much of an epoch is kept, and with what limits: the options of the same names."""
 
     keep: float
@@ -32,7 +32,7 @@ class Remembering(Planned):
     images. It is assigned to the first one.
     """
 
-    def __init__(self, limits: Limits, context: SiftContext) -> None:
+    def __init__(self, limits: Kept, context: SiftContext) -> None:
         super().__init__(context)
         self.limits, self.keep = limits, limits.keep
         count = context.num_images

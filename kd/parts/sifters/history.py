@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
-from kd.parts.sifters._table import Limits, Remembering
+from kd.parts.sifters._table import Kept, Remembering
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class History(Remembering):
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
-        super().__init__(Limits(options.keep, options.warmup, options.anneal, options.refresh), context)
+        super().__init__(Kept(options.keep, options.warmup, options.anneal, options.refresh), context)
         self.floor = options.floor
 
     def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:

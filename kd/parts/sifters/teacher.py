@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kd.core.facts import SifterFacts
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
-from kd.parts.sifters._table import Limits, Remembering
+from kd.parts.sifters._table import Kept, Remembering
 from kd.parts.sifters._window import inclusion, systematic
 
 READ = 4096  # images whose answers are in memory at once
@@ -49,7 +49,7 @@ class Options:
             raise ValueError(f"reweight=true needs choose=drawn: '{self.choose}' has no probabilities")
 
 
-class Teacher(Remembering):
+class ByAnswers(Remembering):
     """Sift by a score of the teacher's stored answer to the view that the epoch shows.
 
     Where no answer is stored the view is visited. Scores are read once a view and are part of the state, so that a
@@ -57,7 +57,7 @@ class Teacher(Remembering):
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
-        super().__init__(Limits(options.keep, options.warmup, options.anneal, options.refresh), context)
+        super().__init__(Kept(options.keep, options.warmup, options.anneal, options.refresh), context)
         self.options = options
         self.score_VN = torch.full((max(1, context.views), context.num_images), torch.nan)
         """How hard each view is; NaN: unknown. Of `learnable` the teacher's loss."""
@@ -138,6 +138,6 @@ def facts(options: Options) -> SifterFacts:
     return SifterFacts(by_class=options.score in ("loss", "learnable"), answers=True)
 
 
-def build(options: Options, context: SiftContext) -> Teacher:
+def build(options: Options, context: SiftContext) -> ByAnswers:
     """Build the sifter that reads the teacher's stored answers."""
-    return Teacher(options, context)
+    return ByAnswers(options, context)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kd.core.types import SiftContext
 from kd.parts.sifters import teacher
-from kd.parts.sifters.teacher import Options, Teacher
+from kd.parts.sifters.teacher import ByAnswers, Options
 
 IMAGES, BATCH, VIEWS, CLASSES = 400, 20, 2, 4
 LABELS = torch.arange(IMAGES) % CLASSES
@@ -29,7 +29,7 @@ class Stored:
 
 def sifter_of(
     options: Options, stored=None, rank: int = 0, ranks: int = 1, reduce_sum=lambda tensor: tensor
-) -> Teacher:
+) -> ByAnswers:
     context = SiftContext(
         IMAGES, BATCH, BATCH // ranks, rank, ranks, 0, lambda: LABELS, reduce_sum, VIEWS, 0.0, stored or Stored()
     )
@@ -40,7 +40,7 @@ def losses(ids: torch.Tensor) -> torch.Tensor:
     return torch.rand(IMAGES, generator=torch.Generator().manual_seed(1))[ids]
 
 
-def warm(options: Options, *given, **world) -> Teacher:
+def warm(options: Options, *given, **world) -> ByAnswers:
     """Return a sifter after a first epoch of all images."""
     sifter = sifter_of(options, *given, **world)
     ids = sifter.plan(0, 0.0).ids
@@ -73,8 +73,11 @@ def test_the_hardest_are_those_of_the_formula_for_the_view_that_is_shown(score):
 
 def test_easiest_and_middle():
     by_loss = hardness("loss", 1).argsort()
-    for choose, expected in (("easiest", by_loss[:100]), ("middle", by_loss[150:250])):
-        plan = warm(Options(choose=choose, keep=0.25)).plan(1, 0.3)
+    for options, expected in (
+        (Options(choose="easiest", keep=0.25), by_loss[:100]),
+        (Options(choose="middle", keep=0.25), by_loss[150:250]),
+    ):
+        plan = warm(options).plan(1, 0.3)
         assert set(plan.ids.tolist()) == set(expected.tolist())
         assert (plan.weights == 1).all()
 
