@@ -73,7 +73,7 @@ MAY_IMPORT_OUTSIDE = {
     "openvino": ("models/runtimes.py", "deploy/serve/model.py", "deploy/export/int8.py"),
     "nncf": ("deploy/export/int8.py",),
     "ray": ("cluster/ray_cluster.py", "cluster/decoders.py", "deploy/predict/on_ray.py"),
-    "psutil": ("engine/monitor/system.py",),
+    "psutil": ("engine/monitor/system.py", "core/host.py"),
     "pynvml": ("engine/monitor/system.py",),
     "transformers": ("parts/networks/_towers.py",),
     "pickle": (),

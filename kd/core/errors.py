@@ -1,17 +1,4 @@
-"""The error tree.
-
-    KdError                 an error that a user can cause and fix; the CLI prints it without a traceback
-    |-- ConfigError         a key or value of the configuration
-    |   `-- ConfigErrors    several of them, reported at once
-    |-- PartNotFound        no loss, sifter, dataset or backend of that name
-    |-- MissingExtra        an optional package is not installed
-    |-- DataError           a folder, an image or a label
-    |   `-- CorruptImage    bytes that were read whole and are no image
-    |-- ModelError          a model, its weights, its classes
-    |-- BackendError        the processes or devices of a run are not as configured
-    |-- RunError            the run folder, a checkpoint, the disk
-    |   `-- FolderInUse     another process is writing the run folder
-    `-- NonFiniteLoss       a loss is NaN or infinite
+"""The errors that a user can cause and fix; the command prints them without a traceback.
 
 `Interrupted` is not an error and no KdError: somebody asked the process to stop.
 

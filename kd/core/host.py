@@ -149,37 +149,15 @@ def signal_stack() -> Iterator[None]:
 
 
 def free_mib() -> float:
-    """Return the MiB that processes may still allocate; 0.0 where the system does not report it.
+    """Return the MiB that processes may still allocate: the least of the machine's and the container's."""
+    import psutil
 
-    The least of the machine's free memory and the rest below the container's and this process's own limit.
-    """
-    free = [_available()]
+    free = [float(psutil.virtual_memory().available)]
     for limit, used, droppable in CONTAINERS:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
             free.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
-    with suppress(ImportError):
-        import resource  # not on Windows
-
-        address, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if address != resource.RLIM_INFINITY:
-            free.append(address - _address_space())
     return max(0.0, min(free) / 2**20)
-
-
-def _available() -> float:
-    available = _line("/proc/meminfo", "MemAvailable:") * 1024
-    if available:
-        return available
-    try:  # other systems: half of what there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return 0.0
-
-
-def _address_space() -> float:
-    pages = _number("/proc/self/statm")
-    return 0.0 if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _line(path: str | Path, name: str) -> float:

@@ -108,7 +108,7 @@ def test_a_container_that_does_not_count_what_can_be_dropped(inside):
 
 
 WINDOWS = """
-import os, pathlib, sys
+import os, pathlib, psutil, sys
 sys.modules["fcntl"] = sys.modules["resource"] = None
 for name in ("sysconf", "sched_getaffinity", "statvfs", "fork"):
     delattr(os, name)
