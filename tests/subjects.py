@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kd import config
-from kd.deploy.export.subject import Subject
+from kd.deploy.export.graphs import Subject
 from kd.models.classifier import digest
 from kd.models.load import Spec, load
 from kd.setup.recipe import resolve

@@ -41,10 +41,7 @@ def train(request: Request, follow: bool = True) -> None:
 
 
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
-    """Upload an export, send `requests.hosting_requests`, wait for the endpoint, and ask it for one image.
-
-    `labels`: of the export; empty: it answers with vectors. Return what the endpoint answered, and how to remove it.
-    """
+    """Upload an export, send `hosting_requests`, wait, ask the endpoint for one image; return a line about it."""
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
     with _aws_errors("deploy"):

@@ -33,10 +33,7 @@ class Decoder:
     """The class of the Ray actors: makes parts of batches, one at a time, from the datasets of its pool."""
 
     def __init__(self, datasets: Sequence[Any], folder: str) -> None:
-        """Start in the trainer's working folder, if this host has it: a dataset may lie at a relative path.
-
-        `datasets` holds one reference to them, which rank 0 keeps: a new decoder on a new host asks for them again.
-        """
+        """Start in the trainer's working folder, if it is here. `datasets` holds one reference, which rank 0 keeps."""
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -47,7 +44,6 @@ class Decoder:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), decoding_versions(*PACKAGES)
 
     def load(self, dataset: int, request: Request) -> dict[str, Any] | KdError:
-        """Return a batch as arrays, or the error that the dataset raised."""
         return pack(self._fetch[dataset][request])
 
 
@@ -64,9 +60,6 @@ def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
     fields: dict[str, Any] = {n: torch.from_numpy(np.concatenate([part[n] for part in parts])) for n in TENSORS}
     fields |= {n: tuple(value for part in parts for value in part[n]) for n in ("unreadable", "crc")}
     return Batch(**fields, view=parts[0]["view"])
-
-
-# --------------------------------------------------------------------------------------------------- the decoders
 
 
 @dataclass(eq=False)
@@ -110,10 +103,7 @@ class Pool:
     """
 
     def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
-        """Connect to the cluster that RAY_ADDRESS names. Rank 0 must be first; all ranks have the same `token`.
-
-        A call may take `deadline` seconds.
-        """
+        """Connect to the cluster of RAY_ADDRESS, rank 0 first; all ranks have the same `token`."""
         connect(WHERE)
         self.deadline, self.slots = deadline, list[RemoteDecoder]()
         self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
@@ -206,7 +196,6 @@ class Pool:
             self.forget([call])
 
     def forget(self, calls: Iterable[Call]) -> None:
-        """Count calls no longer as waiting."""
         with self._lock:
             for call in calls:
                 if call.slot is not None:

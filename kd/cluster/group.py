@@ -62,7 +62,6 @@ class Node:
         return f"{socket.gethostbyname(self.hosts.first)}:{self.hosts.ports[0]}"
 
     def command(self) -> list[str]:
-        """Return the command that starts Ray here."""
         own = socket.gethostbyname(self.hosts.me)
         common = ["--node-ip-address", own, "--num-cpus", str(num_decoders(self.hosts)), "--num-gpus", "0"]
         common += ["--min-worker-port", "0", "--max-worker-port", "0", "--include-log-monitor", "false"]
@@ -134,7 +133,6 @@ class Node:
         return False
 
     def wait_for_all(self) -> None:
-        """Wait until all hosts have joined, `JOIN_SECONDS` at most."""
         from kd.cluster.ray_cluster import joined_hosts
 
         wanted = len(self.hosts.trainers) + len(self.hosts.data)

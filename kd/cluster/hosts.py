@@ -37,10 +37,9 @@ class Hosts:
 
 
 def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
-    """Return the hosts of this job; outside a job, this machine alone.
+    """Return the hosts of this job, by SageMaker's variables or its file; outside a job, this machine alone.
 
-    Groups whose name begins with `data` decode, the others train. The variables SM_* of SageMaker's training toolkit
-    come first, then the file that every container of a job has.
+    Groups whose name begins with `data` decode, the others train.
     """
     try:
         config = _resource_config(environ, file)
@@ -73,10 +72,7 @@ def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
-    """Return the hyperparameters of a job as `key=value`, without those that SageMaker adds.
-
-    They are sorted: a list comes before a key inside it.
-    """
+    """Return the hyperparameters of a job as sorted `key=value`, without those that SageMaker adds."""
     remedy = "Give CONFIG key=value instead"
     try:
         content = read_json(file, "train", remedy, kind=BackendError)
@@ -110,22 +106,13 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-# ------------------------------------------------------------------------------------------------ marked processes
-
-
 def marks(mark: str, name: str = MARK) -> dict[str, str]:
-    """Return the variables by which `marked` finds a process.
-
-    Two, because a process that sets its title may overwrite one: Ray's agents do.
-    """
+    """Return the variables by which `marked` finds a process: two, because Ray's agents overwrite one of them."""
     return {name: mark, f"{name}_AGAIN": mark}
 
 
 def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the running processes that have one of these `marks` in their environment, except this one.
-
-    Unlike a process group, this finds daemons too. Unlike `ray stop`, it finds no process of another job.
-    """
+    """Yield the running processes with one of these `marks` in their environment, daemons too, except this one."""
     wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
 """`data.loader: ray`: batches from decoders on all hosts of a Ray cluster, the bits and the order of the local loader.
 
-Ray places the decoders, restarts them and moves arrays (`kd.cluster.decoders`). Order and deadlines are here. An image
-is a pure function of (seed, view, id), so a call may be made twice, elsewhere, or in this process, and the batch is the
-same. Each rank keeps its own queue of calls in its plan's order. It waits for none longer than the deadline.
+Ray places the decoders and restarts them (`kd.cluster.decoders`). An image is a pure function of (seed, view, id), so a
+call may be made twice, elsewhere or here. Each rank has its own queue of calls, and waits for none longer than the
+deadline.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Requests to SageMaker as plain data: a training job, an endpoint, a batch transform. `aws` sends them.
 
-Source: the API reference of CreateTrainingJob, CreateModel, CreateEndpointConfig and CreateTransformJob, as botocore's
-service model has it. `validate` checks a request against that model.
+`validate` checks a request against botocore's model of the service.
 """
 
 from __future__ import annotations
@@ -162,10 +161,7 @@ def _backend(job: Job, errors: list[KdError]) -> str:
 
 
 def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdError]]:
-    """Turn `s3://...` values into channels; return those, the keys with the paths in the container, and what is wrong.
-
-    A key inside a list, such as teacher.also.0.checkpoint, is added behind the list.
-    """
+    """Turn `s3://...` values into channels; return those, the keys with paths in the container, and what is wrong."""
     channels, keys, errors = [], dict(job.keys), list[KdError]()
     files = {one.key: one for one in job.files}
     for key, value in {**{one.key: one.value for one in job.files}, **job.keys}.items():
@@ -204,9 +200,6 @@ def _not_brought(value: str, file: FileKey) -> str:
 def _channel(name: str, uri: str) -> dict[str, Any]:
     source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
     return {"ChannelName": name, "DataSource": {"S3DataSource": source}}
-
-
-# --------------------------------------------------------------------------------------------- endpoint, transform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,11 +242,7 @@ def model_request(hosting: Hosting) -> dict[str, Any]:
 
 
 def transform_requests(hosting: Hosting, images: str, output: str, at_once: int) -> dict[str, dict[str, Any]]:
-    """Return the arguments of CreateModel and CreateTransformJob: each image is one request to kd-serve.
-
-    `images` and `output` are `s3://bucket/prefix`. Each image gets a file `NAME.out` with one JSON prediction. An
-    instance gets `at_once` requests at a time; kd-serve lets up to 32 wait.
-    """
+    """Return the arguments of CreateModel and CreateTransformJob: an image is a request and a file `NAME.out`."""
     source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": images}}
     job = {
         "TransformJobName": hosting.name,
@@ -266,9 +255,6 @@ def transform_requests(hosting: Hosting, images: str, output: str, at_once: int)
         "TransformResources": {"InstanceType": hosting.instance, "InstanceCount": hosting.count},
     }
     return {"CreateModel": model_request(hosting), "CreateTransformJob": job}
-
-
-# -------------------------------------------------------------------------------------------------------- validation
 
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:
@@ -304,7 +290,6 @@ def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
 
 
 def _children(shape: Any, value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield shape, value and path of each member of a structure, list or map."""
     if shape.type_name == "structure":
         yield from ((shape.members[key], inner, f"{path}.{key}") for key, inner in value.items())
     elif shape.type_name == "list":

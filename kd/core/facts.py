@@ -71,10 +71,7 @@ class BackendFacts:
 
 
 def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:
-    """Declare an option that names files which a run reads, so that a launcher can bring them to another machine.
-
-    Without a default it is required. See `FileKey`; here `within` is an option of the same part.
-    """
+    """Declare an option that names files which a run reads, so that a launcher can bring them along; see `FileKey`."""
     metadata = {"files": within, "or_name": or_name}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 

@@ -41,10 +41,7 @@ def bf16_units(root: Path = Path("/")) -> bool:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use: its affinity, within the CPU quotas of cgroups.
-
-    `root` is the folder that holds /proc and /sys.
-    """
+    """Return how many cores this process may use: its affinity, within cgroups. `root` holds /proc and /sys."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([allowed, *map(int, _quotas(root))]))
@@ -76,10 +73,7 @@ def process_stat(pid: int | str = "self") -> list[str]:
 
 
 def command_seconds() -> float:
-    """Return for how long this command has run: this process, or the torchrun that began with it.
-
-    0.0 where the system does not report it. A rank that torchrun has started again counts from its own start.
-    """
+    """Return for how long this process, or the torchrun that began with it, has run; 0.0 where nobody knows."""
     began = process_stat()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
         began = process_stat(began[1]) or began  # field 4 is the parent

@@ -1,7 +1,6 @@
 """95 % intervals of scores: how far a number may be off because it was measured on so many images and no more.
 
-A score of a split is an estimate of the score on all images of that kind. What an interval does not hold: the luck of
-the seed (repeat the run), images that are near copies of each other, and other cameras than those of the split.
+They do not hold the luck of the seed, images that are near copies of each other, and other cameras.
 """
 
 from __future__ import annotations

@@ -35,10 +35,7 @@ def written(value: Any) -> Any:
 
 
 def redact(text: str) -> str:
-    """Return a text in which references stand for the values of the variables that a configuration refers to.
-
-    Not redacted: paths of this machine, which messages are about, and values of fewer than `SHORTEST` characters.
-    """
+    """Return a text with references for the values of variables of a configuration, paths and short ones apart."""
     for name in sorted(_variables):
         value = os.environ.get(name, "")
         if len(value) >= SHORTEST and not os.path.isabs(value) and not os.path.exists(value):

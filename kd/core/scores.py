@@ -96,10 +96,7 @@ class Scores:
     def table(
         self, models: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Mapping[str, Samples]] | None = None
     ) -> list[dict[str, str]]:
-        """Return the own scores of models, by name, as rows of a table; a score that no model has is left out.
-
-        `samples` has what the scores of a model were computed from, by its name and their keys.
-        """
+        """Return the own scores of models, by name, as rows of a table, with intervals where there are `samples`."""
         columns = [column for column in self.own if any(column.key in values for values in models.values())]
         rows, known = [], samples or {}
         for name, values in models.items():
@@ -141,7 +138,6 @@ class Scores:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scores:
-        """Read what `record` returned."""
         own, pair = (tuple(Column(**one) for one in recorded[name]) for name in ("own", "pair"))
         return cls(own, pair, recorded.get("note", ""))
 
@@ -161,7 +157,6 @@ class Scored:
 
     @property
     def title(self) -> str:
-        """What the images are called."""
         return {"test": "test", "val": "validation"}[self.split]
 
     @property
@@ -193,13 +188,11 @@ class Scored:
         return (self.data, self.images) == (other.data, other.images)
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         plain = {name: getattr(self, name) for name in ("split", "step", "data", "images", "evaluations")}
         return {**plain, "row": dict(self.row), "samples": {key: one.record() for key, one in self.samples.items()}}
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scored:
-        """Read what `record` returned."""
         samples = {key: Samples.read(one) for key, one in recorded["samples"].items()}
         return cls(**{**recorded, "samples": samples})
 

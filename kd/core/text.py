@@ -1,8 +1,10 @@
-"""Numbers and rows as text, for a person. Imports nothing of kd."""
+"""Numbers, rows and names as text, for a person. Imports nothing of kd."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from html import escape
 from typing import Any
 
@@ -26,10 +28,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what `kd-export --compare` measured as rows of a table: each graph of an export at each number of threads.
-
-    The fastest on one thread first. Empty where nothing was compared.
-    """
+    """Return what `kd-export --compare` measured as rows of a table, the fastest on one thread first."""
     rows, found = [], manifest.get("variants", {})
     for file, one in sorted(found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]):
         mark = " (accepted)" if file == manifest.get("pick") else ""
@@ -80,3 +79,20 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def quoted(name: str) -> str:
+    """Return the line of a name in a list: the name itself, or JSON where a line would be read otherwise."""
+    plain = name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")
+    return name if plain else json.dumps(name)
+
+
+def names_of(text: str) -> list[str]:
+    """Return the names in a list, a line each. Empty lines and those that begin with "#" say nothing."""
+    found = []
+    for line in (line.strip() for line in text.split("\n")):  # not splitlines: a name may hold U+2028 or U+0085
+        if line and not line.startswith("#"):
+            with suppress(ValueError):  # a name that begins with a quotation mark, written by hand
+                line = str(json.loads(line)) if line.startswith('"') else line
+            found.append(line)
+    return found

@@ -46,7 +46,6 @@ class Loading(NamedTuple):
     decoding: float = 0.0  # in which images were read and decoded
 
     def plus(self, other: Loading) -> Loading:
-        """Return the sum."""
         return Loading(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -84,17 +83,13 @@ class Batch:
         return cls(numbers if ids is None else ids, image, label, label, ones, ones)
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with `move` applied to each tensor."""
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSORS}
         if self.teacher_outputs is not None:
             moved["teacher_outputs"] = self.teacher_outputs.map(move)
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return some rows of the batch, in the order of `rows`, int64 [K].
-
-        On the CPU, unless the batch has neither `crc` nor missing answers: the host reads them for those.
-        """
+        """Return some rows of the batch, int64 [K]; on the CPU where it has `crc` or missing answers."""
         index = rows.to(self.image.device, non_blocking=True)
         taken = self.map(lambda tensor: tensor.index_select(0, index))
         if self.crc:
@@ -117,7 +112,6 @@ class Batch:
         return replace(batches[0], **joined)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch on `device`."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -149,7 +143,6 @@ class Outputs:
         return Outputs(self.logits, {name: tensor for (name, number), tensor in named.items() if number == end})
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Outputs:
-        """Return the outputs with `change` applied to each tensor."""
         return Outputs(change(self.logits), {name: change(tensor) for name, tensor in self.features.items()})
 
     @classmethod
@@ -168,12 +161,10 @@ class TeacherOutputs:
     missing: tuple[tuple[int, int], ...] = ()  # (row, id) of the images without outputs; their rows in `outputs` are 0
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TeacherOutputs:
-        """Return the same with `change` applied to each tensor."""
         return replace(self, outputs=self.outputs.map(change))
 
     @classmethod
     def cat(cls, parts: Sequence[TeacherOutputs]) -> TeacherOutputs:
-        """Concatenate the teacher outputs of several batches."""
         missing, start = [], 0
         for part in parts:
             missing += [(start + row, id) for row, id in part.missing]

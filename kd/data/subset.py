@@ -12,8 +12,8 @@ import numpy as np
 from kd.core.contracts import Noted, Reducing, Source, Stamped
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
+from kd.core.text import names_of
 from kd.core.types import Decoded, Label
-from kd.files.name_list import names_of
 
 EXCLUDE = "data.exclude"
 
@@ -134,7 +134,7 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
     """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark.
 
-    A name that a line cannot hold is written as JSON (`kd.files.name_list`).
+    A name that a line cannot hold is written as JSON (`kd.core.text`).
     """
     try:
         content = Path(file).expanduser().read_text(encoding="utf-8", errors="backslashreplace")

@@ -74,7 +74,6 @@ class Tally:
         self.confidence = 0.0  # sum
 
     def add(self, label: int, bins: Sequence[int], confidence: float) -> None:
-        """Count an image."""
         self.labels[self.images & 1, label] += 1
         for number, one in enumerate(bins):
             self.bins[number, label, one] += 1
@@ -104,7 +103,6 @@ class ShiftResult:
 
     @property
     def alarms(self) -> dict[str, bool]:
-        """Whether appearance and labels are different."""
         return {"appearance": self.appearance >= ALARM, "labels": self.labels >= ALARM}
 
     @property
@@ -195,7 +193,6 @@ class Reference:
         return made
 
     def compare(self, tally: Tally) -> ShiftResult:
-        """Test images that came in against those of validation."""
         appearance, difference = self._appearance(tally)
         labels, mix = self._labels(tally)
         mean = tally.confidence / max(tally.images, 1) if CONFIDENCE in self.bounds else math.nan

@@ -28,13 +28,9 @@ def read_json(
     build: Callable[[Any], Value] = object_of,
     kind: type[KdError] = RunError,
 ) -> Value:
-    """Return what `build` makes of the content of a JSON file; by default an object.
+    """Return what `build` makes of a JSON file, by default an object. OSError: it cannot be read.
 
-    `build` raises one of `DAMAGE` where a value is missing or is of another kind than what kd writes.
-
-    Raises:
-        KdError: of `kind`, at the config path `where`: the file is damaged. `remedy` says what to do.
-        OSError: it cannot be read, or is not there.
+    A damaged file, of which `build` raises one of `DAMAGE`, is an error of `kind` at the config path `where`.
     """
     return parse_json(file.read_bytes(), f"'{file}'", where, remedy, build, kind)
 

@@ -25,10 +25,7 @@ Least = Callable[[int, int], float]
 
 
 def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:
-    """Have the decoder of an opened JPEG leave out pixels that nobody needs; other formats are decoded whole.
-
-    Call it after the size is checked, which it changes, and before pixels are loaded. Whole: `margin` 0, `least` None.
-    """
+    """Have the decoder of an opened JPEG leave out pixels that nobody needs. Call it before pixels are loaded."""
     share = margin * least(*image.size) if least is not None else 0.0
     if 0 < share <= 0.5:
         image.draft(None, (math.ceil(share * image.width), math.ceil(share * image.height)))

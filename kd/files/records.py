@@ -36,20 +36,14 @@ class Stop:
 class Records:
     """A sparse file of numbered records, each of at most `size` bytes, with its length and a checksum.
 
-    Several processes may write one file. Each record is one write, so a reader finds the old record, the new one, or
-    one that is not whole. A record is not whole if it was never written, cut off, damaged, or copied from another id.
-
-    Records are read by `pread`. If a file is cut short while it is mapped, reading it ends the process (SIGBUS).
+    Each record is one write of one of several processes, so a reader finds the old one, the new one, or one that is not
+    whole. By `pread`: if a file is cut short while it is mapped, reading it ends the process (SIGBUS).
     """
 
     HEAD = struct.Struct("<II")  # checksum and length
 
     def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
-        """Take over the descriptor of an open file, for records of `size` bytes at most.
-
-        The label enters the checksums: a record copied from a file of another label is not whole. Each record begins at
-        a multiple of `align` bytes.
-        """
+        """Take over an open file. The label enters the checksums; a record begins at a multiple of `align` bytes."""
         self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
         self._file, self._label = file, label
         self._close = weakref.finalize(self, os.close, file)

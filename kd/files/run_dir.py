@@ -25,20 +25,13 @@ class RunDir:
     """The folder of one run. See `kd.core.contracts.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
-        """Name a run folder; nothing is read or written yet.
-
-        `keep` of the newest checkpoints stay, and the best one.
-        """
+        """Name a run folder; `keep` of the newest checkpoints stay, and the best one."""
         self.path, self.rank, self.keep = path, rank, keep
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
-        """Make the folder or enter it again; rank 0 then locks it.
-
-        A folder without a checkpoint begins anew, so that a mistake (a wrong teacher, a corrupt image) can be repaired
-        and the command repeated.
-        """
+        """Make the folder or enter it again; rank 0 then locks it. Without a checkpoint it begins anew."""
         keys = list(differences)
         if keys and self._folders():
             wrong = f"'{self.path}' holds another run; it differs in {', '.join(keys)}"
@@ -72,7 +65,6 @@ class RunDir:
         return read_json(file, "run.folder", "Restore it, or choose another run.name", _facts) if file.is_file() else {}
 
     def record(self, **facts: Any) -> None:
-        """Add facts to manifest.json; rank 0 only."""
         if self.rank == 0:
             self._write_manifest({**self.manifest(), **facts})
 
@@ -153,7 +145,6 @@ class RunDir:
         return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
 
     def write_scored(self, scored: Scored) -> None:
-        """Write the score of the best checkpoint, scored.json."""
         storage.write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
 
     def scored(self) -> Scored | None:
@@ -166,7 +157,6 @@ class RunDir:
         return scored if weights == best or not best else None
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -32,10 +32,7 @@ class Shard:
 
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
-    """Return the shards that a pattern names, in its order; copy those that are not on this machine.
-
-    Copies stay in `copies` until they are removed by hand; a shard that has changed is copied anew.
-    """
+    """Return the shards that a pattern names, in its order; copy remote ones, and those that have changed."""
     if pattern.startswith("pipe:"):
         raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")
     remote = object_store.is_url(pattern)
@@ -53,10 +50,7 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
 
 
 def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return offset and size of every member of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
-
-    tarfile.TarError and OSError: it cannot be read.
-    """
+    """Return offset and size of the members of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}."""
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
     with tarfile.open(fileobj=cast(BinaryIO, _Headers(file)), mode="r:") as tar:
@@ -95,11 +89,7 @@ class _Headers:
 
 
 def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member, by its offset and size in the shard at `path`; OSError also where the shard has become shorter.
-
-    The shard is opened for each read, which costs some microseconds beside milliseconds of decoding. An open file kept
-    in an object would have to survive threads, forks, pickling and the limit on open files.
-    """
+    """Return a member; OSError also where the shard has become shorter. Opening it takes microseconds."""
     with open(path, "rb", buffering=0) as file:
         data = read(file, offset, size)
     if len(data) < size:

@@ -39,10 +39,7 @@ log = logging.getLogger("kd")
 
 @contextmanager
 def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
-    """Yield a temporary folder that becomes `path` if the block ends well, and is removed if it does not.
-
-    An existing folder at `path` is replaced. If the process is killed in between, `recover` puts the old one back.
-    """
+    """Yield a draft that replaces the folder `path` if the block ends well. After a kill `recover` repairs it."""
     recover(path.parent, path.name)
     draft = _beside(path)
     old = draft.with_suffix(".old")
@@ -83,10 +80,9 @@ def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
-    """Remove drafts that killed processes left in a folder; put back what one of them was about to replace.
+    """Remove drafts (of `name`, or any) that killed processes left; put back what one of them was about to replace.
 
-    `name` is that of the file or folder that was being written; empty: any. `alone`: no other process writes here,
-    so no draft is in use.
+    `alone`: no other process writes here, so no draft is in use.
     """
     for leftover in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
         match = LEFTOVER.fullmatch(leftover.name)
@@ -217,8 +213,7 @@ def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
     """Return the rows in the last `last` bytes (None: in all) of a file of JSON lines; none where there is no file.
 
-    A line that is no JSON object is left out: a kill or a full disk has cut it short, and the next start may have
-    written behind it.
+    A line that is no JSON object was cut short, and is left out: the next start may have written behind it.
     """
     if not path.is_file():
         return []
@@ -239,10 +234,7 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
 
 
 def lock(path: Path, where: str) -> IO[str] | None:
-    """Take the exclusive lock of a file until the result is closed or this process ends; None if another holds it.
-
-    The file holds the process id of the owner, for messages. OSError: it cannot be opened for writing.
-    """
+    """Take the exclusive lock of a file until the result is closed; None if another process holds it."""
     file, owned = path.open("a"), False
     try:
         owned = take_lock(file, path, where)
@@ -323,11 +315,7 @@ def retried(
     remedy: str = REMEDY,
     final: tuple[type[OSError], ...] = (),
 ) -> Result:
-    """Return what `read` returns; call it again after a pause where it raises an OSError.
-
-    `subject` is the file as a message names it: "file 'apple/1.jpg'". `final` are errors that another try does
-    not change; they are raised at once, as they are.
-    """
+    """Return what `read` returns; call it again after a pause where it raises an OSError other than `final`."""
     pauses = list(PAUSES)
     while True:
         try:

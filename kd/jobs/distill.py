@@ -23,7 +23,7 @@ from kd.study.report.summary import Trained, samples_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from kd.deploy.export.subject import WrittenExport
+    from kd.deploy.export.export import WrittenExport
     from kd.jobs.progress.trackers import Trackers
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from kd.config import instances
 from kd.core.contracts import Source
 from kd.core.errors import CorruptImage, DataError
-from kd.core.text import clock, money
+from kd.core.text import clock, money, quoted
 from kd.data.loader import most_skipped
-from kd.files.name_list import quoted
 from kd.files.storage import write_text
 from kd.jobs.advice import advise
 from kd.jobs.check import check

@@ -88,7 +88,6 @@ class Pending:
         return sum(map(len, self.parts))
 
     def add(self, batch: SiftingBatch) -> None:
-        """Append samples."""
         if len(batch):
             self.parts.append(batch)
 
@@ -124,11 +123,7 @@ def take_rows(rows: Any, index: Tensor) -> Any:
 
 
 def join_rows(parts: list[Any], where: str) -> Any:
-    """Concatenate the rows of all parts.
-
-    Raises:
-        UnsupportedDataFormatException: tensors of different shapes, for example padded to the longest of each batch.
-    """
+    """Concatenate the rows of all parts; UnsupportedDataFormatException: tensors of different shapes."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -98,11 +98,7 @@ Config = TypeVar("Config", SiftingBaseConfig, LossConfig, RelativeProbabilisticS
 
 
 def from_dict(kind: type[Config], value: object, where: str) -> Config:
-    """Return `value` if it has that class already, or build it from a dict.
-
-    Raises:
-        SiftConfigValidationException: a key is unknown, or `value` is missing or neither.
-    """
+    """Return `value` if it has that class already, or build it from a dict."""
     require(where, value, valid=True, allowed="")  # refuses a missing one
     if isinstance(value, kind):
         return value

@@ -212,7 +212,6 @@ def _with_values(mapping: Any, values: dict[Any, Any]) -> Any:
 
 
 def _one(parts: list[Any], where: str) -> Any:
-    """Return the value that all batches share."""
     first = parts[0]
     for part in parts[1:]:
         equal = torch.equal(first, part) if isinstance(first, Tensor) and isinstance(part, Tensor) else first == part

@@ -48,17 +48,15 @@ def random_state(loader: Any) -> dict[str, Tensor]:
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators of a loader and of its sampler, where they have any."""
     holders = {"loader": loader, "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None)}
     found = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
     return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
 
 
 def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
-    """Repeat the epoch of those random states, and skip its first `position` batches.
+    """Repeat the epoch of those random states from batch `position` on; the caller's random state does not change.
 
-    The caller's random state does not change. Not handled: an order drawn from numpy or `random`, and a loader that
-    restores its own position (torchdata's StatefulDataLoader), whose state must not be saved separately.
+    Not handled: an order drawn from numpy or `random`, and a loader that restores its own position (torchdata's).
     """
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(order["torch"].cpu())

@@ -163,7 +163,6 @@ class SiftingDataloader:
         return (self.steps_in_epoch if base.repeat_delay_per_epoch else self.steps) < base.sift_delay
 
     def _sift(self, batch: SiftingBatch, original: Any) -> None:
-        """Score a candidate batch and add the selected samples to the pending ones."""
         size, beta = len(batch), float(self.sift_config.beta_value)
         with self.meter.timed("calculate_relevance_values", wait_for=device_of(self.model)):
             losses = losses_of(self.loss_method, self.model, batch, original)
@@ -232,10 +231,7 @@ class SiftingDataloader:
         return lengths
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the counters, the pending samples and the order of the current epoch.
-
-        The state is that after the last batch yielded, both inside the loop and after it.
-        """
+        """Return the window, the counters, the pending samples and the order of the epoch, as of the last batch."""
         pending = self.pending.joined()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
@@ -247,10 +243,7 @@ class SiftingDataloader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`: the next iteration yields the remaining batches of the epoch.
-
-        The original loader must be the same: data, sampler and seeds.
-        """
+        """Resume from `state`, with the same loader; the next iteration yields the remaining batches of the epoch."""
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
         self.window.load_state_dict(_under("window.", state))
@@ -270,7 +263,6 @@ def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check(model: Any, loader: Any, transforms: Any, index: Any, pick: Any) -> None:
-    """Check the types of the arguments, before the first batch."""
     has_methods = hasattr(transforms, "transform") and hasattr(transforms, "reverse_transform")
     valid = transforms is None or (has_methods and not isinstance(transforms, type))
     transform = "None or an object of a class derived from SiftingBatchTransform"

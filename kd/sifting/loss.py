@@ -38,9 +38,6 @@ def method_of(loss_impl: Any) -> LossMethod:
     """Return the `loss` method of a user's object, whether or not it derives from `Loss`.
 
     Read from the class, because Amazon's example sets an attribute of that name: `self.loss = CrossEntropyLoss()`.
-
-    Raises:
-        LossImplementationNotProvidedException: the class has no such method.
     """
     if loss_impl is None or isinstance(loss_impl, type):
         wrong = "is missing" if loss_impl is None else f"is the class {loss_impl.__name__}, not an object of it"
@@ -60,11 +57,7 @@ def _not_implemented(loss_impl: Any) -> LossImplementationNotProvidedException:
 
 
 def losses_of(method: LossMethod, model: nn.Module, sifting: SiftingBatch, original: Any) -> Tensor:
-    """Return the losses [B] of a batch by the current model, in evaluation mode, without gradients.
-
-    Raises:
-        LossImplementationNotProvidedException: not one value per sample.
-    """
+    """Return the losses [B] of a batch by the current model, in evaluation mode, without gradients."""
     device = device_of(model)
     with _undisturbed(model, device):
         losses = method(model, sifting, to_device(original, device))

@@ -27,7 +27,6 @@ class Meter:
         """Predicted share of an epoch's time that sifting saves; below 0 it costs time. None during the pilot."""
 
     def count(self, seen: int, selected: int) -> None:
-        """Count samples of the original loader, and the selected ones."""
         self.metrics["num_orig_samples_seen"] += seen
         self.metrics["num_orig_samples_kept"] += selected
 
@@ -40,7 +39,6 @@ class Meter:
         self.metrics[f"func:{name} latency"] = now(device) - start
 
     def score(self, size: int) -> None:
-        """Record that a candidate batch of this size was scored."""
         if self.saving is None:
             self.scoring.append(self.metrics["func:calculate_relevance_values latency"] / size)
 
@@ -70,7 +68,6 @@ class Meter:
             self.metrics["relevance_values_kept"] = losses[index.to(losses.device)].tolist()
 
     def log(self, size: int, seconds: float) -> None:
-        """Log one sifted batch."""
         self.metrics["Batch size for next sifted batch"] = size
         self.metrics["sifted_batch_creation_latency"] = seconds
         if logger.isEnabledFor(logging.INFO):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kd.core.errors import ModelError, did_you_mean
@@ -11,7 +11,6 @@ from kd.core.errors import ModelError, did_you_mean
 HIGHEST = {"drop": 100.0, "teacher-drop": 100.0, "ece": 100.0, "ms": 1e6, "mb": 1e6}
 """The words of a sentence, and the largest number behind each: points of 100, a quarter of an hour, a terabyte."""
 EXAMPLE = 'such as "drop<=2 ms<=5 mb<=4"'
-Found = dict[str, float]
 
 
 class NotAcceptedError(ModelError):
@@ -54,34 +53,6 @@ def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]
         for word, most in wanted.items()
         if word in found and not found[word] <= most  # true for NaN
     ]
-
-
-def first(
-    text: str, names: Iterable[str], steps: Iterable[Callable[[str], Found | str]], reject: Callable[[str, str], None]
-) -> dict[str, Any]:
-    """Return the first graph that keeps a sentence, as JSON values: `file`, and what was `found` of it.
-
-    `steps` find numbers of a graph by its name, the cheap ones first; the later ones are left out where a number
-    misses. Text in their place says why there is no such graph. `reject` gets the name of each other graph and why.
-
-    Raises:
-        NotAcceptedError: none keeps it.
-    """
-    wanted, told, steps = limits(text), [], list(steps)
-    for name in names:
-        found, missed = Found(), list[str]()
-        for step in steps:
-            new = step(name)
-            missed = [new] if isinstance(new, str) else misses(new, wanted)
-            found |= {} if isinstance(new, str) else new
-            if missed:
-                break
-        if not missed:
-            return {"file": name, "found": {word: round(found[word], 4) for word in wanted}}
-        told.append(f"{name} misses {', '.join(missed)}" if found else f"{name}: {missed[0]}")
-        reject(name, told[-1])
-    remedy = "Nothing was written; allow more, use more --threads, or train another student"
-    raise NotAcceptedError("--accept", f'nothing keeps "{text}"', "; ".join(told), remedy)
 
 
 def line(accepted: Mapping[str, Any]) -> str:

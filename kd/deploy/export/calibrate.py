@@ -1,11 +1,9 @@
 """Make the confidences of a classifier right on average: one temperature for its logits.
 
-Temperature scaling of Guo et al. 2017, "On Calibration of Modern Neural Networks" (arXiv:1706.04599), section 4.2: the
-T > 0 that `kd.parts.tasks.single_label.temperature` finds on images that were not trained on. The weights of the last
-layer, which is linear, are divided by T. The class that is answered stays the same.
-
-Of a student that is calibrated already, a fitted temperature is noise and makes it worse. So one is taken only where
-its gain, counted on images that did not choose it, has a 95 % interval above 0.
+Temperature scaling (Guo et al. 2017, arXiv:1706.04599, section 4.2): `kd.parts.tasks.single_label.temperature` finds T
+> 0 on images that were not trained on, and the weights of the last, linear layer are divided by it. The answers stay
+the same. It is taken only where its gain, counted on images that did not choose it, has a 95 % interval above 0: of a
+student that is calibrated already, T is noise.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ interval of the gain is wider than any gain."""
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
-    Return temperature, images and the calibration error before and after, the latter on images that did not choose the
-    temperature (see `cross_fitted`), as JSON values, and a line about them; nothing and the reason where nothing was
-    changed.
+    Return what was found as JSON values and a line about it; nothing and the reason where nothing was changed.
     """
     answer = eager_runner(student)
     batches: list[tuple[np.ndarray, np.ndarray]] = []
@@ -64,11 +60,7 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
 
 
 def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
-    """Return logits [N, C], each divided by a temperature that was fitted on the half in which its image is not.
-
-    So no image is judged by a temperature that it fitted; all may have chosen the checkpoint. The halves are every
-    second image.
-    """
+    """Return logits [N, C], each divided by the temperature that every second image, not its own half, has chosen."""
     first_N = torch.arange(len(label_N)) % 2 == 0
     divided_NC = logits_NC.clone()
     for half_N in (first_N, ~first_N):

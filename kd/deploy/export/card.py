@@ -14,8 +14,7 @@ from kd.core.references import written
 from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
 from kd.deploy.export import accept
 from kd.deploy.export.defer import lines_of
-from kd.deploy.export.graphs import Made
-from kd.deploy.export.subject import Subject
+from kd.deploy.export.graphs import Made, Subject
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import is_timm
 from kd.study.report.summary import differences, samples_of
@@ -41,7 +40,6 @@ class ModelCard:
 
     @property
     def embeds(self) -> bool:
-        """Whether it answers with vectors."""
         return not self.subject.recipe.student.task.logits
 
     @property
@@ -50,7 +48,6 @@ class ModelCard:
         return is_timm(self.subject.student.network)
 
     def render(self) -> str:
-        """Return the text of README.md."""
         parts = (_front(self), _intro(self), _scores(self), _graphs(self), _use(self), _limits(self))
         return "\n".join(line for part in parts for line in part) + "\n"
 

@@ -119,14 +119,12 @@ class _Label:
         return best.values.numpy(), (best.indices == label_N).numpy()
 
     def threshold(self, rule: Rule, confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-        """Return the threshold for manifest.json."""
         threshold, least = rule.lowest(confidence, right)
         if math.isnan(threshold):
             raise _unreached(rule, least, len(right), "")
         return {"threshold": threshold}
 
     def stated(self, found: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-        """Return what the threshold is worth on images that did not choose it."""
         sure = confidence >= found["threshold"]
         return {**_passed(sure), **_wrong(sure, right)}
 
@@ -148,7 +146,6 @@ class _Labels:
         return torch.tensor(values, dtype=torch.float64).logit(1e-6)
 
     def threshold(self, rule: Rule, confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-        """Return the band of each label for manifest.json."""
         if rule.share:
             margins = [rule.lowest(confidence.min(1), np.all(right, 1))[0]] * len(self.classes)
         else:
@@ -163,7 +160,6 @@ class _Labels:
         return {"labels": {name: {"low": below, "high": above, "margin": m} for name, below, above, m in rows}}
 
     def stated(self, found: Mapping[str, Any], confidence: np.ndarray, right: np.ndarray) -> dict[str, Any]:
-        """Return what the bands are worth on images that did not choose them."""
         sure = confidence >= np.array([found["labels"][name]["margin"] for name in self.classes])
         each = {name: _wrong(sure[:, i], right[:, i]) for i, name in enumerate(self.classes)}
         return {**_passed(np.all(sure, 1)), "labels": each}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from kd.core.host import environment, versions
 from kd.core.references import written
 from kd.deploy.export import graphs
 from kd.deploy.export.card import ModelCard, loading
-from kd.deploy.export.graphs import Made
+from kd.deploy.export.graphs import Made, ReadImages, Subject
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
-from kd.deploy.export.subject import ReadImages, Subject, WrittenExport
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
@@ -35,6 +34,16 @@ from kd.study.finished import Trust, best_projector, best_student, opened_run, r
 VERSION_DIGITS = 12  # of the weights' hash: two exports of one name are told apart, and a person can read it out
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenExport:
+    """What was written."""
+
+    folder: Path
+    lines: Sequence[str]  # one for each graph, for a person
+    load: str  # Python that loads the student
+    manifest: Mapping[str, Any]  # what manifest.json says, without files and checksum
+
+
 def export(
     path: Path,
     target: Path | None = None,
@@ -43,11 +52,10 @@ def export(
     trust: bool = False,
     teacher: bool = False,
 ) -> WrittenExport:
-    """Export the best student of a run folder, or its teacher.
+    """Export the best student of a run folder, or its teacher, to `target` (None: `export` or `export-teacher` in it).
 
-    `target` None: `export` in the run folder, `export-teacher` for the teacher. `overrides`: `key=value` over the run's
-    configuration, such as where its data lies now. `trust`: import modules that the run names, and read images wherever
-    it says.
+    `overrides`: `key=value` over the run's configuration, such as where its data lies now. `trust`: import modules that
+    the run names, and read images wherever it says.
     """
     options = options or ExportOptions()
     folder, stored = opened_run(path, trust)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,18 @@ import torch
 from kd.core.errors import ModelError
 from kd.core.evaluation import Task
 from kd.core.host import cores
+from kd.core.scores import Scored
 from kd.core.text import percent
 from kd.deploy.export import accept, defer, int8, parity, variants
 from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.subject import ReadImages, Subject
 from kd.deploy.export.variants import ONNX
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
+from kd.models.classifier import Classifier
 from kd.parts.tasks.single_label import calibration_error
+from kd.setup.recipe import Recipe
 
 CALIBRATION_IMAGES = 1000
 """At most, for one temperature: the interval of a single number narrows with the root of the images only, while the
@@ -31,6 +34,26 @@ time to ask PyTorch grows with the images."""
 INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
+ReadImages = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
+"""(limit, training=False) -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced;
+0: all. With `training`, views of training images."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A student, and all that its export says of it."""
+
+    recipe: Recipe
+    student: Classifier  # on the CPU
+    classes: Sequence[str]
+    data: str  # a hash of the data
+    provenance: Mapping[str, Any]  # for kd.json: step, metrics, run, `digest` of the weights
+    origin: str  # of its initial weights, as text
+    images: Callable[[], AbstractContextManager[ReadImages]]
+    """Opens the validation images with which the graphs are compared."""
+    baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
+    scored: tuple[Scored | None, Scored | None] = (None, None)
+    """The last scores of the student and of the one trained on labels alone."""
 
 
 @dataclass(slots=True)
@@ -40,29 +63,17 @@ class Made:
     parity: dict[str, dict[str, Any]] = field(default_factory=dict)
     eager_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
-    thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By class, where each is answered alone: see `kd.core.evaluation.Task.thresholds`."""
-    defer: dict[str, Any] = field(default_factory=dict)
-    """When it is not sure: see `kd.deploy.export.defer.choose`; empty: it does not say."""
-    calibration: dict[str, Any] = field(default_factory=dict)
-    """What `calibrate` found; empty: the logits are those of the run."""
-    qualities: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of each file that an endpoint can serve, where they are measured."""
-    image: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """The first of those with which they were compared, uint8 [3, S, S]."""
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What was measured of each file through `kd-serve`, for manifest.json."""
-    accepted: dict[str, Any] = field(default_factory=dict)
-    """`sentence`, `threads`, and the `file` that keeps it with what was `found`."""
-    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each graph answered on validation images: see `kd.deploy.shift.Reference`."""
+    thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)  # by class: see `Task.thresholds`
+    defer: dict[str, Any] = field(default_factory=dict)  # when it is not sure: see `defer.choose`
+    calibration: dict[str, Any] = field(default_factory=dict)  # empty: the logits are those of the run
+    qualities: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `variants.quality`
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file, through `kd-serve`, for manifest.json
+    accepted: dict[str, Any] = field(default_factory=dict)  # sentence, threads, and the file with what was found
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.shift.Reference`
 
 
 def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
-    """Write the graphs that the options name and compare each with PyTorch. Calibrating changes the last layer.
-
-    `seal` makes of the folder what `kd-serve` can serve.
-    """
+    """Write the graphs that the options name; compare each with PyTorch. `seal` makes what `kd-serve` can serve."""
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
     if not options.any_graph:
         none = torch.zeros(0, len(classes))
@@ -166,7 +177,7 @@ class _Workbench:
         found = parity.compare(self.subject.student, runners, self.images(self.options.images))
         first = not self.made.eager_ms
         self.outputs = found if first else self.outputs.joined(found)
-        self.made.eager_ms, self.made.image = found.cpu_ms[EAGER], found.first
+        self.made.eager_ms = found.cpu_ms[EAGER]
         for name in runners:
             self._judge(name)
 
@@ -194,33 +205,39 @@ class _Workbench:
 
     def accept(self, text: str, seal: Callable[[Made], object]) -> None:
         """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
-        threads, asked = self.options.threads, {ONNX, *self.made.parity}
-        wanted = accept.limits(text)
-
-        def size(name: str) -> accept.Found | str:
-            if name not in self.made.parity and (why := _missing(name) or self._failed(name)):
-                return why
-            return {"mb": self._megabytes(name)}
-
-        def right(name: str) -> accept.Found:
-            if name not in self.made.parity:
-                self._compare({name: variants.runner(self.folder / name)})
-            return self._losses(name, wanted)
-
-        def fast(name: str) -> accept.Found:
-            seal(self.made)
-            return {"ms": self._measure([name], [threads])[name][threads].p50_ms}
-
-        def reject(name: str, why: str) -> None:
+        wanted, asked, told = accept.limits(text), {ONNX, *self.made.parity}, list[str]()
+        for name in [ONNX, *self.makers]:
+            found, why = self._tried(name, wanted, seal)
+            if not why:
+                rounded = {word: round(found[word], 4) for word in wanted}
+                self.made.accepted = {"sentence": text, "threads": self.options.threads, "file": name, "found": rounded}
+                return
+            told.append(why)
             self.made.lines.append(f"not accepted: {why}")
             if name not in asked:
                 self._remove(name)
+        remedy = "Nothing was written; allow more, use more --threads, or train another student"
+        raise accept.NotAcceptedError("--accept", f'nothing keeps "{text}"', "; ".join(told), remedy)
 
-        steps = [size, right, *([fast] if "ms" in wanted else [])]
-        found = accept.first(text, [ONNX, *self.makers], steps, reject)
-        self.made.accepted = {"sentence": text, "threads": threads, **found}
+    def _tried(
+        self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
+    ) -> tuple[dict[str, float], str]:
+        """Find numbers of a graph, the cheap ones first, up to one that misses; return them and why it is refused."""
+        if name not in self.made.parity and (why := _missing(name) or self._failed(name)):
+            return {}, f"{name}: {why}"
+        found = {"mb": self._megabytes(name)}
+        if not accept.misses(found, wanted):
+            if name not in self.made.parity:
+                self._compare({name: variants.runner(self.folder / name)})
+            found |= self._losses(name, wanted)
+            if "ms" in wanted and not accept.misses(found, wanted):
+                seal(self.made)
+                threads = self.options.threads
+                found["ms"] = self._measure([name], [threads])[name][threads].p50_ms
+        missed = accept.misses(found, wanted)
+        return found, f"{name} misses {', '.join(missed)}" if missed else ""
 
-    def _losses(self, name: str, wanted: Mapping[str, float]) -> accept.Found:
+    def _losses(self, name: str, wanted: Mapping[str, float]) -> dict[str, float]:
         """Return in points what a graph loses, and the calibration error where it is asked for."""
         lost = 100 * self.outputs.drop(name, self.task)
         found = {"drop": lost}
@@ -241,7 +258,7 @@ class _Workbench:
     def _measure(self, names: Sequence[str], threads: Sequence[int]) -> dict[str, dict[int, Latency]]:
         """Measure graphs by `kd-serve`; say where other work has disturbed that."""
         cpu_ms = {name: self.outputs.cpu_ms[name] for name in names}
-        found = variants.measure(self.folder, cpu_ms, self.made.image, threads)
+        found = variants.measure(self.folder, cpu_ms, self.outputs.first, threads)
         noisy = [name for name, speed in found.items() if variants.noisy(speed[self.options.threads], cpu_ms[name])]
         if noisy:
             text = "noisy: other work disturbed the clients of {}, twice; measure again on a quiet machine"
@@ -249,7 +266,6 @@ class _Workbench:
         return found
 
     def measure_all(self) -> None:
-        """Measure all graphs that there are; see `variants.measure`."""
         made, found = self.made, self._measure(list(self.made.qualities), sorted({1, self.options.threads, cores()}))
         made.variants = {name: variants.facts(self.folder / name, made.qualities[name], found[name]) for name in found}
         made.lines += [f"left out: {name}, because {why}" for name in self.makers if (why := _missing(name))]

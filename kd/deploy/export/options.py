@@ -50,17 +50,14 @@ class ExportOptions:
 
     @property
     def any_graph(self) -> bool:
-        """Whether a graph is written, so that validation images are needed."""
         return self.onnx or self.pt2
 
     @property
     def measures(self) -> bool:
-        """Whether graphs are measured."""
         return self.compare or self.accept is not None
 
     @property
     def rule(self) -> Rule:
-        """The rule by which an answer is sure."""
         from kd.deploy.export.defer import Rule
 
         return Rule(self.defer, self.defer_share)

@@ -18,10 +18,7 @@ from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_jso
 
 @contextmanager
 def new_export(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export.
-
-    What a killed export left beside it is removed.
-    """
+    """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export."""
     refuse_other(folder)
     with atomic_folder(folder, where="export") as draft:
         yield draft
@@ -43,9 +40,8 @@ def complete(
 ) -> None:
     """Write what each export has, and the list of all files, into a folder that may hold graphs and the model card.
 
-    With `config`, config.json in timm's form with `label_names`, and `tensors` by timm's names,
-    `timm.create_model('local-dir:FOLDER', pretrained=True)` loads the folder. `provenance` is written to kd.json,
-    `facts` to manifest.json, beside size and sha256 of every other file and a checksum of all this.
+    `config` and `tensors` are what `timm.create_model('local-dir:FOLDER', pretrained=True)` loads, `provenance` becomes
+    kd.json, `facts` stand in manifest.json.
     """
     save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
     write_json(draft / "config.json", config)

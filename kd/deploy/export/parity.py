@@ -84,7 +84,6 @@ class GraphOutputs:
         return around(self.drop(name, task), resampled(lost, images))
 
     def joined(self, other: GraphOutputs) -> GraphOutputs:
-        """Return these outputs and those of other graphs for the same images."""
         outputs, took = {**self.outputs, **other.outputs}, {**self.cpu_ms, **other.cpu_ms}
         return replace(self, outputs=outputs, cpu_ms=took)
 
@@ -97,8 +96,7 @@ class GraphOutputs:
 def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
 
-    `limit` of them, evenly spaced over the split; 0: all. `training`: of the training split, as its first epoch sees
-    them.
+    `limit` of them, evenly spaced; 0: all. `training`: of the training split, as its first epoch sees them.
     """
     shown = data.views()[0] if training else data.shown(data.val)
     ids = evenly_spaced(len(shown), limit or len(shown))

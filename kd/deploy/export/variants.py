@@ -1,7 +1,6 @@
-"""The files of an export as variants: how right each is, and how fast on this machine.
+"""The graphs of an export: how right each is on validation images, and how fast on this machine.
 
-A variant is one graph in one precision, and one file name. How right it is comes from the run's validation images. How
-fast it is comes from `kd-serve` itself (`kd.deploy.serve.bench`): a time is what one client waits for an answer.
+A time is what one client of `kd-serve` waits for an answer (`kd.deploy.serve.bench`).
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ def runner(path: Path) -> parity.Runner:
 
 
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
-    """Return how right a graph is, from what it and PyTorch answered, as JSON values.
-
-    `title` and `unit` are of the `score` that decides, `interval` is its 95 %. `drop` is what it loses against the
-    student as trained, and `agreement` the share of equal answers, or what the task compares.
-    """
+    """Return how right a graph is as JSON values; `drop` and `agreement` are against the student as trained."""
     scores = outputs.scores(name, task)
     value, images = scores.facts[scores.decides], len(outputs.labels)
     return {

@@ -47,10 +47,7 @@ class ImageList:
         return digest.hexdigest()
 
     def content(self, id: int) -> bytes:
-        """Return the bytes of one image; try again where the storage fails.
-
-        One of `GONE` is raised of an image that cannot be read and is still there, or was not there before.
-        """
+        """Return the bytes of one image; try again where the storage fails. `GONE` concerns this image alone."""
 
         def read() -> bytes:
             try:

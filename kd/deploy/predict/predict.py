@@ -161,10 +161,7 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
 def _classify(
     settings: PredictOptions, described: Sequence[Description], images: ImageList, top: int
 ) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
-    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help.
-
-    `described`: the first model, and the second if there is one.
-    """
+    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help."""
     limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
     if settings.ray:
         try:

@@ -91,9 +91,8 @@ class Journal:
     def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
-        If the file is there, it has these rows: an earlier start was killed here. `top`: labels of each image; 0: as
-        many as exceed their thresholds. Labels in `scored` have a column of their own with their score, in a CSV; so
-        have the keys of rows in `more`.
+        If the file is there, it has these rows: an earlier start was killed here. `top`, `scored` and `more`: see
+        `_csv`.
         """
         self.flush()
         self._file.seek(0)
@@ -163,19 +162,16 @@ def _line(row: Row) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-# ---------------------------------------------------------------------------------------------------------- formats
-
-
 def _printed(name: str) -> str:
     """Return a name as UTF-8 can write it: bytes that are none are written as a backslash, x and two digits."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
-    """Write image, label, score, label_2, score_2, ..., error; of several labels image, labels, scores, error; `more`.
+    """Write image, label, score, label_2, score_2, ..., error, the keys `more`, and the score of each of `scored`.
 
-    Several stand in one cell, joined by "|", as `data.kind: multilabel` reads them. Behind them is a column for each of
-    `scored`. A name that a spreadsheet would run as a formula becomes ./NAME, which is the same file.
+    `top` 0: several labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name that a spreadsheet
+    would run as a formula becomes ./NAME, which is the same file.
     """
     suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
     names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]

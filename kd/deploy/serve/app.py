@@ -137,11 +137,10 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
 
 @asynccontextmanager
 async def request_body(request: Request, service: Service) -> AsyncIterator[bytes]:
-    """Yield the body of a request. It is counted in `service.buffered` until the `async with` block ends.
+    """Yield the body of a request, which is counted in `service.buffered` until the `async with` block ends.
 
-    The body of a rejected request is also read to its end, and discarded. A client that is still writing when the
-    connection closes gets a broken pipe and never reads the answer. A Problem is 400 (invalid content-length), 408 (too
-    slow), 413 (too large), 499 (the client disconnected) or 503 (too many requests, or bytes of bodies in memory).
+    The body of a rejected request is read to its end too, and discarded: a client that is still writing when the
+    connection closes never reads the answer.
     """
     body = bytearray()
     try:

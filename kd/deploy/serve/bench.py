@@ -1,7 +1,6 @@
 """What a client waits for: `kd-serve` is started for each file of an export, and all are asked in turns.
 
-In turns, so that what else this machine does disturbs all alike. The client is a loop over one connection, in this
-process, on the same cores. Needs only the standard library.
+In turns, so that what else this machine does disturbs all alike. The client runs in this process, on the same cores.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ class Latency:
 def ask(
     folder: Path, files: Sequence[str], picture: bytes, threads: int, slots: int, seconds: float
 ) -> dict[str, Latency]:
-    """Send one picture again and again to a server of each file, from as many clients as twice its slots; one of one.
+    """Send a JPEG again and again to a server of each file, for `seconds` each at most, three turns at least.
 
-    It is a JPEG; `threads` and `slots` are those of `kd-serve`. Each server takes `seconds` at most, three turns at
-    least.
+    The clients are twice as many as slots; one of one.
     """
     clients = 1 if slots == 1 else 2 * slots
     took: dict[str, list[float]] = {file: [] for file in files}

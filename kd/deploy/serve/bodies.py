@@ -30,10 +30,7 @@ def media_type(header: str) -> str:
 
 
 def images(kind: str, header: str, body: bytes, max_images: int) -> list[bytes]:
-    """Return the image files in a body. `kind` is the result of `media_type`; `header` may have a multipart boundary.
-
-    A Problem is 400 (the body does not match its type) or 413 (too many images or values).
-    """
+    """Return the image files in a body of the type `kind`; `header` may have a multipart boundary."""
     files = [body]
     if kind == JSON:
         files = _from_json(body, max_images)

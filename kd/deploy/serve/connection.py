@@ -122,7 +122,6 @@ class Connection(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:  # type: ignore[override]
-        """Start the deadline for headers."""
         super().connection_made(transport)
         transport.max_size = READ_SIZE  # asyncio's default is 256 KiB, of which h11 parses trailers for 260 ms
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as bytes cannot be sent

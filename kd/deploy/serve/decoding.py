@@ -30,13 +30,7 @@ class DecodedImage:
 
 
 def prepare(data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN) -> DecodedImage:
-    """Decode an image file and crop it to `size` pixels a side; `crop` is the share of the shorter side that it keeps.
-
-    `margin` is the export's (`kd.files.pixels.reduce`).
-
-    A Problem is 400 (empty, damaged or cut short), 413 (too many pixels), 415 (another format) or 422 (too small, too
-    long, or too many JPEG scans).
-    """
+    """Decode an image file and crop it to `size` pixels a side, `crop` of the shorter side."""
     return decode(open_all([data], limits)[0], size, crop, margin)
 
 

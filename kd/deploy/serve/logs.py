@@ -20,7 +20,6 @@ class JsonLines(logging.Formatter):
     """A JSON object for each record, with what a message gave as `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line."""
         when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
         found = {"time": when, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
         error = {"error": self.formatException(record.exc_info)} if record.exc_info else {}

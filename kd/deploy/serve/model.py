@@ -62,10 +62,7 @@ class Description:
 
 
 def describe(folder: Path, file: str = "") -> Description:
-    """Read an export's manifest and labels, not the graph. A stranger may have written them: every value is checked.
-
-    `file` is the graph's; "": the one that `kd-export --accept` chose, or model.onnx.
-    """
+    """Read an export's manifest and labels, of the graph `file` or the default. A stranger may have written them."""
     manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
     try:
         if not unchanged(manifest):
@@ -161,9 +158,6 @@ def invalid_export(wrong: str) -> ModelError:
 def first_line(error: Exception) -> str:
     """Return the first line of a runtime's message, at most 200 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
-
-
-# ---------------------------------------------------------------------------------------------------------- the graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,7 @@ image may have several labels, one for each class. Empty: the export has no thre
 
 
 def negotiate(accept: str) -> str:
-    """Return the media type of the answer: the one with the higher quality value, or JSON if they are equal.
-
-    A Problem is 400 (more than `MAX_ENTRIES`: parsing runs on the event loop) or 406 (neither type is accepted).
-    """
+    """Return the media type with the higher quality value, or JSON if they are equal; 406 where neither is accepted."""
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
     found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}  # how closely an entry names each of them, and its quality value
@@ -121,11 +118,10 @@ def embeddings(vectors: np.ndarray) -> list[dict]:
 
 
 def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes:
-    """Write one answer per image.
+    """Write one answer per image: JSON, or CSV without a header.
 
-    JSON is {"predictions": [...], "model", "version"}. CSV has no header, and a row per image: label, score, label,
-    score, ..., best first; those above their threshold where an image may have several labels; or the embedding.
-    Last stands `true` or `false` where the export says what is sure.
+    A row of CSV is label, score, label, score, ..., best first, or those above their threshold where an image may have
+    several; or the embedding. Last stands `true` or `false` where the export says what is sure.
     """
     if kind == JSON:
         return json.dumps({"predictions": answers, "model": model, "version": version}).encode()

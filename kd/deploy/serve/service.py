@@ -1,8 +1,7 @@
 """Admission control and worker threads, between the event loop and the model.
 
-The event loop only reads and writes bytes. All CPU work of a request (parsing, decoding, cropping, inference) is one
-job on one of `slots` threads. So there are never more jobs than cores, and an image stays on one thread. docs/deploy.md
-has the measurement behind `slots`.
+The event loop only moves bytes. All CPU work of a request is one job on one of `slots` threads, so that there are never
+more jobs than cores (docs/deploy.md has the measurement).
 """
 
 from __future__ import annotations
@@ -66,11 +65,10 @@ class Service:
         return None
 
     async def run(self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]) -> Result:
-        """Run a job, all CPU work of a request, on the next free thread.
+        """Run a job, all CPU work of a request, on the next free thread; a Problem is the job's, 503 or 499.
 
-        A request that times out still counts as in flight until its thread has finished the job. `disconnected()` is
-        an awaitable that completes when the client has disconnected. A Problem is what the job raises, 503 (too many
-        requests, or the deadline has passed) or 499 (the client has disconnected).
+        A request that times out counts as in flight until its job is done. `disconnected()` completes when the client
+        has gone.
         """
         if error := self.admission_error():
             raise error
@@ -117,10 +115,7 @@ class Service:
     def classify(
         self, model: LoadedGraph, kind: str, header: str, body: bytes
     ) -> tuple[np.ndarray, list[Measures], str]:
-        """Return the logits [B, C], or vectors [B, D], of the images in a body, and a summary for the log. Blocks.
-
-        Between them stand the numbers of each image that `kd.deploy.shift.measure` returns.
-        """
+        """Return logits [B, C] or vectors [B, D] of a body, the measures of each image, and a text for the log."""
         start = time.perf_counter()
         files = bodies.images(kind, header, body, self.limits.max_images)
         opened = open_all(files, self.limits)

@@ -27,7 +27,7 @@ from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kd.deploy.export.subject import WrittenExport
+    from kd.deploy.export.export import WrittenExport
 
 BATCH = 16  # images of a forward: a batch of the comparison of graphs
 OFF = 0.05

@@ -14,8 +14,8 @@ import numpy as np
 
 from kd.core.contracts import Source
 from kd.core.errors import DataError
+from kd.core.text import names_of, quoted
 from kd.core.types import Label
-from kd.files.name_list import names_of, quoted
 from kd.files.storage import write_text
 from kd.study.audit.album import MIRRORED, Album
 from kd.study.audit.copies import Pairs

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from subjects import small_subject
 
-from kd.deploy.export.subject import Subject
+from kd.deploy.export.graphs import Subject
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from kd.core.errors import ModelError
 from kd.deploy.export import graphs, variants
-from kd.deploy.export.accept import NotAcceptedError, first, limits, misses, sentence
+from kd.deploy.export.accept import NotAcceptedError, limits, misses, sentence
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.serve.model import describe
@@ -45,23 +45,6 @@ def test_what_is_no_sentence(text, told):
 def test_by_how_much_a_graph_misses():
     found = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
     assert misses(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == ["drop by 0.5 (2.5)", "ece by nan (nan)"]
-
-
-def test_the_cheap_numbers_first_and_the_first_graph_that_keeps_all():
-    sizes, drops, times = {"a": 9.0, "b": 3.0, "c": 3.0, "d": 1.0}, {"b": 5.0, "c": 1.0}, {"c": 4.0}
-    rejected = []
-    found = first(
-        "drop<=2 ms<=5 mb<=4",
-        ["a", "gone", "b", "c", "d"],
-        [
-            lambda name: {"mb": sizes[name]} if name in sizes else "is not here",
-            lambda name: {"drop": drops[name]},  # a KeyError for what is too large already, and for what comes behind
-            lambda name: {"ms": times[name]},
-        ],
-        lambda name, why: rejected.append(why),
-    )
-    assert found == {"file": "c", "found": {"drop": 1.0, "ms": 4.0, "mb": 3.0}}
-    assert rejected == ["a misses mb by 5 (9)", "gone: is not here", "b misses drop by 3 (5)"]
 
 
 @pytest.fixture

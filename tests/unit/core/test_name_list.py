@@ -2,7 +2,7 @@
 
 import pytest
 
-from kd.files.name_list import names_of, quoted
+from kd.core.text import names_of, quoted
 
 NAMES = ["a/1.jpg", "two words.jpg", "a\nb.jpg", "a\u2028b.jpg", "a\x85b.jpg", "end.jpg ", " begin.jpg", "tab\t.jpg"]
 NAMES += ["# no remark.jpg", '"quoted".jpg', '"', "a\r.jpg", "ä.jpg", "\\udcff.jpg"]
