@@ -56,7 +56,7 @@ ARGS ?= run.epochs=10
 compare: $(VENV)/.run
 	$(VENV)/bin/python tools/compare.py --timm $(TIMM) $(ARGS)
 
-proof: $(VENV)/.run
+proof: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/proof.py --data $(DATA) --weights $(WEIGHTS) $(PROOF)
 
 bench: $(VENV)/.run
