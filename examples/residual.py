@@ -30,7 +30,7 @@ def network(width: int = 16, classes: int = 10, fold: int = 1) -> nn.Module:
     `fold`: squares of so many pixels become channels first, so that an image of 128 px costs as much as one of 32.
     """
     made = nn.Sequential(
-        nn.PixelUnshuffle(fold) if fold > 1 else nn.Identity(),
+        *([nn.PixelUnshuffle(fold)] if fold > 1 else []),
         convolution(3 * fold**2, width),
         convolution(width, 2 * width, halve=True),
         Residual(convolution(2 * width, 2 * width), convolution(2 * width, 2 * width)),
