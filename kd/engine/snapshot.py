@@ -81,7 +81,11 @@ def restore(run: Run) -> State:
     if found is None:
         return State()
     state, tensors, info = found
-    run.distillation.load_state_dict(_under("model.", tensors))
+    try:
+        run.distillation.load_state_dict(_under("model.", tensors))
+    except RuntimeError as error:  # names or shapes differ: the file is the same, so the code is not
+        wrong = f"the checkpoint of step {step} does not fit the student's network, whose code has changed since"
+        raise RunError("student.model", wrong, "", "Undo the change, or start a new run") from error
     if run.average is not None:
         run.average.load(_under("average.", tensors))
     run.sifter.load_state_dict(_under("sifter.", tensors))

@@ -12,7 +12,7 @@ import torch
 from pieces import without_clocks
 from torch.nn import functional as F
 
-from kd.core.errors import Interrupted, NonFiniteLoss
+from kd.core.errors import Interrupted, NonFiniteLoss, RunError
 from kd.core.facts import Intervals, LossFacts
 from kd.core.seeds import seed_from
 from kd.core.types import Batch, Dims, Outputs, State
@@ -411,6 +411,17 @@ def test_two_kills_in_a_row(make, tmp_path):
     assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
     for made in (whole, resumed):
         made.store.close()
+
+
+def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
+    made = make("run.epochs=1", folder=tmp_path / "run")
+    train(made.run)
+    made.store.close()
+    changed = make("run.epochs=2", folder=tmp_path / "run")
+    changed.run.distillation.student.network.head = torch.nn.Linear(7, 3)  # as if the file of the model were edited
+    with pytest.raises(RunError, match=r"student.model: the checkpoint of step \d+ does not fit .* start a new run"):
+        train(changed.run)
+    changed.store.close()
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
