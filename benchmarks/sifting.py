@@ -61,32 +61,41 @@ KINDS = {
 }
 EPOCHS = {"long": 100, "short": 16}
 SIFTED = [f"sifter.keep={KEEP}", f"sifter.anneal={ANNEAL}"]
+RELATIVE = ["sifter.kind=relative", "sifter.beta_value=1"]
+
+
+def by_teacher(score: str, choose: str, *keys: str) -> list[str]:
+    """Return the overrides of a sifter by the teacher's stored answers."""
+    return ["sifter.kind=teacher", f"sifter.score={score}", f"sifter.choose={choose}", *keys, *SIFTED]
+
+
 ARMS: dict[str, list[str]] = {
     "everything": [],
     "fewer": [],
     "history": ["sifter.kind=history", *SIFTED],
-    "teacher learnable": ["sifter.kind=teacher", "sifter.score=learnable", *SIFTED],
-    "teacher loss": ["sifter.kind=teacher", "sifter.score=loss", *SIFTED],
+    "teacher learnable": by_teacher("learnable", "hardest"),
     "random": ["sifter.kind=random", *SIFTED],
-    "relative": ["sifter.kind=relative", "sifter.beta_value=1"],
-    "teacher entropy drawn": ["sifter.kind=teacher", "sifter.score=entropy", "sifter.choose=drawn", *SIFTED],
-    "teacher loss easiest": ["sifter.kind=teacher", "sifter.score=loss", "sifter.choose=easiest", *SIFTED],
-    "teacher margin middle": ["sifter.kind=teacher", "sifter.score=margin", "sifter.choose=middle", *SIFTED],
-    "teacher divergence": ["sifter.kind=teacher", "sifter.score=divergence", *SIFTED],
-    "teacher learnable drawn": ["sifter.kind=teacher", "sifter.score=learnable", "sifter.choose=drawn", *SIFTED],
-    "teacher learnable weighted": [
-        *["sifter.kind=teacher", "sifter.score=learnable", "sifter.choose=drawn", "sifter.reweight=true"],
-        *SIFTED,
-    ],
+    "teacher loss easiest": by_teacher("loss", "easiest"),
+    "relative": RELATIVE,
+    "teacher learnable drawn": by_teacher("learnable", "drawn"),
+    "relative half": [*RELATIVE, "sifter.shrink=2"],
+    "teacher loss": by_teacher("loss", "hardest"),
+    "start": ["run.steps=1"],
+    "teacher margin middle": by_teacher("margin", "middle"),
+    "teacher entropy drawn": by_teacher("entropy", "drawn"),
+    "teacher divergence": by_teacher("divergence", "hardest"),
+    "teacher learnable weighted": by_teacher("learnable", "drawn", "sifter.reweight=true"),
 }
+"""The order is that of making. `start`: what a run costs that trains one step."""
 FIRST = list(ARMS)[:7]
 
 
 def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """Yield data, schedule, arm and seed of each run, the most telling ones first."""
     made = [
+        *itertools.product(["cifar10"], ["long"], seeds[:1], list(ARMS)[:11]),
         *itertools.product(["cifar10"], ["long"], seeds, FIRST),
-        *itertools.product(["cifar10"], ["long"], seeds[:1], list(ARMS)[7:]),
+        *itertools.product(["cifar10"], ["long"], seeds[:1], ARMS),
         *itertools.product(["tiny50"], ["long"], seeds, FIRST),
         *itertools.product(["cifar10", "tiny50"], ["short"], seeds, FIRST),
         *itertools.product(["tail", "noisy", "copies"], ["long"], seeds, FIRST),
@@ -190,7 +199,7 @@ def one(options: argparse.Namespace, data: str, schedule: str, arm: str, seed: i
     length = [f"run.epochs={epochs}"]
     if arm == "fewer":
         length = [f"run.steps={round(steps * (whole + KEEP * (epochs - whole)))}"]
-    delay = [f"sifter.sift_delay={steps}"] if arm == "relative" else []
+    delay = [f"sifter.sift_delay={steps}"] if "relative" in arm else []
     name = f"{data}-{schedule}-{arm}-{seed}".replace(" ", "_")
     folder = options.work / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)

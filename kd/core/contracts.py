@@ -112,8 +112,10 @@ class Loader(Protocol):
 class Score(Protocol):
     """The scoring pass that the engine gives to a sifter: eval mode, no gradients, deterministic."""
 
-    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
+    def __call__(self, batches: Sequence[Batch], shrink: int = 1) -> tuple[Tensor, list[Batch]]:
         """Return the unweighted losses of one step's worth of images, of which `batches` are this rank's micro-batches.
+
+        The student sees images of 1 / `shrink` of the sides. The batches that come back have all pixels.
 
         They are those of all ranks, float32 [global batch] on their device, in the plan's order. The batches come back
         with the teacher's outputs, so that the step reuses them.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kd.core.contracts import Backend, Loader, Sifter, Teacher
+from kd.core.errors import ModelError
 from kd.core.evaluation import Evaluator
 from kd.core.facts import Intervals
 from kd.core.recording import Logger, RunStore
@@ -180,7 +182,7 @@ class Scoring:
         self.run = run
 
     @torch.no_grad()
-    def __call__(self, batches: Sequence[Batch]) -> tuple[Tensor, list[Batch]]:
+    def __call__(self, batches: Sequence[Batch], shrink: int = 1) -> tuple[Tensor, list[Batch]]:
         backend, distillation = self.run.backend, self.run.distillation
         scored, losses = [], []
         with self.run.span("sifting"):
@@ -188,8 +190,8 @@ class Scoring:
             for batch in batches:
                 with self.run.span("teacher"):  # the step takes these outputs over
                     outputs = self.run.teacher(batch)
-                with backend.autocast():
-                    losses.append(distillation(batch, outputs)[1]["per_image"].float())
+                with backend.autocast(), shrunk(distillation.student, batch, shrink) as small:
+                    losses.append(distillation(small, outputs)[1]["per_image"].float())
                 # no `crc`: nothing is looked up again, and the host would read which rows are kept
                 scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs), crc=()))
             distillation.train()
@@ -202,3 +204,22 @@ class Scoring:
     def cut(self) -> None:
         """Cut the graph."""
         self.run.backend.end_step()
+
+
+@contextmanager
+def shrunk(student: Any, batch: Batch, times: int) -> Iterator[Batch]:
+    """Give a batch whose images are so many times smaller, by the mean of their pixels, to a student that takes it."""
+    if times == 1:
+        yield batch
+        return
+    small, size = F.avg_pool2d(batch.image.float(), times), student.input_size
+    small = small if batch.image.is_floating_point() else small.round()
+    student.input_size = size // times
+    try:
+        yield replace(batch, image=small.to(batch.image.dtype))
+    except (AssertionError, RuntimeError) as error:
+        wrong = f"is {times}, but the student takes no smaller images ({' '.join(str(error).split())[:120]})"
+        remedy = "Set sifter.shrink=1, or for a ViT of timm student.args={dynamic_img_size: true}"
+        raise ModelError("sifter.shrink", wrong, "1 for this student", remedy) from error
+    finally:
+        student.input_size = size

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
 
+from kd.core.errors import ModelError
 from kd.engine.loop import train
 from kd.engine.run import Scoring
 
@@ -126,3 +127,22 @@ def test_scoring_leaves_the_student_as_it_was(make):
     assert torch.equal(draw, torch.rand(1))
     assert sifted.run.distillation.training
     assert same(before, sifted.run.distillation.state_dict())
+
+
+def test_the_scoring_pass_may_see_images_of_half_the_size(make):
+    made = make(*RELATIVE, "sifter.shrink=2", "student.args.dynamic_img_size=true", "run.epochs=4")
+    seen: list[torch.Size] = []
+    hook = made.run.distillation.student.network.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
+    state = train(made.run)
+    hook.remove()
+    side = max(shape[-1] for shape in seen)
+    assert {shape[-1] for shape in seen} == {side, side // 2}
+    assert state.images < 4 * 32
+
+
+def test_a_student_of_one_size_is_not_scored_on_smaller_images(make):
+    made = make(*RELATIVE, "sifter.shrink=2")
+    with pytest.raises(
+        ModelError, match=r"sifter\.shrink: is 2, but the student takes no smaller images \(Input height"
+    ):
+        train(made.run)

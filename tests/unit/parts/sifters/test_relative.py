@@ -26,7 +26,7 @@ class Scores:
     def __init__(self, plan: Plan, losses: torch.Tensor = LOSSES) -> None:
         self.plan, self.losses = plan, losses
 
-    def __call__(self, batches):
+    def __call__(self, batches, shrink=1):
         batch = 2 * len(batches[0].ids)
         ids = self.plan.ids[(self.at - 1) * batch : self.at * batch]
         scored = [
