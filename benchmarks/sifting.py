@@ -279,6 +279,7 @@ def main() -> None:
         if task in made or options.only not in "-".join(map(str, task)):
             continue
         rows.append({**one(options, *task), "hardware": hardware()})
+        made.add(task)
         print(rows[-1], flush=True)
         with file.open("a") as log:
             log.write(json.dumps(rows[-1]) + "\n")
