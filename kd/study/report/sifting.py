@@ -78,11 +78,11 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
     lines = ["## Sifting", "", table(rows), ""]
     if full and sifted:
         mean_full, mean_sifted = sum(full) / len(full), sum(sifted) / len(sifted)
-        total = mean_full * len(epochs)
         lines += [
             f"A sifted epoch took {percent(1 - mean_sifted / mean_full)} less time than this run's own full ones "
-            f"({mean_sifted:.1f} against {mean_full:.1f} s); the whole run took {percent(1 - spent / total)} "
-            f"less than {len(epochs)} full epochs would ({spent:.1f} against {total:.1f} s).",
+            f"({mean_sifted:.1f} against {mean_full:.1f} s); the run as much as {spent / mean_full:.1f} full ones. "
+            "Fewer epochs save time too: sifting has paid only if this run is better than one with sifter.kind=none "
+            f"and run.epochs={max(1, round(spent / mean_full))}.",
             "",
         ]
     return "\n".join(lines)
@@ -96,7 +96,8 @@ def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, An
         return ""
     return (
         f"{trained:,.0f} of {images * len(epochs):,} images were trained: "
-        f"{percent(1 - trained / (images * len(epochs)))} were left out."
+        f"{percent(1 - trained / (images * len(epochs)))} were left out. Everything in "
+        f"{max(1, round(trained / images))} epochs trains as many: compare with that."
     )
 
 
