@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from kd.config.schema import DataSection, OptimizerSection, TeacherSection
+from kd.config.schema import DataSection
 from kd.core.contracts import TeacherModel
 from kd.core.errors import DataError
+from kd.engine.criterion import Distillation
+from kd.jobs.memory import executed, held_bytes, step_bytes
 from kd.models.classifier import feature_shapes
 from kd.models.load import require_weights
-from kd.models.teacher import count_parameters
+from kd.models.teacher import FAILURES, count_parameters
 from kd.setup.data import open_sources, train_transform
 from kd.setup.home import compare
 from kd.setup.loaders import BatchSplit, split_batch
@@ -24,10 +26,11 @@ from kd.setup.tuning import tune
 
 
 def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
-    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images.
+    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images
+    and count the memory of a step.
 
     Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
-    Not checked here: the teacher's accuracy (`kd-train` scores it before step 1) and whether a batch fits.
+    Not checked here: the teacher's accuracy (`kd-train` scores it before step 1).
     """
     section, plan, student_plan = recipe.data, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
@@ -51,10 +54,12 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
             named = bool(phase.student.checkpoint)  # a file, which may not fit; other weights do
             built[name] = build_student(phase.student, data.classes, section.image_size, weights=named)
         tune(phase.student, built[name])
-    state_mib = {name: _state_mib(one.loop.optimizer, built[name], num_ranks) for name, one in phases.items()}
-    student = built["distillation"]
-    dims = dims_of(student, teachers)
-    build_criterion(student_plan.losses, dims, student_plan.seed, getattr(teachers.model, "shares", (1.0,)))
+    student, modules = built["distillation"], {}
+    for name, phase in phases.items():
+        told, losses = (teachers if phase is recipe else Teachers(None, data)), phase.student.losses
+        shares = getattr(told.model, "shares", (1.0,))
+        criterion = build_criterion(losses, dims_of(built[name], told), phase.student.seed, shares)
+        modules[name] = Distillation(built[name], criterion, phase.student.task)
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -73,7 +78,7 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
-        _memory(recipe.teacher, teachers, state_mib, num_ranks),
+        _memory(phases, modules, teachers, num_ranks, steps=answers),
     ]
     return "\n".join(lines)
 
@@ -150,20 +155,27 @@ def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _memory(section: TeacherSection, teachers: Teachers, state_mib: Mapping[str, float], num_ranks: int) -> str:
-    """Say what weights, gradients and optimizer take in the largest phase, and in which."""
-    frozen = sum(count_parameters(model) for model in teachers.members if model.runtime == "torch")
-    frozen *= (2 if section.precision == "bf16" else 4) / (num_ranks if section.shard or section.pipeline else 1)
-    sizes = {**state_mib, "distillation": state_mib["distillation"] + frozen / 2**20}
-    largest, *rest = sorted(sizes.items(), key=lambda pair: -pair[1])
-    others = "".join(f", {mib:.0f} in {name}" for name, mib in rest)
-    text = f"{largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, gradients and optimizer"
-    return f"memory    {text}; activations come on top"
-
-
-def _state_mib(section: OptimizerSection, model: Any, world_size: int) -> float:
-    moments = 2 if section.kind == "adamw" else 1
-    shared = world_size if section.zero else 1
-    moving = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    floats = count_parameters(model) * (2 if section.ema else 1) + moving * (1 + moments / shared)
-    return 4 * floats / 2**20
+def _memory(
+    phases: Mapping[str, Recipe], modules: Mapping[str, Distillation], teachers: Teachers, num_ranks: int, steps: bool
+) -> str:
+    """Say what the largest phase takes, and the others; `steps`: the peak of a step is counted, which takes seconds."""
+    mib, model, section = {}, teachers.model, phases["distillation"].teacher
+    torchs = [one for one in teachers.members if one.runtime == "torch"]
+    width = 2 if executed(phases["distillation"], section.precision)[0] else 4
+    frozen = sum(map(count_parameters, torchs)) * width / (num_ranks if section.shard or section.pipeline else 1)
+    for name, recipe in phases.items():
+        asked = name == "distillation"
+        held = held_bytes(recipe, modules[name], num_ranks) + (frozen if asked else 0)
+        step = 4 * sum(p.numel() for p in modules[name].parameters() if p.requires_grad)  # gradients
+        if steps:
+            images = split_batch(recipe.data, num_ranks, len(teachers.data.train)).micro_batch
+            told = model if asked and len(torchs) == len(teachers.members) else None
+            try:
+                step = step_bytes(recipe, modules[name], told, images, num_ranks > 1)
+            except FAILURES:  # a network whose shapes follow from values
+                steps = False
+        mib[name] = (held + step) / 2**20
+    largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
+    others = "".join(f", {one:.0f} in {name}" for name, one in rest)
+    what = "optimizer and the peak of a step" if steps else "gradients and optimizer; activations come on top"
+    return f"memory    {largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, {what}"

@@ -142,15 +142,17 @@ def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
     return ModelError(f"{where}.model", wrong, allowed, remedy)
 
 
-def on_meta(model: Any) -> Any:
-    """Return a copy of a model on the meta device, without copying its tensors."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): _like(tensor) for tensor in tensors})
+def on_meta(model: Any, device: str = "meta", network: torch.dtype | None = None) -> Any:
+    """Return a copy of a model on the meta device, without copying its tensors; `network`: type of its weights there.
 
-
-def _like(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    On another `device` as fake tensors, under a FakeTensorMode.
+    """
+    cast = {id(tensor) for tensor in model.network.parameters()} if network is not None else set()
+    made: dict[int, Tensor] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        empty = torch.empty_like(tensor, device=device, dtype=network if id(tensor) in cast else None)
+        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, made)
 
 
 def is_on_meta(model: Any) -> bool:

@@ -1,0 +1,110 @@
+"""The memory that `--check` says: counted without values, and as torch's allocator counts a real step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kd import config
+from kd.engine.criterion import Distillation
+from kd.jobs.check import check
+from kd.jobs.memory import held_bytes, step_bytes
+from kd.models.classifier import set_attention
+from kd.models.load import load
+from kd.models.spec import Spec
+from kd.models.teacher import LiveTeacher, on_meta
+from kd.setup.build import build_backend
+from kd.setup.modes import ExecutionMode, Trial
+from kd.setup.recipe import Recipe, resolve
+from kd.setup.student import apply_mode, build_criterion
+
+SIZE, IMAGES = 32, 48
+SMALL = {"embed_dim": 48, "depth": 2, "num_heads": 3}
+VIT = {"patch_size": 4, **SMALL}
+
+
+def recipe(*overrides: str) -> Recipe:
+    settings = {
+        "run": {"epochs": 1},
+        "data": {"kind": "food_mini", "image_size": SIZE, "batch_size": IMAGES},
+        "teacher": {"model": "vit_tiny_patch16_224", "precision": "fp32"},
+        "student": {"model": "vit_tiny_patch16_224"},
+        "losses": [{"kind": "kl"}],
+        "backend": {"kind": "cpu", "precision": "fp32"},
+    }
+    return resolve(config.load(settings, overrides))
+
+
+def models(plan: Recipe, name: str = "vit_tiny_patch16_224", **args: object) -> tuple[Distillation, torch.nn.Module]:
+    student, teacher = (
+        load(Spec("student", name, VIT if name.startswith("vit") else args, ["a", "b", "c"]), SIZE) for _ in range(2)
+    )
+    return Distillation(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher
+
+
+def allocated(work) -> int:
+    """Return the peak that torch's allocator reports of a piece of work."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+LOW = ("backend.precision=bf16", "teacher.precision=bf16", "teacher.micro_batch=12")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "args"), [(LOW, "vit_tiny_patch16_224", VIT), ((), "resnet10t", {})], ids=["vit", "resnet"]
+)
+def test_a_counted_step_is_a_real_one(overrides, name, args):
+    plan = recipe(*overrides)
+    distillation, teacher = models(plan, name, **args)
+    half = torch.bfloat16 if plan.teacher.precision == "bf16" else torch.float32
+    counted = step_bytes(plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False)
+    backend = build_backend(plan.backend)
+    live = LiveTeacher(teacher, backend.device, half, plan.teacher.micro_batch)
+    apply_mode(ExecutionMode(plan.student.precision, "unfused"), distillation, backend)
+    set_attention(live.model, False)
+    with Trial(distillation, live, backend, SIZE, IMAGES) as trial:
+        trial.step()  # what is made once
+        trial.__dict__.pop("outputs")
+        real = allocated(trial.step)
+    assert counted == pytest.approx(real, rel=0.1)
+
+
+def test_the_peak_is_a_line_in_the_number_of_images():
+    """And gradients that stay in the buckets of several ranks are added at most once."""
+    plan = recipe()
+    distillation, teacher = models(plan)
+    weights = sum(p.numel() for p in distillation.parameters())
+    alone = step_bytes(plan, distillation, teacher, 1, reduced=False)
+    held = step_bytes(plan, distillation, teacher, 1, reduced=True)
+    assert alone <= held <= alone + 4 * weights
+    more = [step_bytes(plan, distillation, teacher, images, reduced=False) for images in (100, 200, 300)]
+    assert more[2] - more[1] == pytest.approx(more[1] - more[0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "floats"),
+    [([], 3), (["optimizer.ema=0.9"], 4), (["optimizer.kind=sgd"], 2), (["optimizer.zero=true"], 1.5)],
+)
+def test_what_is_held_is_floats_of_each_weight(overrides, floats):
+    plan = recipe(*overrides)
+    distillation, _ = models(plan)
+    weights = sum(p.numel() for p in distillation.parameters())
+    assert held_bytes(plan, distillation, 4) == 4 * weights * floats
+
+
+def test_check_says_the_peak_of_the_largest_phase(settings):
+    fitted = {"model": "vit_tiny_patch16_224", "args": {"patch_size": 8, **SMALL}, "fit": {"epochs": 1}}
+    lines = [check(resolve(config.load({**settings, "teacher": fitted})), answers=full) for full in (False, True)]
+    held, peak = (line.splitlines()[-1].partition("memory    ")[2] for line in lines)
+    assert "activations come on top" in held
+    assert peak.endswith("weights, optimizer and the peak of a step")
+    assert " in the fit of teacher" in peak
+    assert int(peak.split(" MiB")[0]) >= int(held.split(" MiB")[0])
