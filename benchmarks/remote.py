@@ -29,8 +29,7 @@ import torch
 
 from _record import write
 from kd.cluster.decoders import Pool
-from kd.cluster.hosts import marked, signal_all
-from kd.cluster.local import LocalJob
+from kd.cluster.hosts import LocalJob, marked, signal_all
 from kd.cluster.remote import RemoteLoader
 from kd.core.types import TENSORS, Batch, Plan, Sample
 from kd.data.loader import LocalLoader

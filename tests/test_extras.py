@@ -38,7 +38,7 @@ TRIED: dict[str, str] = {
     "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
     "transformers": "-c 'import transformers, kd.parts.networks.transformers, kd.parts.networks.zero_shot'",
     "completion": "-c 'import argcomplete, kd.cli.__main__'",
-    "sift-integrations": "-c 'import lightning, transformers, kd.sifting.lightning, kd.sifting.trainer'",
+    "sift-integrations": "-c 'import lightning, transformers, kd.sifting.frameworks'",
 }
 """Arguments of Python."""
 

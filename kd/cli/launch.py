@@ -81,7 +81,7 @@ def _train_here(options: argparse.Namespace) -> int:
 
     def command() -> None:
         from kd import config
-        from kd.cluster.local import run_job
+        from kd.cluster.hosts import run_job
 
         nonlocal code
         argv = [options.config, *options.overrides]

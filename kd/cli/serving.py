@@ -11,8 +11,7 @@ from pathlib import Path
 from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, table, variant_rows
-from kd.deploy.export import accept
-from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.options import ExportOptions, accepted_line
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
@@ -34,7 +33,7 @@ def export(argv: Sequence[str] | None = None) -> int:
         if rows := variant_rows(exported.manifest):
             print(f"{table(rows)}\n{VARIANTS_NOTE}")
         if accepted := exported.manifest.get("accepted"):
-            print(f"{accept.line(accepted)}, which kd-serve now loads")
+            print(f"{accepted_line(accepted)}, which kd-serve now loads")
         if options.sagemaker:
             from kd.cluster.archives import write_archive
 

@@ -91,8 +91,7 @@ class Call(NamedTuple):
     ref: Any = None
 
 
-_owned: list[Pool] = []
-"""The newest pool that this process started. The next one, of a run after a teacher's fit, needs the same CPUs."""
+_owned: list[Pool] = []  # the newest pool of this process: the next one, after a teacher's fit, needs its CPUs
 
 
 class Pool:

@@ -36,8 +36,7 @@ from kd.core.errors import BackendError, KdError
 from kd.core.host import cores
 
 RAY_MARK = "KD_RAY"  # like `kd.cluster.hosts.MARK`, of Ray's processes only
-QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
-"""Ray prints pages about each lost host in the log of a run; `data.loader` prints a line."""
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # else pages about each lost host
 MEET_SECONDS = 900.0  # how long a host tries to join the first trainer: hosts of a job start minutes apart
 JOIN_SECONDS = 300.0  # how long the first trainer waits for hosts that have not joined; then it begins without them
 SILENCE_SECONDS = 60.0  # after which a head that neither answers nor refuses is lost

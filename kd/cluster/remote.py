@@ -7,11 +7,9 @@ deadline.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from typing import Any, TypeVar
 
@@ -125,33 +123,15 @@ def divided(request: Request) -> list[Request]:
 
 
 def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
-    """Yield items that a thread makes, up to two of them in advance; an error in the thread is raised here."""
-    ready: queue.Queue[Any] = queue.Queue(2)
-    over = threading.Event()
-
-    def put(kind: str, value: Any = None) -> bool:
-        while not over.is_set():
-            with suppress(queue.Full):
-                ready.put((kind, value), timeout=0.2)
-                return True
-        return False
-
-    def make() -> None:
-        try:
-            with closing(items):
-                for item in items:
-                    if not put("item", item):
-                        return
-            put("end")
-        except BaseException as error:
-            put("error", error)
-
-    thread = threading.Thread(target=make, daemon=True, name="kd-ahead")
-    thread.start()
+    """Yield items that a thread makes, two of them in advance; an error in the thread is raised here."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="kd-ahead")
+    ahead = deque(pool.submit(next, items, None) for _ in range(2))
     try:
-        while (entry := ready.get())[0] == "item":
-            yield entry[1]
-        if entry[0] == "error":
-            raise entry[1]
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(next, items, None))
+            yield item
     finally:
-        over.set()
+        for each in ahead:
+            each.cancel()
+        pool.submit(items.close)
+        pool.shutdown(wait=False)

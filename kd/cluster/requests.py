@@ -20,14 +20,12 @@ from kd.core.options import option, whole_number
 if TYPE_CHECKING:
     from kd.core.facts import FileKey
 
-CHECKPOINTS = "/opt/ml/checkpoints"
-"""SageMaker copies this folder to S3 while a job runs, and back when it starts again after a spot interruption."""
+CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 while a job runs, and back when it starts again
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
 RUNS_ON = {"cuda": ("ml.p", "ml.g"), "smddp": ("ml.p4d.", "ml.p4de."), "xla": ("ml.trn",), "neuron": ("ml.trn",)}
 """How the instance types begin that a backend needs."""
-AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))
-"""What `backend.kind: auto` becomes on an instance, where it is not the CPU."""
+AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))  # else "cpu"
 NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
 METRICS = {
     "train:loss": rf"\| loss {NUMBER}",

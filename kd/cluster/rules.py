@@ -8,8 +8,7 @@ from typing import Any
 from kd.core.errors import ConfigError
 
 PAYLOADS_MB = 100  # CreateTransformJob, MaxPayloadInMB: times MaxConcurrentTransforms it is not more
-ACCELERATED = ("ml.inf", "ml.trn", "ml.g", "ml.p")
-"""How instance types with an accelerator begin; kd-serve's image computes on the CPU."""
+ACCELERATED = ("ml.inf", "ml.trn", "ml.g", "ml.p")  # kd-serve's image computes on the CPU
 
 
 def refusals(operation: str, request: Mapping[str, Any]) -> Iterator[ConfigError]:

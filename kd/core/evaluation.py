@@ -35,14 +35,10 @@ class Evaluation:
     teacher: Teacher | None  # answers for validation images; None where no loss needs a teacher
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
-    bank: Callable[[], Split] | None = None
-    """Makes the split of training images in which the neighbours of a vector are searched."""
-    bank_teacher: Teacher | None = None
-    """Answers for training images; another than `teacher` where it answers by an image's id."""
-    agreement: Callable[[Outputs, Outputs], Tensor] | None = None
-    """(student, teacher) -> cosine [B], through what the losses on features have learned."""
-    projected: Callable[[Outputs], Tensor | None] | None = None
-    """The student's pooled features in the first teacher's space [B, D]; None: no loss maps them there."""
+    bank: Callable[[], Split] | None = None  # training images, in which neighbours are searched
+    bank_teacher: Teacher | None = None  # for training images, where it answers by an id
+    agreement: Callable[[Outputs, Outputs], Tensor] | None = None  # (student, teacher) -> cosine [B]
+    projected: Callable[[Outputs], Tensor | None] | None = None  # the student's vectors in the teacher's space
     members: int = 1  # number of teachers
 
 
@@ -84,8 +80,7 @@ class Task(Protocol):
     """
 
     name: str
-    logits: str
-    """The function that makes a logit an answer, as `LossFacts.logits` names it; "": an embedding model has none."""
+    logits: str  # makes a logit an answer, as `LossFacts.logits`; "": an embedding model has none
     label: str  # what an image's label is: "class" or "set"
     problem_type: str  # what the logits answer, in the words of transformers; "": there are none
     label_loss: str  # the loss that learns labels alone: a part of `losses/`

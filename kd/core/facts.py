@@ -30,8 +30,7 @@ class LossFacts:
     alone). "": it reads none."""
     features: frozenset[str] = frozenset()  # by the names of `Outputs.features`: "pooled", "tokens"
     agreement: bool = False  # it has `agreement(student, teacher)`, -1 to 1 [B], which evaluation shows
-    projects: bool = False
-    """It has `projected(student)` [B, D], pooled features in the teacher's space, made by its module `project`."""
+    projects: bool = False  # it has `projected(student)` [B, D] in the teacher's space, by its module `project`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +65,7 @@ class BackendFacts:
 
     cpu: bool = False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
     compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
-    threads: int = 0
-    """Of torch on each rank, where the options name them; 0: all cores divided by the ranks of the machine."""
+    threads: int = 0  # of torch on each rank, by its options; 0: all cores divided by the ranks here
 
 
 def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:

@@ -21,8 +21,7 @@ class Column:
     key: str  # in a validation row
     title: str
     unit: str = "%"  # "%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers.
-    meaning: str = field(default="", compare=False)
-    """A noun phrase behind the value, for report and model card; empty: the title says it."""
+    meaning: str = field(default="", compare=False)  # a noun phrase behind the value; empty: the title
     smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
@@ -152,8 +151,7 @@ class Scored:
     images: int  # that were scored
     evaluations: int
     row: Mapping[str, float]  # as a validation row
-    samples: Mapping[str, Samples]
-    """What scores of `row` were computed from, by key; a score that is missing has no interval."""
+    samples: Mapping[str, Samples]  # of scores of `row`, by key; a missing one has no interval
 
     @property
     def title(self) -> str:

@@ -33,8 +33,7 @@ class Sample(NamedTuple):
     label: Label
     partner_label: Label  # the label of the mixup partner; equal to `label` without mixing
     lam: float  # the share of `label` in the pixels, 0 to 1; 1.0 without mixing
-    readable: bool = True
-    """False where the image could not be decoded and `data.on_corrupt` is `skip`; the pixels are then grey."""
+    readable: bool = True  # False: it could not be decoded, `data.on_corrupt` is `skip`, and the pixels are grey
     crc: int = 0  # CRC-32 of the encoded bytes, of both images where they are mixed; 0 where nobody knows
 
 
@@ -66,8 +65,7 @@ class Batch:
     unreadable: tuple[int, ...] = ()  # ids of images that could not be decoded; their weight is 0
     crc: tuple[int, ...] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
-    teacher_outputs: TeacherOutputs | None = None
-    """Teacher outputs that are known already, from a cache or a scoring pass; None: none."""
+    teacher_outputs: TeacherOutputs | None = None  # known already, from a cache or a scoring pass
 
     @property
     def labelled(self) -> Tensor:
@@ -224,11 +222,9 @@ class SiftContext:
     labels: Callable[[], Tensor]
     """Return every image's class, int64 [num_images]; called only by sifters that need it. Where images have several
     labels, no such sifter is allowed."""
-    reduce_sum: Callable[[Tensor], Tensor]
-    """Return the sum of a CPU tensor over the ranks, on the CPU; all ranks must call it."""
+    reduce_sum: Callable[[Tensor], Tensor]  # of a CPU tensor over the ranks; all must call it
     views: int = 0  # number of views of an image; 0: a new one every epoch
-    balance: float = 0.0
-    """Share of the images that an epoch which is not sifted draws, as many of each class; 0: all images."""
+    balance: float = 0.0  # share of the images that an unsifted epoch draws, as many of each class; 0: all
     answers: Callable[[int, Sequence[int]], tuple[Tensor, Tensor]] | None = None
     """Return the teacher's stored logits [K, C] to a view of images, and which are stored, bool [K]."""
 
@@ -247,11 +243,8 @@ class State:
     step_in_epoch: int = 0  # steps done of the current epoch's plan
     images: int = 0  # images trained on, over all ranks
     seconds: float = 0.0  # training time so far, without evaluation and checkpoints
-    best: float = -1.0
-    """The best evaluation so far by the value that decides (`Evaluator.decides`), such as the accuracy; -1 before the
-    first one."""
+    best: float = -1.0  # the best value that decides (`Evaluator.decides`) so far; -1: none
     no_better: int = 0  # evaluations in a row, up to the last one, that were no better than the best before
-    unevaluated: bool = False
-    """An evaluation was due after this step, and the run was stopped before it. A resumed run makes it first."""
+    unevaluated: bool = False  # stopped before a due evaluation; a resumed run makes it first
     skipped: int = 0  # steps in a row, up to this one, that were not applied because their gradient was not finite
     skipped_in_all: int = 0  # all such steps of the run so far

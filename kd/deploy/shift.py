@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 COLOUR = (-96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
-"""Of differences of channels: close together about grey, where photographs are."""
 Measures = tuple[float, float, float, float]  # of an image: see `measure`
 BOUNDS: dict[str, tuple[float, ...]] = {
     "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),
@@ -42,8 +41,7 @@ BOUNDS: dict[str, tuple[float, ...]] = {
 """Upper ends of the bins of each number; the last bin has none."""
 CONFIDENCE = "confidence"
 WINDOW = 250  # images between two tests of a stream
-SPANS = (1, 2, 4, 8)
-"""Windows that are tested together: the last, the last two, ... A small change takes more images to be seen."""
+SPANS = (1, 2, 4, 8)  # windows tested together, up to the last: a small change takes more images to be seen
 MOST_IMAGES = 10**8  # of a count in a manifest: sums of them stay within an int32
 ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
 
@@ -67,8 +65,7 @@ class Tally:
     """Images counted by label, and under each label by the bins of their numbers."""
 
     def __init__(self, labels: int, numbers: int) -> None:
-        self.labels = np.zeros((2, labels), np.int64)
-        """Images [2, C]: those that came first, third, ..., and the others."""
+        self.labels = np.zeros((2, labels), np.int64)  # images [2, C]: the first, third, ..., and the others
         self.bins = np.zeros((numbers, labels, 16), np.int32)  # images [Q, C, T + 1]
         self.images = 0
         self.confidence = 0.0  # sum
@@ -250,10 +247,8 @@ class ShiftWatch:
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self.answered: Counter[str] = Counter()
-        """How often each label was answered. An image may have several, or none."""
-        self.found = ShiftResult(0, 0.0, 0.0, "", "", math.nan)
-        """Of the last test; of appearance and labels the span with the least p-value."""
+        self.answered: Counter[str] = Counter()  # an image may have several labels, or none
+        self.found = ShiftResult(0, 0.0, 0.0, "", "", math.nan)  # by the last test: the worst span
         self.alarms = dict.fromkeys(self.found.alarms, 0)  # windows that raised each alarm
         self._windows: deque[Tally] = deque(maxlen=max(SPANS))
         self._open, self._tested = reference.empty(), reference.empty()

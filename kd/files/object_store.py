@@ -30,18 +30,8 @@ def join(url: str, name: str) -> str:
     return f"{url.rstrip('/')}/{name}"
 
 
-def listing(url: str, where: str) -> dict[str, int]:
-    """Return all files at or below a URL, or that match its wildcards: URL and size in bytes, sorted; no folders."""
-    return {each: int(info["size"] or 0) for each, info in _infos(url, where).items()}
-
-
 def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
-    """Return for each file of a `listing` its size and what `version` says; raises as `listing`."""
-    infos = _infos(url, where)
-    return {each: (int(info["size"] or 0), _version(each, info)) for each, info in infos.items()}
-
-
-def _infos(url: str, where: str) -> dict[str, Any]:
+    """Return size and `version` of all files at or below a URL, or that match its wildcards, sorted; no folders."""
     with _one_line(url, where):
         files, path = _open(url, where)
         infos = {}
@@ -53,7 +43,7 @@ def _infos(url: str, where: str) -> dict[str, Any]:
                 infos[join(url, below) if below or name.endswith("/") else url] = info
         # consoles of object stores write an empty object "photos/" for a folder
         names = [each for each in sorted(infos) if not each.endswith("/") and infos[each].get("type") != "directory"]
-        return {each: infos[each] for each in names}
+        return {each: (int(infos[each]["size"] or 0), _version(each, infos[each])) for each in names}
 
 
 def version(url: str, where: str) -> str:

@@ -46,7 +46,7 @@ class RunDir:
             self._enter()
         if not self._folders():
             storage.write_text(self.config_file, config)
-            self._write_manifest({})
+            storage.write_json(self.path / "manifest.json", {})
 
     @property
     def config_file(self) -> Path:
@@ -66,7 +66,7 @@ class RunDir:
 
     def record(self, **facts: Any) -> None:
         if self.rank == 0:
-            self._write_manifest({**self.manifest(), **facts})
+            storage.write_json(self.path / "manifest.json", {**self.manifest(), **facts})
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         if self.rank != 0:
@@ -161,9 +161,6 @@ class RunDir:
             self._lock.close()
             self._lock = None
 
-    def _write_manifest(self, content: dict[str, Any]) -> None:
-        storage.write_json(self.path / "manifest.json", content)
-
     def _folders(self) -> list[Path]:
         found = sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []
         for folder in found:
@@ -195,22 +192,19 @@ class RunDir:
     def _enter(self) -> None:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            try:
+                self._lock = storage.lock(self.path / ".lock", "run.name")
+            except RunError as error:
+                storage.log.warning(f"{error} Training goes on. Start no second process for this folder.")
+            else:
+                if self._lock is None:
+                    holder = (self.path / ".lock").read_text().strip() or "unknown"
+                    remedy = "Wait for it, or choose another run.name"
+                    raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
             storage.recover(self.checkpoints, alone=True)
             storage.recover(self.path)
         except OSError as error:
             raise storage.disk_error(error, self.path, "run.folder") from error
-
-    def _take_lock(self) -> None:
-        try:
-            self._lock = storage.lock(self.path / ".lock", "run.name")
-        except RunError as error:
-            storage.log.warning(f"{error} Training goes on. Start no second process for this folder.")
-            return
-        if self._lock is None:
-            holder = (self.path / ".lock").read_text().strip() or "unknown"
-            remedy = "Wait for it, or choose another run.name"
-            raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
 
 
 def _facts(content: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _local(path: str) -> list[str]:
 
 
 def _remote(url: str, where: str) -> list[str]:
-    return list(object_store.listing(url, where)) if glob.has_magic(url) else [url]
+    return list(object_store.versions(url, where)) if glob.has_magic(url) else [url]
 
 
 def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:

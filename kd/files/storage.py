@@ -25,8 +25,7 @@ except ImportError:  # Windows, where the endpoint runs without locks
     fcntl = None
 
 MANIFEST = "manifest.json"
-LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")
-"""The hidden names of drafts and of folders that are being replaced."""
+LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")  # drafts, and folders being replaced
 ABANDONED = 3600.0  # age in seconds from which a draft is taken for that of a killed process, where no lock tells
 MANIFEST_WAIT = 10.0  # seconds that a reader waits for the manifest of a folder whose writer has just made the folder
 LAST = 2**26  # bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine

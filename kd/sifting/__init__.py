@@ -9,7 +9,6 @@ measures this and logs it. For distillation, `kd.parts.sifters` decide before th
 transformers and Lightning are not imported here.
 """
 
-from kd.sifting.alias import install_as_smart_sifting
 from kd.sifting.batch import ListBatch, SiftingBatch, SiftingBatchTransform, TensorBatch
 from kd.sifting.config import (
     LossConfig,
@@ -19,7 +18,7 @@ from kd.sifting.config import (
     SiftingBaseConfig,
     UnsupportedDataFormatException,
 )
-from kd.sifting.frameworks import TrainingMetricsRecorder, enable_sifting
+from kd.sifting.frameworks import TrainingMetricsRecorder, enable_sifting, install_as_smart_sifting
 from kd.sifting.loader import SiftingDataloader
 from kd.sifting.loss import Loss
 

@@ -24,8 +24,7 @@ class LossImplementationNotProvidedException(KdError):
     """There is no `Loss`, or it does not return one value per sample."""
 
 
-_REQUIRED: Any = object()
-"""Marks a required key, so that a missing one raises our exception both for keyword arguments and for dicts."""
+_REQUIRED: Any = object()  # a missing key raises our exception, of keyword arguments and of dicts
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,8 @@ class SiftingBaseConfig:
         SiftConfigValidationException: a value is not allowed.
     """
 
-    sift_delay: int = 1000
-    """Number of training steps on all samples before sifting begins."""
-    repeat_delay_per_epoch: bool = False
-    """Apply the delay at the start of each epoch."""
+    sift_delay: int = 1000  # training steps on all samples before sifting begins
+    repeat_delay_per_epoch: bool = False  # apply the delay at the start of each epoch
 
     def __post_init__(self) -> None:
         require_integer("SiftingBaseConfig.sift_delay", self.sift_delay, least=0)
@@ -55,8 +52,7 @@ class LossConfig:
         SiftConfigValidationException: `sift_config` is missing or not allowed.
     """
 
-    sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED
-    """A `SiftingBaseConfig` or a dict of its keys."""
+    sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED  # or a dict of its keys
 
     def __post_init__(self) -> None:
         config = from_dict(SiftingBaseConfig, self.sift_config, "LossConfig.sift_config")
@@ -71,12 +67,9 @@ class RelativeProbabilisticSiftConfig:
         SiftConfigValidationException: a key is missing, or its value is not allowed.
     """
 
-    beta_value: float = _REQUIRED
-    """Above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %."""
-    loss_history_length: int = _REQUIRED
-    """Number of previous losses that a new one is compared with."""
-    loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED
-    """A `LossConfig` or a dict of its keys."""
+    beta_value: float = _REQUIRED  # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %
+    loss_history_length: int = _REQUIRED  # previous losses that a new one is compared with
+    loss_based_sift_config: LossConfig | Mapping[str, Any] = _REQUIRED  # or a dict of its keys
 
     def __post_init__(self) -> None:
         name, beta = "RelativeProbabilisticSiftConfig", self.beta_value

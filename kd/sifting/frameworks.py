@@ -1,19 +1,35 @@
-"""Sifting in the Hugging Face `Trainer`, and times of a Lightning run; neither package is imported for it."""
+"""Sifting under the module names of Amazon's package, in the Hugging Face `Trainer`, and times of a Lightning run.
+
+None of these packages is imported for it.
+"""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import time
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
-from kd.core.errors import MissingExtra
+from kd.core.errors import KdError, MissingExtra
 from kd.sifting.config import RelativeProbabilisticSiftConfig, SiftConfigValidationException
 from kd.sifting.loader import SiftingDataloader
 from kd.sifting.timing import logger
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+NAME = "smart_sifting"
+MODULES = {
+    "sift_config.sift_configs": ("RelativeProbabilisticSiftConfig", "LossConfig", "SiftingBaseConfig"),
+    "dataloader.sift_dataloader": ("SiftingDataloader",),
+    "data_model.data_model_interface": ("SiftingBatch", "SiftingBatchTransform"),
+    "data_model.list_batch": ("ListBatch",),
+    "data_model.tensor_batch": ("TensorBatch",),
+    "loss.abstract_sift_loss_module": ("Loss",),
+    "integrations.trainer": ("enable_sifting",),
+    "metrics.lightning": ("TrainingMetricsRecorder",),
+}
+"""Where a script imports each name from, as Amazon's documentation and examples have it."""
 
 
 def enable_sifting(
@@ -125,3 +141,35 @@ class TrainingMetricsRecorder:
         logger.info("train step count: %s", self.train_step_count)
         for name, seconds in self.latencies.items():
             logger.info("%s: %s", name, seconds)
+
+
+def install_as_smart_sifting() -> None:
+    """Let `import smart_sifting...` find the names of `kd.sifting`. Call it before the script's imports.
+
+    Or run a script unchanged: `python -c "import kd.sifting as s, runpy; s.install_as_smart_sifting();
+    runpy.run_path('train.py', run_name='__main__')"`.
+
+    Raises:
+        KdError: Amazon's own package is installed; it is not replaced.
+    """
+    import kd.sifting
+
+    if NAME in sys.modules and getattr(sys.modules[NAME], "__file__", None) == __file__:
+        return
+    if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
+        wrong = f"the package {NAME} is installed"
+        raise KdError(
+            "install_as_smart_sifting", wrong, "It is not replaced", "Drop the call, or uninstall the package"
+        )
+    modules = {NAME: ModuleType(NAME)}
+    for path, names in MODULES.items():
+        folder, _, last = path.partition(".")
+        package = modules.setdefault(f"{NAME}.{folder}", ModuleType(f"{NAME}.{folder}"))
+        module = modules[f"{NAME}.{path}"] = ModuleType(f"{NAME}.{path}")
+        setattr(modules[NAME], folder, package)
+        setattr(package, last, module)
+        for name in names:
+            setattr(module, name, getattr(kd.sifting, name))
+    for module in modules.values():
+        module.__file__, module.__path__ = __file__, []
+    sys.modules.update(modules)

@@ -23,8 +23,7 @@ class Meter:
         self.metrics: dict[str, Any] = {"num_orig_samples_seen": 0, "num_orig_samples_kept": 0}
         self.scoring: list[float] = []  # seconds per scored sample, in the pilot
         self.training: list[float] = []  # seconds per trained sample, in the pilot
-        self.saving: float | None = None
-        """Predicted share of an epoch's time that sifting saves; below 0 it costs time. None during the pilot."""
+        self.saving: float | None = None  # predicted share of an epoch's time; None during the pilot
 
     def count(self, seen: int, selected: int) -> None:
         self.metrics["num_orig_samples_seen"] += seen

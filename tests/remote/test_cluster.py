@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kd.cluster.hosts import marked, signal_all
-from kd.cluster.local import RUN_MARK, LocalJob
+from kd.cluster.hosts import RUN_MARK, LocalJob, marked, signal_all
 
 pytest.importorskip("ray")
 HERE = Path(__file__).parent

@@ -24,9 +24,7 @@ from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import calibration_error, temperature
 
 LINEAR = (nn.Linear, Linear)
-FEWEST_LABELLED = 100
-"""Labelled images below which no temperature is fitted: of fewer, each half has a handful of wrong answers, and the
-interval of the gain is wider than any gain."""
+FEWEST_LABELLED = 100  # for a temperature: of fewer, the interval of the gain is wider than any gain
 
 
 def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:

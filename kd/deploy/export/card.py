@@ -12,9 +12,9 @@ from typing import Any
 from kd.core.host import processor
 from kd.core.references import written
 from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
-from kd.deploy.export import accept
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.graphs import Made, Subject
+from kd.deploy.export.options import accepted_line
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import is_timm
 from kd.study.report.summary import differences, samples_of
@@ -155,7 +155,7 @@ def _graphs(card: ModelCard) -> list[str]:
         f"Compared on validation images. CPU time: one thread, one image, {processor()}, interleaved with PyTorch, "
         f"which took {card.made.eager_ms:.2f} ms.",
         "",
-        *([f"Of these, {accept.line(card.made.accepted)}.", ""] if card.made.accepted else []),
+        *([f"Of these, {accepted_line(card.made.accepted)}.", ""] if card.made.accepted else []),
         *([table(measured), "", VARIANTS_NOTE, ""] if measured else []),
     ]
 

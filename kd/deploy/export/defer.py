@@ -32,8 +32,7 @@ from kd.core.text import percent
 class Rule:
     """What `--defer` or `--defer-share` asks for."""
 
-    wrong: float = 0.0
-    """At most this share of wrong answers among the sure ones; of several labels among the sure ones of each label."""
+    wrong: float = 0.0  # at most this share of the sure answers is wrong; of several labels, of each label
     share: float = 0.0  # this share of images is unsure. Both 0: no threshold.
 
     @property

@@ -17,9 +17,9 @@ from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.core.scores import Scored
 from kd.core.text import percent
-from kd.deploy.export import accept, defer, int8, parity, variants
+from kd.deploy.export import defer, int8, parity, variants
 from kd.deploy.export.calibrate import calibrate
-from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.variants import ONNX
 from kd.deploy.serve.bench import Latency
@@ -28,9 +28,7 @@ from kd.models.classifier import Classifier
 from kd.parts.tasks.single_label import calibration_error
 from kd.setup.recipe import Recipe
 
-CALIBRATION_IMAGES = 1000
-"""At most, for one temperature: the interval of a single number narrows with the root of the images only, while the
-time to ask PyTorch grows with the images."""
+CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch is asked about each
 INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
@@ -49,11 +47,9 @@ class Subject:
     data: str  # a hash of the data
     provenance: Mapping[str, Any]  # for kd.json: step, metrics, run, `digest` of the weights
     origin: str  # of its initial weights, as text
-    images: Callable[[], AbstractContextManager[ReadImages]]
-    """Opens the validation images with which the graphs are compared."""
+    images: Callable[[], AbstractContextManager[ReadImages]]  # opens the validation images
     baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
-    scored: tuple[Scored | None, Scored | None] = (None, None)
-    """The last scores of the student and of the one trained on labels alone."""
+    scored: tuple[Scored | None, Scored | None] = (None, None)  # student, and labels only
 
 
 @dataclass(slots=True)
@@ -205,7 +201,7 @@ class _Workbench:
 
     def accept(self, text: str, seal: Callable[[Made], object]) -> None:
         """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
-        wanted, asked, told = accept.limits(text), {ONNX, *self.made.parity}, list[str]()
+        wanted, asked, told = limits(text), {ONNX, *self.made.parity}, list[str]()
         for name in [ONNX, *self.makers]:
             found, why = self._tried(name, wanted, seal)
             if not why:
@@ -217,7 +213,7 @@ class _Workbench:
             if name not in asked:
                 self._remove(name)
         remedy = "Nothing was written; allow more, use more --threads, or train another student"
-        raise accept.NotAcceptedError("--accept", f'nothing keeps "{text}"', "; ".join(told), remedy)
+        raise NotAcceptedError("--accept", f'nothing keeps "{text}"', "; ".join(told), remedy)
 
     def _tried(
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
@@ -226,15 +222,15 @@ class _Workbench:
         if name not in self.made.parity and (why := _missing(name) or self._failed(name)):
             return {}, f"{name}: {why}"
         found = {"mb": self._megabytes(name)}
-        if not accept.misses(found, wanted):
+        if not misses(found, wanted):
             if name not in self.made.parity:
                 self._compare({name: variants.runner(self.folder / name)})
             found |= self._losses(name, wanted)
-            if "ms" in wanted and not accept.misses(found, wanted):
+            if "ms" in wanted and not misses(found, wanted):
                 seal(self.made)
                 threads = self.options.threads
                 found["ms"] = self._measure([name], [threads])[name][threads].p50_ms
-        missed = accept.misses(found, wanted)
+        missed = misses(found, wanted)
         return found, f"{name} misses {', '.join(missed)}" if missed else ""
 
     def _losses(self, name: str, wanted: Mapping[str, float]) -> dict[str, float]:

@@ -23,8 +23,7 @@ DYNAMIC, STATIC = "model.int8.onnx", "openvino.int8.xml"
 VIEWS = 300
 """Training views on which NNCF finds ranges: its own default. With SmoothQuant and so many, two ViTs with planted
 outliers lost 0.0 and 0.65 points of 40 (benchmarks/int8_planted*.csv)."""
-Views = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Yields so many training views, uint8 [B, 3, S, S], with labels."""
+Views = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]  # so many, uint8 [B, 3, S, S], labels
 
 
 def post_training(source: Path, path: Path, views: Views) -> None:

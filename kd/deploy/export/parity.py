@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ from kd.setup.data import Data
 
 Runner = Callable[[np.ndarray], np.ndarray]
 BATCH = 16  # images that every graph answers at once: outputs do not depend on it, and memory stays small
-TIMED_SECONDS = 4.0
-"""For timing all graphs of an export in turns: a few hundred answers of a small student, a few of a large one."""
+TIMED_SECONDS = 4.0  # for timing all graphs in turns: some hundred answers of a small student
 EAGER = ""  # the name of PyTorch among the graphs
 
 
@@ -49,39 +49,31 @@ class GraphOutputs:
     def scores(self, name: str, task: Task) -> GraphScores:
         return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
 
+    def score(self, name: str, task: Task, picks: Any = slice(None)) -> float:
+        """Return the score that decides, on all images or on the picked ones."""
+        found = task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks])
+        return found.facts[found.decides]
+
     def interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of the score that decides: Wilson's of a share, else the bootstrap's."""
-        output, reference, scores = self.outputs[name], self.outputs[EAGER], self.scores(name, task)
-        value, images = scores.facts[scores.decides], len(self.labels)
-        if "correct" in scores.facts:
+        value, images = self.score(name, task), len(self.labels)
+        if "correct" in self.scores(name, task).facts:
             return wilson(value, images)
+        return around(value, resampled(lambda picks: self.score(name, task, picks), images))
 
-        def score(picks: np.ndarray) -> float:
-            found = task.graph_scores(output[picks], reference[picks], self.labels[picks])
-            return found.facts[found.decides]
-
-        return around(value, resampled(score, images))
-
-    def drop(self, name: str, task: Task) -> float:
+    def drop(self, name: str, task: Task, picks: Any = slice(None)) -> float:
         """Return what a graph loses of the score that decides against PyTorch on these images."""
-        before, after = self.scores(EAGER, task), self.scores(name, task)
-        return before.facts[before.decides] - after.facts[after.decides]
+        return self.score(EAGER, task, picks) - self.score(name, task, picks)
 
     def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of a drop: from the images whose answer changed, or by the bootstrap."""
-
-        def lost(picks: np.ndarray) -> float:
-            reference, labels = self.outputs[EAGER][picks], self.labels[picks]
-            pair = [task.graph_scores(self.outputs[one][picks], reference, labels) for one in (EAGER, name)]
-            return pair[0].facts[pair[0].decides] - pair[1].facts[pair[1].decides]
-
         images = len(self.labels)
         if "correct" in self.scores(name, task).facts:
             expected = self.outputs[EAGER].argmax(1)
             label = torch.where(self.labels < 0, expected, self.labels)
             was, now = expected == label, self.outputs[name].argmax(1) == label
             return paired(int((was & ~now).sum()), int((now & ~was).sum()), images)
-        return around(self.drop(name, task), resampled(lost, images))
+        return around(self.drop(name, task), resampled(lambda picks: self.drop(name, task, picks), images))
 
     def joined(self, other: GraphOutputs) -> GraphOutputs:
         outputs, took = {**self.outputs, **other.outputs}, {**self.cpu_ms, **other.cpu_ms}

@@ -25,8 +25,7 @@ ONNX = "model.onnx"
 SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
 JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
 TAIL = 3.0  # times the median: from there a p99 is other work. Undisturbed it is 1.9 to 2.2 (variants_table, repvit)
-SLOWER, SERVER_MS = 5.0, 10.0
-"""Times the CPU time, and milliseconds for the request, from which a median is other work: 39.5 ms was seen of 0.42."""
+SLOWER, SERVER_MS = 5.0, 10.0  # times the CPU time + ms, from which a median is other work: seen 39.5 of 0.42 ms
 LEAST_INT8 = 0.5
 """Share of the weights below which an export says how many are int8. Of a network of convolutions dynamic quantization
 makes the head alone int8 (as little as 0.6 %), so that the file is float32 by another name."""

@@ -20,8 +20,7 @@ from kd.files.storage import retried
 
 WHERE = "kd-predict"
 STDIN = "-"
-LISTED = (*ENDINGS, "heic", "heif", "avif")
-"""Endings of names that are listed. Of the last three each is a row with an error: kd-serve does not decode them."""
+LISTED = (*ENDINGS, "heic", "heif", "avif")  # the last three as rows with an error: kd-serve does not decode them
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """These concern one image, unless it was there when it was listed and is gone. That, and any other OSError, may concern
 all that follow, and ends the command after some tries."""
@@ -32,10 +31,8 @@ class ImageList:
     """A listing of images, in a fixed order. A file that kd-serve does not decode is listed, as unreadable."""
 
     names: Sequence[str]
-    read: Callable[[int], bytes]
-    """Returns the bytes of one image, by its position. Raises one of `GONE`, OSError or Problem. Thread-safe."""
-    stamps: Sequence[str]
-    """Size and time of each image when it was listed; "": it was not there, or it is a URL in a list."""
+    read: Callable[[int], bytes]  # the bytes of an image; `GONE`, OSError or Problem. Thread-safe.
+    stamps: Sequence[str]  # size and time of each image when it was listed; "": not there, or a URL in a list
     path: Callable[[int], str]  # returns the file of an image on this machine; "": there is none
     remote: bool = False  # reading waits for a network
 
@@ -91,8 +88,7 @@ def _is_image(name: str) -> bool:
 
 def _folder(root: str) -> ImageList:
     names = []
-    above: dict[str, set[str]] = {root: set()}
-    """By folder that is still to be listed: the real paths of those around it."""
+    above: dict[str, set[str]] = {root: set()}  # by folder still to list: the real paths of those around it
     for folder, below, files in os.walk(root, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(folder)
         parents = above.pop(folder)

@@ -24,8 +24,7 @@ from kd.deploy.predict.rows import ASKED, BY, MEASURES, Predictor, Row, in_order
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import Description, describe, load
 
-CHUNK = 8
-"""Images of a job. More than one, so that the main thread, which writes the rows, does not wake for each image."""
+CHUNK = 8  # images of a job, so that the main thread, which writes rows, does not wake for each image
 AHEAD = 3  # jobs that run, wait, or wait to be written, per thread
 READERS = 32  # threads that wait for a network
 PROGRESS_SECONDS = 5.0  # between two lines of progress

@@ -32,8 +32,7 @@ log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5  # classes in an answer that does not ask for another number: what "top-5" accuracy counts
 HEALTH = "/ping"
-DISCARD_FACTOR = 4
-"""A body that is too large is read and discarded up to this many times `max_body`. Then the connection is closed."""
+DISCARD_FACTOR = 4  # times `max_body` that a too large body is read and discarded before the end
 MAX_QUERY = 256  # bytes of a query; chosen, several times as long as the longest that has a meaning
 REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
 

@@ -42,8 +42,7 @@ class RequestParser(h11.Connection):
         super().__init__(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
         self._chunks = self._bytes = 0
-        self.problem = Problem(400, "This is not an HTTP request.")
-        """The answer to the request for which `next_event` raises."""
+        self.problem = Problem(400, "This is not an HTTP request.")  # the answer where `next_event` raises
 
     @property
     def pipelined(self) -> bool:

@@ -11,8 +11,7 @@ from pathlib import Path
 from kd.deploy.serve.logs import Lines
 from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
-BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of the histograms' buckets, seconds: from a small student's answer to the deadline."""
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

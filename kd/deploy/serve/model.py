@@ -24,8 +24,7 @@ MAX_SIZE = 4096  # pixels a side: 50 MB an image; one of 10^9 would ask for all 
 MIN_CROP = 0.01  # share of the shorter side: less is no crop that anybody trains with
 MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
 MAX_TEXT = 1000  # characters of a name or label, which the log, the metrics and every answer repeat
-Engine = Callable[[np.ndarray], np.ndarray]
-"""Maps uint8 [B, 3, S, S] to logits [B, C], or vectors [B, D] of an embedding model. Thread-safe."""
+Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class Output:
 
     name: str  # "logits" of the labels, or "embedding": a vector of length 1
     width: int
-    thresholds: tuple[float, ...] = ()
-    """Where an image may have several labels: from which probability it has each. Empty: it has one."""
+    thresholds: tuple[float, ...] = ()  # of several labels: from which probability each is there
     unsure: Bands = ()  # see `kd.deploy.serve.responses`; empty: it does not say which answers are sure
 
     @property
@@ -57,8 +55,7 @@ class Description:
     crop: float  # share of the shorter side that the crop keeps
     margin: float  # of a JPEG that is reduced as it is decoded; 0 in an older export: it is decoded whole
     files: dict[str, str]  # the sha256 of each file, as manifest.json has it
-    reference: Reference | None
-    """What the graph answered on validation images; None: an older export, or one without them."""
+    reference: Reference | None  # of answers on validation images; None: an older export, or no such images
 
 
 def describe(folder: Path, file: str = "") -> Description:

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kd.core.errors import KdError, MissingExtra
+from kd.core.errors import KdError
 from kd.core.host import cores
 from kd.core.options import one_of, option, whole_number
 from kd.deploy.serve.limits import Limits
@@ -52,14 +52,10 @@ def serve(settings: ServeOptions) -> None:
     # Pillow reads this when it is imported, and keeps this many blocks of pixels for the next image. To free and
     # allocate them again costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
-    try:
-        import uvicorn
+    import uvicorn
 
-        from kd.deploy.serve import app
-        from kd.deploy.serve.connection import Connection, DrainingServer, Shared
-    except ImportError as error:
-        wrong = f"{error.name} is not installed"
-        raise MissingExtra("kd-serve", wrong, "", "pip install starlette uvicorn onnxruntime pillow") from error
+    from kd.deploy.serve import app
+    from kd.deploy.serve.connection import Connection, DrainingServer, Shared
     from kd.deploy.serve.model import describe
     from kd.deploy.serve.service import Service
 

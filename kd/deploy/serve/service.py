@@ -32,7 +32,6 @@ class Service:
         self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
         self.metrics = Metrics(description.name, description.version)
         self.watch = ShiftWatch(description.reference) if description.reference else None
-        """Of answers, on the event loop; None: the export has no answers of validation."""
         self.model: LoadedGraph | None = None
         self.draining = False
         self.in_flight = 0

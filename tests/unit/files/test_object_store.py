@@ -16,8 +16,8 @@ def put(url: str, content: bytes) -> None:
 
 def test_files_are_listed_and_read(aws):
     put("s3://bucket/a/file", b"whole")
-    assert object_store.listing("s3://bucket/a/", "data.train") == {"s3://bucket/a/file": 5}
-    assert object_store.listing("s3://bucket/a/file", "data.train") == {"s3://bucket/a/file": 5}
+    assert list(object_store.versions("s3://bucket/a/", "data.train")) == ["s3://bucket/a/file"]
+    assert object_store.versions("s3://bucket/a/file", "data.train")["s3://bucket/a/file"][0] == 5
     assert object_store.read("s3://bucket/a/file", "data.train") == b"whole"
     with pytest.raises(FileNotFoundError):
         object_store.read("s3://bucket/a/other", "data.train")
@@ -44,4 +44,4 @@ def test_a_copy_is_whole_or_absent(aws, tmp_path, small_disk):
 @pytest.mark.parametrize(("url", "words"), [("nocloud://a/b", "nocloud"), ("gs://a/b", "pip install gcsfs")])
 def test_a_protocol_without_its_package(url, words):
     with pytest.raises(MissingExtra, match=words):
-        object_store.listing(url, "data.train")
+        object_store.versions(url, "data.train")

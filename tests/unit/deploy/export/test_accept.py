@@ -9,9 +9,8 @@ import pytest
 
 from kd.core.errors import ModelError
 from kd.deploy.export import graphs, variants
-from kd.deploy.export.accept import NotAcceptedError, limits, misses, sentence
 from kd.deploy.export.export import write
-from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses, sentence
 from kd.deploy.serve.model import describe
 from kd.models import runtimes
 
