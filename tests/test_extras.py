@@ -31,7 +31,7 @@ TRIED: dict[str, str] = {
     "": "-m kd.cli train food.yaml --check",
     "hf": "-c 'import datasets, kd.parts.datasets.hf'",
     "heic": "-c 'import pillow_heif; from kd.parts.datasets import _decode; assert _decode.HEIF; _decode._load_heif()'",
-    "nncf": "-c 'import nncf, openvino, kd.deploy.export.int8; nncf.quantize'",
+    "nncf": "-c 'import nncf, openvino, kd.deploy.export.variants; nncf.quantize'",
     "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.deploy.export.export; openvino.Core()'",
     "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",
     "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",

@@ -29,11 +29,7 @@ _REQUIRED: Any = object()  # a missing key raises our exception, of keyword argu
 
 @dataclass(frozen=True)
 class SiftingBaseConfig:
-    """The delay before sifting begins.
-
-    Raises:
-        SiftConfigValidationException: a value is not allowed.
-    """
+    """The delay before sifting begins. SiftConfigValidationException: a value is not allowed."""
 
     sift_delay: int = 1000  # training steps on all samples before sifting begins
     repeat_delay_per_epoch: bool = False  # apply the delay at the start of each epoch
@@ -46,11 +42,7 @@ class SiftingBaseConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Sifting by loss.
-
-    Raises:
-        SiftConfigValidationException: `sift_config` is missing or not allowed.
-    """
+    """Sifting by loss. SiftConfigValidationException: `sift_config` is missing or not allowed."""
 
     sift_config: SiftingBaseConfig | Mapping[str, Any] = _REQUIRED  # or a dict of its keys
 
@@ -63,8 +55,7 @@ class LossConfig:
 class RelativeProbabilisticSiftConfig:
     """Keep a sample with probability percentile**beta of its loss among recent losses: 1 / (1 + beta) of all.
 
-    Raises:
-        SiftConfigValidationException: a key is missing, or its value is not allowed.
+    SiftConfigValidationException: a key is missing, or its value is not allowed.
     """
 
     beta_value: float = _REQUIRED  # above 0: 0.5 keeps 67 %, 1 keeps 50 %, 2 keeps 33 %, 3 keeps 25 %

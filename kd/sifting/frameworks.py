@@ -100,13 +100,10 @@ def _callback_class() -> type[Any]:
 
 
 class TrainingMetricsRecorder:
-    """Lightning callback: log how long forward, backward and optimizer take.
+    """Lightning callback: log how long forward, backward and optimizer take. MissingExtra: there is no Lightning.
 
     `latencies` holds the latest values in seconds under smart sifting's names, measured on the host. On a GPU they are
     accurate only where the loop synchronizes. The loader's own metrics are `loader.metrics`.
-
-    Raises:
-        MissingExtra: at construction, where Lightning is not installed.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -144,13 +141,10 @@ class TrainingMetricsRecorder:
 
 
 def install_as_smart_sifting() -> None:
-    """Let `import smart_sifting...` find the names of `kd.sifting`. Call it before the script's imports.
+    """Let `import smart_sifting...` find the names of `kd.sifting`; KdError: Amazon's own package is installed.
 
-    Or run a script unchanged: `python -c "import kd.sifting as s, runpy; s.install_as_smart_sifting();
-    runpy.run_path('train.py', run_name='__main__')"`.
-
-    Raises:
-        KdError: Amazon's own package is installed; it is not replaced.
+    Call it before the script's imports, or run a script unchanged: `python -c "import kd.sifting as s, runpy;
+    s.install_as_smart_sifting(); runpy.run_path('train.py', run_name='__main__')"`.
     """
     import kd.sifting
 

@@ -193,9 +193,7 @@ class SiftingDataloader:
     def __len__(self) -> int:
         """Return the number of batches of the current epoch, or of the next one between epochs.
 
-        Raises:
-            TypeError: it is not known: `pick="bernoulli"`, or a loader without a length. Also before the first delay
-                is over, because epochs differ then: see `epoch_lengths`.
+        TypeError: as of `epoch_lengths`, and before the first delay is over, because epochs differ then.
         """
         base = self.sift_config.base
         steps_before = self.steps - self.steps_in_epoch
@@ -204,12 +202,9 @@ class SiftingDataloader:
         return self.epoch_lengths(1)[0]
 
     def epoch_lengths(self, epochs: int) -> list[int]:
-        """Return the numbers of batches of the next epochs; the current one counts as a whole.
+        """Return the numbers of batches of the next epochs, for a schedule; the current one counts as a whole.
 
-        A learning rate schedule needs their sum.
-
-        Raises:
-            TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
+        TypeError: they are not known: `pick="bernoulli"`, or a loader without a length.
         """
         batches, samples, batch_size = sizes_of(self.orig_dataloader)
         if self.pick != "fixed" or batches is None or samples is None or batch_size is None:

@@ -23,10 +23,8 @@ class Loss:
     def loss(self, model: nn.Module, transformed_batch: SiftingBatch, original_batch: Any = None) -> Tensor:
         """Return one loss per sample, float [B], with `reduction="none"`.
 
-        Args:
-            model: the loader's model.
-            transformed_batch: the batch after `batch_transforms`.
-            original_batch: the batch of the original loader, on the model's device.
+        `model` is the loader's, `transformed_batch` the batch after `batch_transforms`, `original_batch` the one of the
+        original loader on the model's device.
         """
         raise _not_implemented(self)
 

@@ -17,11 +17,11 @@ from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.core.scores import Scored
 from kd.core.text import percent
-from kd.deploy.export import defer, int8, parity, variants
+from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.variants import ONNX
+from kd.deploy.export.variants import INT8, ONNX, STATIC
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
@@ -29,7 +29,7 @@ from kd.parts.tasks.single_label import calibration_error
 from kd.setup.recipe import Recipe
 
 CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch is asked about each
-INT8, OPENVINO, PT2 = int8.DYNAMIC, "openvino.xml", "model.pt2"
+OPENVINO, PT2 = "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
 ReadImages = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
@@ -99,14 +99,14 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
     return made
 
 
-def _makers(folder: Path, views: int8.Views) -> dict[str, Callable[[], None]]:
+def _makers(folder: Path, views: variants.Views) -> dict[str, Callable[[], None]]:
     """Return what writes each graph that is made of model.onnx, in the order of its cost."""
     source = folder / ONNX
     return {
         OPENVINO: partial(runtimes.write_openvino, source, folder / OPENVINO),
         INT8: partial(runtimes.write_int8, source, folder / INT8),
         BF16: partial(runtimes.write_openvino, source, folder / BF16, half=True),
-        int8.STATIC: partial(int8.post_training, source, folder / int8.STATIC, views),
+        STATIC: partial(variants.post_training, source, folder / STATIC, views),
     }
 
 
@@ -275,6 +275,6 @@ def _missing(name: str) -> str | None:
         return "openvino is not installed: pip install 'kd[openvino]'"
     if name == BF16 and not runtimes.has_bf16():
         return "OpenVINO finds no bfloat16 units in this processor"
-    if name == int8.STATIC and not runtimes.installed("nncf"):
+    if name == STATIC and not runtimes.installed("nncf"):
         return "nncf is not installed: pip install 'kd[nncf]'"
     return None

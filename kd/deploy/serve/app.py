@@ -23,7 +23,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kd.deploy.serve import bodies, responses
+from kd.deploy.serve import responses
+from kd.deploy.serve.decoding import media_type
 from kd.deploy.serve.limits import CLIENT_GONE, PROBLEM, Problem, busy, no_memory
 from kd.deploy.serve.metrics import MEDIA_TYPE
 from kd.deploy.serve.service import Service
@@ -52,7 +53,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
 
     async def invocations(request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
-        kind = bodies.media_type(content_type)
+        kind = media_type(content_type)
         accept = responses.negotiate(request.headers.get("accept", ""))
         top = _top(request, len(model.labels))
         async with request_body(request, service) as body:

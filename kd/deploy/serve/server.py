@@ -17,7 +17,7 @@ from kd.core.errors import KdError
 from kd.core.host import cores
 from kd.core.options import one_of, option, whole_number
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.logs import to_stderr
+from kd.deploy.serve.metrics import to_stderr
 
 log = logging.getLogger("kd.serve")
 

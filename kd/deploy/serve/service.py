@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kd.deploy.serve import bodies
-from kd.deploy.serve.decoding import decode, open_all, warm_up
+from kd.deploy.serve.decoding import decode, images, open_all, warm_up
 from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.model import Description, LoadedGraph, load
@@ -116,7 +115,7 @@ class Service:
     ) -> tuple[np.ndarray, list[Measures], str]:
         """Return logits [B, C] or vectors [B, D] of a body, the measures of each image, and a text for the log."""
         start = time.perf_counter()
-        files = bodies.images(kind, header, body, self.limits.max_images)
+        files = images(kind, header, body, self.limits.max_images)
         opened = open_all(files, self.limits)
         rows, measures, summary, decoding = [], [], f"{len(files)} images", 0.0
         while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kd.core.intervals import paired
-from kd.deploy.export import int8
-from kd.deploy.export.int8 import STATIC
+from kd.deploy.export import variants
 from kd.deploy.export.parity import EAGER, GraphOutputs, compare
+from kd.deploy.export.variants import STATIC
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load import load
@@ -52,7 +52,7 @@ def test_smoothquant_holds_where_dynamic_int8_does_not(tmp_path):
     model = student(outliers=True)
     runtimes.write_onnx(runtimes.export_program(model, SIZE), tmp_path / "model.onnx")
     runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
-    int8.post_training(tmp_path / "model.onnx", tmp_path / STATIC, images)
+    variants.post_training(tmp_path / "model.onnx", tmp_path / STATIC, images)
     runners = {
         "model.int8.onnx": runtimes.onnx_runner(tmp_path / "model.int8.onnx"),
         STATIC: runtimes.openvino_runner(tmp_path / STATIC, 1),
@@ -89,7 +89,7 @@ def test_nncf_reports_nothing():
     """Whether it may is read when it is imported, which must not be earlier than kd says no."""
     script = """
 import sys
-from kd.deploy.export.int8 import _nncf
+from kd.deploy.export.variants import _nncf
 from kd.models.runtimes import installed
 assert installed("nncf")
 assert "nncf" not in sys.modules

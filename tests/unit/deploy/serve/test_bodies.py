@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kd.deploy.serve import bodies, responses
+from kd.deploy.serve import decoding, responses
 from kd.deploy.serve.limits import Problem
 
 
@@ -26,7 +26,7 @@ def multipart(*files: bytes, boundary: str = "b0und") -> bytes:
 
 def status_of(kind: str, header: str, body: bytes, limit: int = 4) -> int:
     with pytest.raises(Problem) as caught:
-        bodies.images(kind, header, body, limit)
+        decoding.images(kind, header, body, limit)
     return caught.value.status
 
 
@@ -34,16 +34,16 @@ FILES = [b"one", b"\r\n--two\r\n", bytes(range(256)), b""]
 
 
 def test_json():
-    assert bodies.images("application/json", "", encoded(*FILES), 4) == FILES
+    assert decoding.images("application/json", "", encoded(*FILES), 4) == FILES
     single = json.dumps({"image": base64.b64encode(b"one").decode()}).encode()
-    assert bodies.images("application/json", "", single, 4) == [b"one"]
+    assert decoding.images("application/json", "", single, 4) == [b"one"]
 
 
 @pytest.mark.parametrize("boundary", ["b0und", "----WebKitFormBoundary7MA4YWxkTrZu0gW", "a b"])
 def test_multipart(boundary):
     body = b"a preamble that is skipped\r\n" + multipart(*FILES, boundary=boundary)
     header = f'multipart/form-data; boundary="{boundary}"'
-    assert bodies.images("multipart/form-data", header, body, 4) == FILES
+    assert decoding.images("multipart/form-data", header, body, 4) == FILES
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_too_many_images():
 @pytest.mark.parametrize("header", ["", "text/plain", "image/gif", "application/x-www-form-urlencoded", "image", ";"])
 def test_types_that_are_not_taken(header):
     with pytest.raises(Problem, match="Allowed are image/jpeg") as caught:
-        bodies.media_type(header)
+        decoding.media_type(header)
     assert caught.value.status == 415
     assert "image/webp" in caught.value.headers["accept"]
 

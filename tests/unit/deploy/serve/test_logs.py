@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from kd.deploy.serve.logs import WAITING, Lines
+from kd.deploy.serve.metrics import WAITING, Lines
 
 
 def test_a_stalled_reader_stops_nobody():
