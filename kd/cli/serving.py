@@ -35,7 +35,7 @@ def export(argv: Sequence[str] | None = None) -> int:
         if accepted := exported.manifest.get("accepted"):
             print(f"{accepted_line(accepted)}, which kd-serve now loads")
         if options.sagemaker:
-            from kd.cluster.archives import write_archive
+            from kd.cluster.aws import write_archive
 
             print(f"wrote {write_archive(exported.folder)}")
         print(f"load it:  {exported.load}")

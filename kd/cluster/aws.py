@@ -1,10 +1,12 @@
-"""Send requests to AWS, wait until they are done, and print the log of a training job."""
+"""Send requests to AWS, wait until they are done, print the log of a training job; an export as `model.tar.gz`."""
 
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,14 +15,15 @@ from typing import Any
 
 from PIL import Image
 
-from kd.cluster.archives import archive
 from kd.core.errors import MissingExtra, RunError
+from kd.files.storage import atomic_folder, refuse_unlisted
 
 LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0  # between two looks: a job takes minutes to start, and AWS limits how often it answers
 LATE_MS = 60_000  # an event may appear so long after younger events of another host
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 AGAIN = "Check credentials, region and names, then run the same command again"
+HEAVY = ("model.safetensors", "model.pt2")  # what `kd-serve` never reads
 Request = Mapping[str, Any]
 
 
@@ -159,3 +162,28 @@ def _aws_errors(step: str, remedy: str = AGAIN) -> Iterator[None]:
         if not type(error).__module__.startswith(("botocore.", "boto3.")):
             raise
         raise RunError(step, " ".join(str(error).split()), "", remedy) from error
+
+
+def write_archive(export: Path) -> Path:
+    """Write `<export>-sagemaker/model.tar.gz` and return its path."""
+    folder = export.parent / f"{export.name}-sagemaker"
+    refuse_unlisted(folder, ["model.tar.gz"], "--sagemaker")
+    with atomic_folder(folder, where="--sagemaker") as draft:
+        (draft / "model.tar.gz").write_bytes(archive(export))
+    return folder / "model.tar.gz"
+
+
+def archive(export: Path) -> bytes:
+    """Return the `model.tar.gz` for a container that runs `kd-serve`, the same bytes for the same files."""
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="") as zipped,
+        tarfile.open(fileobj=zipped, mode="w") as tar,
+    ):
+        for path in sorted(export.iterdir()):
+            if path.is_file() and path.name not in HEAVY:
+                content = path.read_bytes()
+                entry = tarfile.TarInfo(path.name)
+                entry.size, entry.mode = len(content), 0o644
+                tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()

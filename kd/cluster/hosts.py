@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from kd.core.errors import BackendError
@@ -199,11 +198,7 @@ class LocalJob:
 def run_job(groups: Mapping[str, int], argv: Sequence[str]) -> int:
     """Run a job on this machine and return its exit code; all its processes have ended then."""
     job = LocalJob(groups, argv)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        job.stop()
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, lambda *_: job.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return job.wait()
     finally:

@@ -150,24 +150,16 @@ def free_mib() -> float:
     for limit, used, droppable in CONTAINERS:
         folder, most = Path(limit).parent, _number(limit)
         if most is not None:
-            free.append(most - (_number(folder / used) or 0.0) + _line(folder / "memory.stat", droppable))
+            free.append(most - (_number(folder / used) or 0.0) + (_number(folder / "memory.stat", droppable) or 0.0))
     return max(0.0, min(free) / 2**20)
 
 
-def _line(path: str | Path, name: str) -> float:
-    """Return the number after a name in a file of `NAME NUMBER` lines; 0.0 where there is none."""
+def _number(path: Path | str, name: str = "") -> float | None:
+    """Return the number after a name in a file of `NAME NUMBER` lines, or the first one; None: it is `max`, or none."""
     try:
-        lines = Path(path).read_text(encoding="ascii").splitlines()
-        return next(float(line.split()[1]) for line in lines if line.split()[0] == name)
+        lines = [line.split() for line in Path(path).read_text(encoding="ascii").splitlines()]
+        value = float(next(words[-1] for words in lines if not name or words[0] == name))
     except (OSError, StopIteration, ValueError, IndexError):
-        return 0.0
-
-
-def _number(path: str | Path) -> float | None:
-    """Return the first number of a file, or None: not there, or `max`."""
-    try:
-        value = float(Path(path).read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
         return None
     return value if math.isfinite(value) else None
 

@@ -39,7 +39,10 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
     names: dict[str, None] = {}
     missing: list[str] = []
     for path in _expand_braces(pattern if remote else os.path.expanduser(pattern)):
-        matches = _remote(path, where) if remote else _local(path)
+        if remote:
+            matches = list(object_store.versions(path, where)) if glob.has_magic(path) else [path]
+        else:
+            matches = sorted(glob.glob(path)) if glob.has_magic(path) else [path] * os.path.isfile(path)
         names.update(dict.fromkeys(matches))
         missing.extend([] if matches else [path])
     if missing:
@@ -105,14 +108,6 @@ def read(file: BinaryIO, offset: int, size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
-
-
-def _local(path: str) -> list[str]:
-    return sorted(glob.glob(path)) if glob.has_magic(path) else [path] * os.path.isfile(path)
-
-
-def _remote(url: str, where: str) -> list[str]:
-    return list(object_store.versions(url, where)) if glob.has_magic(url) else [url]
 
 
 def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from kd.parts.sifters._window import LossWindow, generator_at, quota
 from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
 from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
 from kd.sifting.formats import DefaultTransform
-from kd.sifting.inner import random_state, resume, sizes_of
 from kd.sifting.loss import device_of, losses_of, method_of
 from kd.sifting.timing import Meter, logger, now
 
@@ -285,3 +285,62 @@ def _gather(values: Sequence[int], device: torch.device) -> Tensor:
     table[rank] = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(table)
     return table.cpu()
+
+
+class Sizes(NamedTuple):
+    """How many batches and samples an epoch of this rank has, and the samples of a full batch; None: not known."""
+
+    batches: int | None
+    samples: int | None
+    batch_size: int | None
+
+
+def sizes_of(loader: Any) -> Sizes:
+    """Return what is known of a loader before an epoch begins."""
+    sampler = getattr(loader, "batch_sampler", None)
+    batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
+    if batch_size is None:
+        batch_size = getattr(sampler, "batch_size", None)
+    if batches is None or not isinstance(batch_size, int):
+        return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
+    samples = None
+    if getattr(sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
+        samples = batches * batch_size
+    elif type(sampler) is torch.utils.data.BatchSampler:
+        samples = batches * batch_size if sampler.drop_last else _length(sampler.sampler)
+    return Sizes(batches, samples, batch_size)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def random_state(loader: Any) -> dict[str, Tensor]:
+    """Return the states of the generators that determine the order of the next epoch."""
+    own = {name: generator.get_state() for name, generator in _generators(loader).items()}
+    return {"torch": torch.get_rng_state(), **own}
+
+
+def _generators(loader: Any) -> dict[str, torch.Generator]:
+    holders = {"loader": loader, "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None)}
+    found = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
+    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+
+
+def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
+    """Repeat the epoch of those random states from batch `position` on; the caller's random state does not change.
+
+    Not handled: an order drawn from numpy or `random`, and a loader that restores its own position (torchdata's).
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(order["torch"].cpu())
+        for name, generator in _generators(loader).items():
+            if name in order:
+                generator.set_state(order[name].cpu())
+        batches = iter(loader)
+        for _ in itertools.islice(batches, position):
+            pass
+    return batches

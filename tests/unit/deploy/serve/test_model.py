@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kd.cluster.archives import write_archive
+from kd.cluster.aws import write_archive
 from kd.core.errors import ModelError
 from kd.deploy.serve.model import describe, load
 
