@@ -31,8 +31,7 @@ class Source(Protocol):
     that training does not know, is a DataError.
     """
 
-    fingerprint: str
-    """A hash of the listing (names, labels, the sizes of all files), independent of the location of the data."""
+    fingerprint: str  # a hash of the listing (names, labels, the sizes of all files), wherever the data lies
 
     @property
     def classes(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,10 +80,8 @@ class Tally:
     @staticmethod
     def joined(tallies: Sequence[Tally]) -> Tally:
         total = Tally(0, 0)
-        total.labels = sum(one.labels for one in tallies)  # type: ignore[assignment]
-        total.bins = sum(one.bins for one in tallies)  # type: ignore[assignment]
-        total.images = sum(one.images for one in tallies)
-        total.confidence = sum(one.confidence for one in tallies)
+        for name in ("labels", "bins", "images", "confidence"):
+            setattr(total, name, sum(getattr(one, name) for one in tallies))
         return total
 
 
@@ -275,11 +273,11 @@ class ShiftWatch:
         found = [self.reference.compare(Tally.joined(windows[-span:])) for span in SPANS if span <= len(windows)]
         appearance, labels = max(found, key=lambda one: one.appearance), max(found, key=lambda one: one.labels)
         joined = math.log10(len(SPANS))
-        made = ShiftResult(
+        made = replace(
+            appearance,
             images=WINDOW,
             appearance=max(0.0, appearance.appearance - joined),
             labels=max(0.0, labels.labels - joined),
-            difference=appearance.difference,
             mix=labels.mix,
             confidence=found[0].confidence,
         )

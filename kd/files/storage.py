@@ -33,8 +33,6 @@ LINE = 2**20  # bytes of a line of such a file. A longer one is no row of kd's, 
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
-# ---------------------------------------------------------------------------------------------- whole or absent
-
 
 @contextmanager
 def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
@@ -193,9 +191,6 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-# --------------------------------------------------------------------------------------------------- JSON lines
-
-
 def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
     """Append rows to a file of JSON lines; an OSError of the disk is raised as it is."""
     with path.open("a", encoding="utf-8") as file:
@@ -227,9 +222,6 @@ def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
                     rows.append(json.loads(part))
             whole = ends
     return [row for row in rows if isinstance(row, dict)]
-
-
-# --------------------------------------------------------------------------------------------------------- lock
 
 
 def lock(path: Path, where: str) -> IO[str] | None:
@@ -268,9 +260,6 @@ def take_lock(file: IO[Any], path: Path, where: str) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------- folders named by a hash
-
-
 def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
     """Return the folder for a content: its name ends in a hash of everything that the content depends on."""
     return parent / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}"
@@ -295,9 +284,6 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
             old, new = (str(each.get(name))[:60] for each in (stored, identity))
             wrong = f"'{folder}' was made with another {name} ({old}; this run has {new})"
             raise RunError(where, wrong, "A folder holds what was made from one identity", remedy)
-
-
-# ------------------------------------------------------------------------------------------------ reading again
 
 
 PAUSES = (0.1, 0.4, 1.5)  # seconds between the tries: a network storage that fails over is back within a second or two
