@@ -43,10 +43,7 @@ class Hosts:
 
 
 def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
-    """Return the hosts of this job, by SageMaker's variables or its file; outside a job, this machine alone.
-
-    Groups whose name begins with `data` decode, the others train.
-    """
+    """Return the hosts of this job, by SageMaker's variables or its file. Groups that begin with `data` decode."""
     try:
         config = _resource_config(environ, file)
         me = str(config.get("current_host") or "localhost")

@@ -79,11 +79,7 @@ class Job:
 
 
 def training_request(job: Job) -> dict[str, Any]:
-    """Return the arguments of CreateTrainingJob.
-
-    A value `s3://...` of the configuration becomes a channel, and the key gets the folder where it appears. Checkpoints
-    go to `<output>/checkpoints/<run.name>`, so that the next job of this name resumes.
-    """
+    """Return the arguments of CreateTrainingJob. Checkpoints are kept by `run.name`, so that the next job resumes."""
     channels, keys, errors = _channels(job)
     keys |= {"run.folder": CHECKPOINTS, "teacher.fit.folder": f"{CHECKPOINTS}/teachers"}
     keys["backend.kind"] = _backend(job, errors)
@@ -136,11 +132,8 @@ def _instances(job: Job) -> dict[str, Any]:
         return {"InstanceType": job.instance, "InstanceCount": job.count}
     kind, count = job.data_group
     groups = [(TRAINERS, job.instance, job.count), (LOADERS, kind, count)]
-    return {
-        "InstanceGroups": [
-            {"InstanceGroupName": name, "InstanceType": kind, "InstanceCount": count} for name, kind, count in groups
-        ]
-    }
+    keys = ("InstanceGroupName", "InstanceType", "InstanceCount")
+    return {"InstanceGroups": [dict(zip(keys, group, strict=True)) for group in groups]}
 
 
 def _backend(job: Job, errors: list[KdError]) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 COLOUR = (-96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
+"""Of differences of channels: close together about grey, where photographs are."""
 Measures = tuple[float, float, float, float]  # of an image: see `measure`
 BOUNDS: dict[str, tuple[float, ...]] = {
     "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),

@@ -16,7 +16,6 @@ from kd.core.contracts import Backend, Loader, Sifter, Teacher
 from kd.core.errors import ModelError
 from kd.core.evaluation import Evaluator
 from kd.core.facts import Intervals
-from kd.core.recording import Logger, RunStore
 from kd.core.types import Batch, State, TeacherOutputs
 from kd.engine.criterion import Distillation
 
@@ -45,6 +44,34 @@ def no_window(state: State) -> Mapping[str, float]:
 def never() -> bool:
     """Nobody asks the run to stop."""
     return False
+
+
+class Logger(Protocol):
+    """Shows the progress of a run; never waits for the device."""
+
+    def step(self, state: State, progress: float) -> None: ...
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
+
+    def info(self, text: str) -> None:
+        """Show a line; an empty text shows nothing."""
+        ...
+
+
+class RunStore(Protocol):
+    """Storage for metrics and checkpoints of a run; rank 0 writes one folder."""
+
+    def log(self, kind: str, state: State, values: dict[str, float]) -> None:
+        """Write a row of metrics: `kind` is "train" or "val"."""
+        ...
+
+    def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
+        """Write a checkpoint atomically: after a crash, the old or the new one exists."""
+        ...
+
+    def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest complete checkpoint, or None for a new run."""
+        ...
 
 
 class Schedule(Protocol):

@@ -22,7 +22,7 @@ from kd.files.json_file import object_of, read_json
 
 
 class RunDir:
-    """The folder of one run. See `kd.core.contracts.RunStore`."""
+    """The folder of one run. See `kd.engine.run.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
         """Name a run folder; `keep` of the newest checkpoints stay, and the best one."""
@@ -218,7 +218,7 @@ def _weights_and_score(content: Any) -> tuple[str, Scored]:
 
 
 class Memory:
-    """Keep the metrics of a run in memory. See `kd.core.contracts.RunStore`."""
+    """Keep the metrics of a run in memory. See `kd.engine.run.RunStore`."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

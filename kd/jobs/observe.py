@@ -15,11 +15,10 @@ import torch
 from kd.core.errors import RunError
 from kd.core.facts import BackendFacts
 from kd.core.host import cores
-from kd.core.recording import Logger
 from kd.core.types import Loading, State
 from kd.engine.monitor import system
 from kd.engine.monitor.timeline import APART, SPANS, Timeline
-from kd.engine.run import Run
+from kd.engine.run import Logger, Run
 from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
 from kd.setup.build import Setting

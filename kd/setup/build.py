@@ -14,7 +14,6 @@ from kd.config.schema import BackendSection
 from kd.core.contracts import Backend, Loader, Sifter, Source, Teacher, TeacherModel
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import BackendFacts
-from kd.core.recording import Logger, RunStore
 from kd.core.seeds import evenly_spaced
 from kd.core.types import SiftContext
 from kd.data.loader import evaluation_plan
@@ -22,7 +21,7 @@ from kd.data.workers import worker_error
 from kd.engine.criterion import Distillation
 from kd.engine.monitor.timeline import region
 from kd.engine.optim import EMA, Schedule
-from kd.engine.run import Run
+from kd.engine.run import Logger, Run, RunStore
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
 from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch

@@ -80,8 +80,8 @@ def measure(
 ) -> dict[str, dict[int, Latency]]:
     """Return the speed of graphs in an export that `kd-serve` can serve, by name and number of threads.
 
-    One image at a time is computed on so many threads; for `images_per_second` as many at a time as threads. `cpu_ms`
-    of each graph: see `noisy`. `pixels` is the image, uint8 [3, S, S], which is sent as a JPEG.
+    One image (`pixels`, uint8 [3, S, S], as a JPEG) at a time is computed on so many threads; for `images_per_second`
+    as many at a time as threads. `cpu_ms` of each graph: see `noisy`.
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=JPEG_QUALITY)
