@@ -32,8 +32,7 @@ from PIL import Image, ImageOps
 import _record
 from kd.core.contracts import Source
 from kd.parts import registry
-from kd.study.audit.album import BASES, Album, hashes
-from kd.study.audit.copies import Pairs, copies
+from kd.study.audit.copies import BASES, Album, Pairs, copies, hashes
 from kd.study.audit.lists import COPY, FOLDER, repeats
 
 SHARE, SEEDS = 0.05, (0, 1, 2)

@@ -38,9 +38,9 @@ from kd.setup.build import distributed
 from kd.setup.data import open_data
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_fitted
-from kd.study.answers import ask_all
 from kd.study.finished import best_student, opened_run
-from kd.study.report.pair import Half
+from kd.study.report.confusion import Half
+from kd.study.report.predictions import ask_all
 from kd.study.report.record import Predictions
 
 RESAMPLES, MOST_PASSED = 20, 0.15

@@ -18,7 +18,7 @@ from pathlib import Path
 import kd
 from _record import write
 from kd import config
-from kd.jobs.teach import teach
+from kd.jobs.train import teach
 
 CONFIG = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
 LOSSES = "losses=[{kind: cosine}, {kind: relational}]"

@@ -24,8 +24,7 @@ from _record import write
 from kd import config
 from kd.core.text import table
 from kd.jobs.cache import cache
-from kd.jobs.teach import teach
-from kd.jobs.train import train
+from kd.jobs.train import teach, train
 
 Terms = list[dict[str, Any]]
 CE: dict[str, Any] = {"kind": "ce"}

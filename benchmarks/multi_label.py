@@ -17,7 +17,7 @@ import yaml
 
 import kd
 from _record import write
-from kd.jobs.teach import teach
+from kd.jobs.train import teach
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
 LOSS = "losses=[{kind: binary_kl, temperature: 2.0}]"

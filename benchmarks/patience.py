@@ -26,7 +26,7 @@ import yaml
 import kd
 from _record import write
 from kd.jobs.cache import cache
-from kd.jobs.teach import teach
+from kd.jobs.train import teach
 from kd.study.report.svg import Frame, Series, lines, standalone
 
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"

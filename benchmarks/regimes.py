@@ -30,8 +30,7 @@ from kd.core.text import table
 from kd.deploy.export.export import ExportOptions, export
 from kd.files.run_dir import RunDir
 from kd.jobs.cache import cache
-from kd.jobs.teach import teach
-from kd.jobs.train import train
+from kd.jobs.train import teach, train
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.study.finished import best_student

@@ -96,7 +96,7 @@ def small_disk(tmp_path):
 def teacher(photos, once) -> Path:
     """An export folder: a ViT fitted on `photos`. Do not write into it."""
     from kd import config
-    from kd.jobs.teach import teach
+    from kd.jobs.train import teach
 
     def build(folder: Path) -> Path:
         settings = base(photos, folder)
@@ -110,7 +110,7 @@ def teacher(photos, once) -> Path:
 def steady(photos, once) -> Path:
     """A teacher whose bits do not depend on an image's neighbours in the batch: heads of 16, as BLAS likes them."""
     from kd import config
-    from kd.jobs.teach import teach
+    from kd.jobs.train import teach
 
     def build(folder: Path) -> Path:
         settings = base(photos, folder)

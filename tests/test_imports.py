@@ -149,7 +149,7 @@ def test_imports(path):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("kd/setup/teacher.py", "from kd.jobs.teach import fit_teacher"),
+        ("kd/setup/teacher.py", "from kd.jobs.train import fit_teacher"),
         ("kd/parts/losses/kl.py", "from kd.parts.losses.ce import CE"),
         ("kd/parts/losses/kl.py", "from kd.parts.losses import ce"),
         ("kd/parts/losses/kl.py", "from kd.parts.tasks._logits import Logits"),

@@ -34,7 +34,7 @@ from _record import write  # noqa: E402
 from kd import config  # noqa: E402
 from kd.core.intervals import wilson  # noqa: E402
 from kd.core.text import table  # noqa: E402
-from kd.jobs.teach import teach  # noqa: E402
+from kd.jobs.train import teach  # noqa: E402
 from kd.setup.data import open_sources  # noqa: E402
 from kd.setup.recipe import resolve  # noqa: E402
 from kd.study.report import svg  # noqa: E402

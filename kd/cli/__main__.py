@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kd import __version__
-from kd.cli import launch, report, serving, training
+from kd.cli import launch, serving, training
 from kd.cli.command import Parser, explained, guarded
 from kd.core.errors import ConfigError, did_you_mean
 
@@ -21,7 +21,7 @@ COMMANDS = {
     "export": serving.export,
     "serve": serving.serve,
     "predict": serving.predict,
-    "report": report.report,
+    "report": training.report,
     "launch": launch.launch,
 }
 OVERVIEW = """usage: kd COMMAND ...

@@ -29,10 +29,7 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130  # 2 is argparse's
 
 
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:
-    """Run a command and return its exit code: 0, 2 (the user can repair it), 75 (interrupted), 1 (a bug of ours).
-
-    A `resumable` command writes a checkpoint on SIGTERM and SIGINT, or ends where there is nothing to save.
-    """
+    """Run a command and return its exit code; a `resumable` one writes a checkpoint on SIGTERM and SIGINT."""
     log, lines = logging.getLogger("kd"), _Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
@@ -103,10 +100,7 @@ def taken(cls: type[Built], given: argparse.Namespace, **others: object) -> Buil
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add an option for each field of a dataclass that `kd.core.options.option` declares; `taken` builds it again.
-
-    The string under the field is the help, to which the default is added.
-    """
+    """Add an option for each field that `kd.core.options.option` declares; its string and default are the help."""
     docs = field_docs(cls)
     for one in fields(cls):
         if "option" not in one.metadata:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kd.cli.command import add_fields, guarded, new_parser, taken, whole_number
+from kd.cli.command import Parser, add_fields, guarded, new_parser, taken, whole_number
 from kd.cluster.requests import Hosting, Job
 from kd.core.errors import ConfigError, ConfigErrors
 from kd.files.json_file import read_json
@@ -97,14 +97,11 @@ def _train_here(options: argparse.Namespace) -> int:
 
 
 def _deploy(argv: Sequence[str]) -> int:
-    parser = new_parser(
+    parser = _hosting_parser(
         "kd-launch deploy",
         "Put an export on a SageMaker endpoint, wait until it is in service, and ask it for one image.",
         "kd-launch deploy runs/vit_food/export --instance ml.c5.xlarge",
-        with_config=False,
     )
-    parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
-    _add_hosting_options(parser)
     options = parser.read(argv)
 
     def command() -> None:
@@ -122,15 +119,12 @@ def _deploy(argv: Sequence[str]) -> int:
 
 
 def _transform(argv: Sequence[str]) -> int:
-    parser = new_parser(
+    parser = _hosting_parser(
         "kd-launch transform",
         "Classify all images below an S3 prefix in a batch transform job. Each image gets a file NAME.out (JSON).",
         "kd-launch transform runs/vit_food/export s3://BUCKET/images --instance ml.c5.2xlarge --count 4",
-        with_config=False,
     )
-    parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
     parser.add_argument("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
-    _add_hosting_options(parser)
     parser.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
     text = "requests at once per instance (default 8)"
     parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
@@ -164,10 +158,13 @@ def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: s
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
 
 
-def _add_hosting_options(parser: argparse.ArgumentParser) -> None:
+def _hosting_parser(command: str, summary: str, example: str) -> Parser:
+    parser = new_parser(command, summary, example, with_config=False)
+    parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
     add_fields(parser, Hosting)
     parser.add_argument("--name", default="", help="of all that is created (default: the run's name and the time)")
     _add_account_options(parser, "KD_SERVE_IMAGE", "Dockerfile")
+    return parser
 
 
 def _complete(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate` and `kd-parts`."""
+"""`kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-report` and `kd-parts`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def teach(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         settings = load_config(options)
-        from kd.jobs.teach import teach
+        from kd.jobs.train import teach
 
         for folder in teach(settings, command_seconds()):
             print(folder)
@@ -137,6 +137,50 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
             samples = scored.samples
             ends = "  95 %: {:.4f} to {:.4f}".format(*samples[name].interval()) if name in samples else ""
             print(f"{name:20s} " + (f"{value:.4f}{ends}" if isinstance(value, float) else str(value)))
+
+    return guarded(command)
+
+
+def report(argv: Sequence[str] | None = None) -> int:
+    """`kd-report RUN... [--price] [key=value ...]`: show where the time and the money of runs went."""
+    parser = new_parser(
+        "kd-report",
+        "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
+        "the machine did, what was sifted, which classes and photographs the student loses against its teacher.",
+        "kd-report runs/vit_food runs/zscore --to compared.html",
+        with_config=False,
+    )
+    text = "run folders; also key=value, such as price.instance=NAME"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    text = "where to write the page (default: report.html in the first RUN), or the prices"
+    parser.add_argument("--to", metavar="FILE", type=Path, help=text)
+    text = "print throughput, billable time, cost and saving only"
+    parser.add_argument("--price", action="store_true", help=text)
+    text = "validation images to ask both models; 0: all (default 2000)"
+    parser.add_argument("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
+    add_trust(parser)
+    options = parser.read(argv)
+    overrides = [text for text in options.runs if "=" in text and not Path(text).is_dir()]
+    paths = [Path(text) for text in options.runs if text not in overrides]
+
+    def command() -> None:
+        from kd.core.errors import ConfigError
+        from kd.core.text import table
+        from kd.files.storage import write_text
+        from kd.study.report import report as job
+
+        if not paths:
+            wrong = f"'{overrides[0]}' is no run folder, and there is no other"
+            raise ConfigError("RUN", wrong, "Run folders, then key=value", "Name one, such as runs/vit_food")
+        if options.price:
+            text = table(job.prices(paths, overrides, options.trust))
+            print(text)
+            if options.to:
+                write_text(options.to, text + "\n", "--to")
+        else:
+            page = job.report(paths, options.to, options.images, overrides, options.trust)
+            print(page.summary)
+            print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
 
     return guarded(command)
 

@@ -31,32 +31,20 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
         elif dataclasses.is_dataclass(annotation):
             yield from _explain(annotation, key)  # type: ignore[arg-type]
         else:
-            yield key, allows(cls, f.name), _default(f), docs.get(f.name, "")
-        if "parts" in f.metadata:
-            yield from _explain_parts(f, where)
-
-
-def _explain_parts(f: dataclasses.Field[Any], where: str) -> Iterator[tuple[str, str, str, str]]:
-    folder = f.metadata["parts"]
-    for name in f.metadata["only"] or registry.names(folder):
-        for key, allowed, default, meaning in _explain(registry.options_type(folder, name, where), where):
-            yield key, allowed, default, f"[kind: {name}] {meaning}"
+            value = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            default = "required" if value is dataclasses.MISSING else shown
+            yield key, allows(cls, f.name), default, docs.get(f.name, "")
+        folder = f.metadata.get("parts", "")
+        for name in (f.metadata["only"] or registry.names(folder)) if folder else ():
+            for *row, meaning in _explain(registry.options_type(folder, name, where), where):
+                yield *row, f"[kind: {name}] {meaning}"  # type: ignore[misc]
 
 
 def types_of(cls: type) -> dict[str, Any]:
     """Return the fields a YAML may set, with their types."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "options"}
-
-
-def _default(f: dataclasses.Field[Any]) -> str:
-    if f.default is not dataclasses.MISSING:
-        value = f.default
-    elif f.default_factory is not dataclasses.MISSING:
-        value = f.default_factory()
-    else:
-        return "required"
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else repr(value)
 
 
 def allows(cls: type, key: str) -> str:
@@ -82,11 +70,9 @@ def _describe(annotation: Any) -> str:
         if args == (int, str):
             return "auto or a whole number"
         return " or ".join(_describe(arg) for arg in args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return f"a list of {_describe(args[0])}"
-    if origin is tuple:
+    if origin is tuple and args[-1] is not Ellipsis:
         return f"a list of {len(args)} values, each {_describe(args[0])}"
-    if origin is list:
+    if origin in (tuple, list):
         return f"a list of {_describe(args[0])}"
     if origin is dict or annotation is Any:
         return "a section of key: value" if origin else "text, a list or a section"

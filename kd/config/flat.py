@@ -43,10 +43,7 @@ def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def alternatives(override: str) -> list[str]:
-    """Return the texts of the values that `key=a,b,c` lists, each to stand behind `key=`; one where it lists none.
-
-    A comma within brackets, braces or quotes separates nothing; nor does any in a text with a reference `${...}`.
-    """
+    """Return the texts that `key=a,b,c` lists; a comma in brackets, quotes or beside a `${...}` separates nothing."""
     key, _, text = override.partition("=")
     if "," not in text or "${" in text:
         return [text]

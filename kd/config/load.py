@@ -104,10 +104,7 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
 
 
 def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
-    """Set `key=value` in an OmegaConf node and return it; add what is wrong to `errors`.
-
-    Dotted keys at the top of the node, as `--check` prints them, come first.
-    """
+    """Set `key=value` in an OmegaConf node, dotted keys at its top first; add what is wrong to `errors`."""
     values: Any = OmegaConf.to_container(raw, resolve=False)
     for key in [key for key in values if isinstance(key, str) and "." in key]:
         del raw[key]
@@ -162,10 +159,9 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
     if not isinstance(raw, dict):
         errors.append(ConfigError(where, f"is {raw!r}", f"A section with keys is expected: {', '.join(types_of(cls))}"))
         return None
-    annotations, values = types_of(cls), {}
+    annotations, values, foreign = types_of(cls), {}, {}
     part_type = _part_options(cls, raw, where, errors)
     part_types = types_of(part_type) if part_type else {}
-    foreign: dict[str, Any] = {}
     absent = {key: {} for key, annotation in annotations.items() if dataclasses.is_dataclass(annotation)}
     for key, value in {**absent, **raw}.items():
         path = f"{where}.{key}" if where else str(key)
@@ -173,7 +169,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
             values[key] = _value(cls, key, annotations[key], value, path, errors)
         elif part_type is not None and key in part_types:
             foreign[key] = _value(part_type, key, part_types[key], value, path, errors)
-        elif part_type is not None or not _is_part(cls):
+        elif part_type is not None or not any("parts" in f.metadata for f in dataclasses.fields(cls)):
             known = [*annotations, *part_types]
             remedy = did_you_mean(str(key), known) or "Remove it"
             errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
@@ -188,12 +184,8 @@ def _construct(cls: type, values: dict[str, Any], where: str, errors: list[KdErr
     """Build a dataclass whose values are checked; its own __post_init__ may still refuse them."""
     if any(value is _INVALID for value in values.values()):
         return None
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
-    ]
-    if missing:
+    required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in values]:
         errors.extend(ConfigError(f"{where}.{name}", "is missing", allows(cls, name), "Add it") for name in missing)
         return None
     try:
@@ -280,13 +272,8 @@ def _out_of_range(cls: type, key: str, value: Any) -> str:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return ""
     low, high, above = metadata.get("low"), metadata.get("high"), metadata.get("above")
-    wrong = (
-        not math.isfinite(value)
-        or (low is not None and value < low)
-        or (high is not None and value > high)
-        or (above is not None and value <= above)
-    )
-    return allows(cls, key) if wrong else ""
+    wrong = not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high)
+    return allows(cls, key) if wrong or (above is not None and value <= above) else ""
 
 
 def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdError]) -> type | None:
@@ -305,10 +292,6 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
     except KdError as error:
         errors.append(error)
         return None
-
-
-def _is_part(cls: type) -> bool:
-    return any("parts" in f.metadata for f in dataclasses.fields(cls))
 
 
 def _auto_backend() -> str:

@@ -15,12 +15,9 @@ from kd.parts import registry
 class Reads:
     """The outputs that the losses of a run read."""
 
-    teacher: bool
-    """Whether a loss needs a teacher."""
-    teacher_logits: bool
-    """False: the teacher needs no classes; its features are all that is asked of it."""
-    features: tuple[str, ...]
-    """Names of features, of both models."""
+    teacher: bool  # whether a loss needs one
+    teacher_logits: bool  # False: the teacher needs no classes; its features are all that is asked of it
+    features: tuple[str, ...]  # names, of both models
 
 
 def loss_facts(losses: Sequence[LossSection]) -> list[LossFacts]:
@@ -55,10 +52,7 @@ def build_task(section: TaskSection) -> Task:
 
 
 def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: DataSection) -> TaskSection:
-    """Return the task; `auto`: the built-in task that fits labels and losses.
-
-    Where no task fits both, the losses decide; the rules between keys then say what is wrong.
-    """
+    """Return the task; `auto`: the built-in one that fits labels and losses, or else the losses alone."""
     if section.kind != "auto":
         return section
     functions = [one.logits for one in loss_facts(losses) if one.logits] or [""]

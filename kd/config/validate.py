@@ -6,22 +6,17 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
+from kd.config import instances
 from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import (
     QUANTIZED,
     RUNTIMES,
     TRAINED,
-    Augment,
     Config,
     DataSection,
-    LossSection,
-    OptimizerSection,
-    PriceSection,
-    ProfileSection,
     StudentSection,
     TeacherSection,
 )
-from kd.config.tuning import Tuning
 from kd.core.errors import ConfigError, KdError, MissingExtra, did_you_mean
 from kd.core.evaluation import Task
 from kd.core.facts import BackendFacts, LossFacts
@@ -41,24 +36,21 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
         yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
     yield from _data(config.data, config.teacher)
     yield from _remote(config.data, here, here and cluster)
-    yield from _losses(config.losses, needed, config.data.augment, config.teacher)
+    yield from _losses(config, needed)
     sifting = registry.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
-    yield from _task(config.losses, needed, task, label_of(config.data))
-    yield from _of_one_task(task, config.run.baseline, config.teacher.cache.topk)
+    yield from _task(config, needed, task)
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
     if sifting.answers and not (config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"):
         wrong = f"is {config.sifter.kind}, which reads the logits that the teacher's cache stores, and there are none"
         yield ConfigError("sifter.kind", wrong, "A loss on logits and a cache", "Set teacher.cache.views=4")
-    yield from _tuning(config.student.tuning, "student.tuning")
-    yield from _tuning(config.teacher.fit.tuning, "teacher.fit.tuning")
+    yield from _of_one_section(config)
     if config.data.labels == "none":
-        yield from _unlabelled(config.losses, needed, config.teacher, config.run.baseline)
+        yield from _unlabelled(config, needed)
     yield from _student(config.student)
     yield from _by_order(config)
     if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
         wrong = f"is {config.student.args['patch_drop_rate']}, but a loss compares the tokens of all patches"
         yield ConfigError("student.args.patch_drop_rate", wrong, "0, or other losses", "Leave one of them out")
-    yield from _optimizer(config.optimizer)
     if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
         wrong = "is 'skip', but torch_xla's ZeRO applies every step"
         yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
@@ -66,12 +58,10 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
         wrong = f"is {config.student.tuning.freeze_epochs}, but torch_xla's ZeRO was not tried without some gradients"
         yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")
     yield from _divided(config.teacher)
-    yield from _price(config.price)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
-    yield from _profile(config.profile)
     facts = registry.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
     yield from _execution(config.teacher, config.student, config.backend.kind, facts, bool(read.features), here)
 
@@ -113,30 +103,29 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
         yield ConfigError("data.loader", wrong, "HOST:PORT", remedy)
 
 
-def _losses(
-    losses: Sequence[LossSection], needed: Sequence[LossFacts], augment: Augment, teacher: TeacherSection
-) -> Iterator[KdError]:
-    if not losses:
+def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
+    if not config.losses:
         remedy = "Start with `losses: [{kind: kl}]`"
         yield ConfigError("losses", "is empty", f"At least one of: {', '.join(registry.names('losses'))}", remedy)
-    elif not any(term.weight > 0 for term in losses):
+    elif not any(term.weight > 0 for term in config.losses):
         yield ConfigError("losses", "all weights are 0", "At least one weight > 0", "Raise one")
-    for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
-        if wanted.teacher and not teacher.model:
+    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
+        if wanted.teacher and not config.teacher.model:
             remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
             yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
-        if wanted.unmixed and augment.mixes:
+        if wanted.unmixed and config.data.augment.mixes:
             wrong = f"'{term.kind}' needs one label an image, but mixup or cutmix is on"
             allowed = "Losses that mix: ce, kl, dist, wttm, and those on features"
             remedy = "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
             yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
 
 
-def _task(losses: Sequence[LossSection], needed: Sequence[LossFacts], task: Task, label: str) -> Iterator[KdError]:
-    """Yield where labels and losses do not fit the task; `label` is "class", "set", or "" where images have none."""
+def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[KdError]:
+    """Yield where labels, losses and other keys do not fit the task."""
     texts = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}
-    have = texts[label]
-    for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
+    label = label_of(config.data)
+    have, topk = texts[label], config.teacher.cache.topk
+    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.logits and wanted.logits != task.logits:
             wrong = f"'{term.kind}' reads logits by a {wanted.logits}, but {have}"
             allowed = f"logits by a {task.logits}: {_losses_by(task.logits)}" if task.logits else "features"
@@ -149,6 +138,12 @@ def _task(losses: Sequence[LossSection], needed: Sequence[LossFacts], task: Task
     if task.logits and not any(wanted.logits for wanted in needed):
         wrong = f"is {task.name}, but no loss reads logits"
         yield ConfigError("task.kind", wrong, "auto, or a loss on logits", "Leave task.kind out, or add a loss")
+    if config.run.baseline and not task.logits:
+        wrong = "is true, but the losses train an embedding model, which labels alone do not"
+        yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
+    if topk > 0 and not task.keeps_topk:
+        wrong = f"is {topk}, and keeps what a softmax needs, but the losses read each logit alone"
+        yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
 
 
 def _losses_by(function: str) -> str:
@@ -173,32 +168,32 @@ def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Itera
         yield ConfigError(key, "reads the class of each image, but images have several labels", "", f"Set {off}")
 
 
-def _tuning(tuning: Tuning, where: str) -> Iterator[KdError]:
-    if tuning.freeze_epochs and not tuning.freeze:
-        wrong = f"is {tuning.freeze_epochs}, but {where}.freeze names nothing"
-        yield ConfigError(f"{where}.freeze_epochs", wrong, "Patterns in freeze", f"Set {where}.freeze, or 0")
+def _of_one_section(config: Config) -> Iterator[KdError]:
+    for where, tuning in (("student.tuning", config.student.tuning), ("teacher.fit.tuning", config.teacher.fit.tuning)):
+        if tuning.freeze_epochs and not tuning.freeze:
+            wrong = f"is {tuning.freeze_epochs}, but {where}.freeze names nothing"
+            yield ConfigError(f"{where}.freeze_epochs", wrong, "Patterns in freeze", f"Set {where}.freeze, or 0")
+    betas, steps, price = list(config.optimizer.betas), list(config.profile.steps), config.price
+    if not all(0 <= beta < 1 for beta in betas):
+        yield ConfigError("optimizer.betas", f"is {betas}", "Each >= 0 and < 1", "Change them")
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        allowed = "The first and the last step, counted from 1"
+        yield ConfigError("profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]")
+    if price.instance and not price.per_hour and not instances.price_per_hour(price.instance):
+        wrong = f"is {price.instance}, whose price kd does not know"
+        remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
+        yield ConfigError("price.instance", wrong, f"One of {', '.join(instances.TABLE)}, or any with a price", remedy)
 
 
-def _of_one_task(task: Task, baseline: bool, topk: int) -> Iterator[KdError]:
-    """Yield keys that do not go with the task."""
-    if baseline and not task.logits:
-        wrong = "is true, but the losses train an embedding model, which labels alone do not"
-        yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
-    if topk > 0 and not task.keeps_topk:
-        wrong = f"is {topk}, and keeps what a softmax needs, but the losses read each logit alone"
-        yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
-
-
-def _unlabelled(
-    losses: Sequence[LossSection], needed: Sequence[LossFacts], teacher: TeacherSection, baseline: bool
-) -> Iterator[KdError]:
+def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
     """Yield what needs labels where images have none."""
-    for i, (term, wanted) in enumerate(zip(losses, needed, strict=True)):
+    teacher = config.teacher
+    for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels is none"
             yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, wttm, ...", "Drop it")
     labelled = {
-        "run.baseline": baseline,
+        "run.baseline": config.run.baseline,
         "teacher.fit.epochs": teacher.fit.epochs > 0,
         "teacher.fit.steps": teacher.fit.steps > 0,
         "teacher.min_accuracy": teacher.min_accuracy > 0,
@@ -231,29 +226,6 @@ def _student(student: StudentSection) -> Iterator[KdError]:
     elif student.kind != "timm" and student.init == "pretrained" and not student.checkpoint:
         wrong = f"is 'pretrained', but a student of kind '{student.kind}' has no checkpoint"
         yield ConfigError("student.init", wrong, "A file of weights", "Set student.checkpoint, or student.init=scratch")
-
-
-def _profile(profile: ProfileSection) -> Iterator[KdError]:
-    steps = profile.steps
-    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        allowed = "The first and the last step, counted from 1"
-        yield ConfigError("profile.steps", f"is {list(steps)}", allowed, "Set profile.steps=[20, 30]")
-
-
-def _optimizer(optimizer: OptimizerSection) -> Iterator[KdError]:
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield ConfigError("optimizer.betas", f"is {list(optimizer.betas)}", "Each >= 0 and < 1", "Change them")
-
-
-def _price(price: PriceSection) -> Iterator[KdError]:
-    if not price.instance or price.per_hour:
-        return
-    from kd.config import instances  # only where one is named
-
-    if not instances.price_per_hour(price.instance):
-        wrong = f"is {price.instance}, whose price kd does not know"
-        remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
-        yield ConfigError("price.instance", wrong, f"One of {', '.join(instances.TABLE)}, or any with a price", remedy)
 
 
 def _several(teacher: TeacherSection) -> Iterator[KdError]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +18,14 @@ from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
 from kd.data.batches import ask
 from kd.data.loader import LocalLoader
-from kd.jobs.opened import opened
-from kd.jobs.teach import obtain_teachers
+from kd.jobs.train import obtain_teachers, opened
 from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
-from kd.models.teacher import LiveTeacher, NoTeacher
-from kd.setup.build import Setting, shown_split
+from kd.setup.build import shown_split
 from kd.setup.cache import open_cache
-from kd.setup.loaders import loaders, split_batch
-from kd.setup.recipe import Session, TeacherPlan, resolve
-from kd.setup.teacher import choose_teacher
+from kd.setup.loaders import loaders
+from kd.setup.recipe import TeacherPlan, resolve
+from kd.setup.teacher import Setting, choose_teacher
 
 ROWS = 1024  # records that are read at once
 
@@ -44,72 +43,55 @@ class Cached:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    session: Session
-    live: LiveTeacher | NoTeacher
-    cache: CachedTeacher
-    loader: LocalLoader
-    timeout_seconds: float
-
-
 def cache(settings: Config, export: str = "") -> Cached:
-    """Fill the cache of a configuration, all views; what is whole already is not computed again.
-
-    `export` is a .safetensors file into which all answers are written too, by the images' names.
-    """
+    """Fill the cache of a configuration, all views; `export`: a .safetensors file for the answers, by images' names."""
     count = settings.teacher.cache.views
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    recipe, target = resolve(settings), _require_path(export) if export else None
-    with opened(recipe, obtain_teachers) as run:
-        work = _open(recipe.teacher, run.setting)
-        store = work.cache.store
+    recipe, file = resolve(settings), Path(export).expanduser()
+    if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):  # before minutes are spent on the cache
+        raise RunError("--export", f"'{export}' cannot be written", "A .safetensors file in a folder that exists", "")
+    with opened(recipe, obtain_teachers) as (setting, _):
+        backend, data, plan = setting.backend, setting.data, recipe.teacher
+        report = choose_teacher(setting, plan)
+        if report.line and backend.rank == 0:
+            log.info("teacher: %s", report.line)
+        loader, _ = loaders(data.views(), data.plan, setting.split, backend, setting.machine.timeout_seconds)
+        cached = open_cache(plan, report, setting)
+        store, start, before = cached.store, time.perf_counter(), cached.images
         _require_writable(store)
-        start, before = time.perf_counter(), work.cache.images
-        _fill(work, count)
+        for view in range(count):
+            _fill(cached, view, loader, setting)
         missing = sum(len(store.missing(view)) for view in range(count))
-        if target is not None:
-            _export(target, work, recipe.teacher, missing)
+        if export:
+            _export(file, plan, cached, setting)
         return Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
             missing=missing,
-            computed=work.cache.images - before,
+            computed=cached.images - before,
             seconds=time.perf_counter() - start,
         )
 
 
-def _open(plan: TeacherPlan, setting: Setting) -> _Work:
-    backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
-    assert model is not None
-    section = data.plan
-    session = Session(backend, data, split_batch(section, backend.world_size, len(data.train)))
-    report = choose_teacher(session, plan, model)
-    if report.line and backend.rank == 0:
-        log.info("teacher: %s", report.line)
-    timeout_seconds = setting.machine.timeout_seconds
-    loader, _ = loaders(data.views(), section, session.split, backend, timeout_seconds)
-    return _Work(session, report.live, open_cache(plan, report, model, session), loader, timeout_seconds)
-
-
-def _fill(work: _Work, views: int) -> None:
-    """Compute what is missing, every rank its share, in the shapes of training."""
-    cache, backend = work.cache, work.session.backend
-    for view in range(views):
-        ids = cache.store.missing(view).tolist()
-        backend.barrier()  # every rank has read the same list before one writes
-        if backend.rank == 0:
-            log.info("cache: view %d: %d of %d images to compute", view, len(ids), cache.store.num_images)
-        plan = _padded(ids, work.session.split.batch_size)
-        for batch in backend.put(cache.lookup(work.loader.epoch(plan, view))):
-            cache(batch)
-            backend.end_step()
-            _require_writable(cache.store)
-        cache.flush()
-        _require_writable(cache.store)
-        backend.barrier()
+def _fill(cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting) -> None:
+    """Compute what is missing of a view, every rank its share, in the shapes of training."""
+    backend, store = setting.backend, cached.store
+    ids = store.missing(view).tolist()
+    backend.barrier()  # every rank has read the same list before one writes
+    if backend.rank == 0:
+        log.info("cache: view %d: %d of %d images to compute", view, len(ids), store.num_images)
+    padding = -len(ids) % setting.split.batch_size  # images of weight 0, up to a multiple of the global batch
+    weights = torch.cat([torch.ones(len(ids)), torch.zeros(padding)])
+    plan = Plan(torch.tensor([*ids, *[0] * padding], dtype=torch.int64), weights)
+    for batch in backend.put(cached.lookup(loader.epoch(plan, view))):
+        cached(batch)
+        backend.end_step()
+        _require_writable(store)
+    cached.flush()
+    _require_writable(store)
+    backend.barrier()
 
 
 def _require_writable(store: Store) -> None:
@@ -122,31 +104,13 @@ def _require_writable(store: Store) -> None:
         raise RunError(where, f"'{store.folder}' takes no more ({store.stopped})", "", remedy)
 
 
-def _padded(ids: Sequence[int], batch_size: int) -> Plan:
-    """Return a plan of `ids`, padded with weight 0 to a multiple of the global batch."""
-    padding = -len(ids) % batch_size
-    every = torch.tensor([*ids, *[0] * padding], dtype=torch.int64)
-    return Plan(every, torch.cat([torch.ones(len(ids)), torch.zeros(padding)]))
-
-
 # ------------------------------------------------------------------------------------------------ a table for others
 
 
-def _require_path(path: str) -> Path:
-    """Return the file to write, before minutes are spent on the cache."""
-    file = Path(path).expanduser()
-    if file.suffix != ".safetensors" or not file.parent.is_dir():
-        raise RunError("--export", f"'{path}' cannot be written", "A .safetensors file in a folder that exists", "")
-    return file
-
-
-def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
-    """Write the records of all views, and the teacher's answers for validation and test images.
-
-    The table is held in memory: views x images x classes, as the cache keeps them.
-    """
-    backend, data, store = work.session.backend, work.session.data, work.cache.store
-    if missing:
+def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setting) -> None:
+    """Write the records of all views, and the answers for validation and test images; memory holds all of them."""
+    backend, data, store, views = setting.backend, setting.data, cached.store, range(plan.cache.views)
+    if missing := sum(len(store.missing(view)) for view in views):
         wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
         raise RunError("--export", wrong, "Every image has an answer", "Drop them from the data")
     if backend.world_size > 1:
@@ -155,9 +119,21 @@ def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
     if arrays not in (["logits"], ["pooled"]):
         wrong = f"the cache keeps {' and '.join(arrays)}"
         raise ModelError("--export", wrong, "Logits alone, or pooled features alone", "Change the losses")
-    values = torch.stack([torch.cat(list(_stored(store, view))) for view in range(plan.cache.views)])
+
+    def stored(view: int) -> Iterator[Tensor]:
+        for start in range(0, store.num_images, ROWS):
+            parts, _, _ = store.parts(view, range(start, min(store.num_images, start + ROWS)))
+            yield _only(store.codec.unpack(parts))
+
+    def answers(source: Source) -> Tensor:
+        live: Any = cached.live
+        split = shown_split(setting, source, torch.arange(len(source)))
+        batches = backend.put(split.loader.epoch(split.plan, 0))
+        found = [_only(one.outputs) for one in ask(live.validation(source is data.test), batches, backend.device)]
+        return torch.cat(found)[: len(source)]
+
+    values = torch.stack([torch.cat(list(stored(view))) for view in views])
     held = [source for source in (data.val, data.test) if source is not None]
-    answers = [_answers(work, source, work.live.validation(source is data.test)) for source in held]
     classes = list(data.classes) if plan.logits else []
     table = AnswerTable(
         meaning="logits" if arrays == ["logits"] else "embeddings",
@@ -165,7 +141,7 @@ def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
         values=values,
         classes=classes,
         val_names=[name for source in held for name in _names(source)],
-        val_values=torch.cat(answers).to(values.dtype),
+        val_values=torch.cat([answers(source) for source in held]).to(values.dtype),
         made_for=data.images().shown(),
         problem_type=plan.task.problem_type if classes else "",
     )
@@ -175,21 +151,8 @@ def _export(path: Path, work: _Work, plan: TeacherPlan, missing: int) -> None:
         raise RunError("--export", f"'{path}' cannot be written ({error.strerror or error})", "", "") from error
 
 
-def _stored(store: Store, view: int) -> Iterator[Tensor]:
-    for start in range(0, store.num_images, ROWS):
-        parts, _, _ = store.parts(view, range(start, min(store.num_images, start + ROWS)))
-        yield _only(store.codec.unpack(parts))
-
-
 def _names(source: Source) -> list[str]:
     return [source.name(id) for id in range(len(source))]
-
-
-def _answers(work: _Work, source: Source, live: LiveTeacher | NoTeacher) -> Tensor:
-    split = shown_split(work.session, source, torch.arange(len(source)), work.timeout_seconds)
-    batches = work.session.backend.put(split.loader.epoch(split.plan, 0))
-    answers = ask(live, batches, work.session.backend.device)
-    return torch.cat([_only(answer.outputs) for answer in answers])[: len(source)]
 
 
 def _only(outputs: Outputs) -> Tensor:

@@ -18,11 +18,10 @@ from kd.models.load import require_weights
 from kd.models.teacher import FAILURES, count_parameters
 from kd.setup.data import open_sources, train_transform
 from kd.setup.home import compare
-from kd.setup.loaders import BatchSplit, split_batch
-from kd.setup.recipe import LoopPlan, Recipe, TeacherPlan, fit_folders, is_fitted
-from kd.setup.student import build_criterion, build_student, dims_of, student_spec
+from kd.setup.loaders import split_batch
+from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
+from kd.setup.student import build_criterion, build_student, dims_of, student_spec, tune
 from kd.setup.teacher import META, Teachers, load_teachers
-from kd.setup.tuning import tune
 
 
 def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
@@ -34,10 +33,10 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     """
     section, plan, student_plan = recipe.data, recipe.teacher, recipe.student
     train_transform(section.image_size, section.augment)
-    if recipe.record.trackers:
-        from kd.jobs.progress.trackers import check as check_trackers  # only where some are named
+    for name in recipe.record.trackers:
+        from kd.jobs.progress.trackers import find  # only where some are named
 
-        check_trackers(recipe.record.trackers)
+        find(name)
     data, num_ranks = open_sources(recipe.data), int(os.environ.get("WORLD_SIZE", "1"))
     split = split_batch(section, num_ranks, len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()
@@ -48,18 +47,19 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data = teachers.data
     phases = {"distillation": recipe, **{f"the fit of {where}": fit for where, fit in fits.items()}}
-    built = {}
+    students, modules = [], {}
     for name, phase in phases.items():
         with torch.device("meta"):
             named = bool(phase.student.checkpoint)  # a file, which may not fit; other weights do
-            built[name] = build_student(phase.student, data.classes, section.image_size, weights=named)
-        tune(phase.student, built[name])
-    student, modules = built["distillation"], {}
-    for name, phase in phases.items():
+            students.append(build_student(phase.student, data.classes, section.image_size, weights=named))
+        tune(phase.student, students[-1])
         told, losses = (teachers if phase is recipe else Teachers(None, data)), phase.student.losses
         shares = getattr(told.model, "shares", (1.0,))
-        criterion = build_criterion(losses, dims_of(built[name], told), phase.student.seed, shares)
-        modules[name] = Distillation(built[name], criterion, phase.student.task)
+        criterion = build_criterion(losses, dims_of(students[-1], told), phase.student.seed, shares)
+        modules[name] = Distillation(students[-1], criterion, phase.student.task)
+    student, loop = students[0], recipe.loop
+    per_epoch = loop.epoch_images(len(data.train)) // split.batch_size
+    steps = loop.length.steps or loop.length.epochs * per_epoch
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -72,9 +72,11 @@ def check(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         f"init {student_plan.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
         *(f"          {note}" for note in teachers.notes),
-        *(_answers(plan, teachers) if answers else ()),
+        *(f"          {text}" for text in (_answers(plan, teachers) if answers else ())),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
-        *_length(recipe.loop, split, len(data.train)),
+        f"batch     {split}",
+        f"length    {steps} steps of {split.batch_size} images "
+        f"({steps / per_epoch:.3g} {'epoch' if steps == per_epoch else 'epochs'})",
         *_store(section, (len(data.train), len(data.val))),
         *_cache(plan, teachers),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {num_ranks} process(es)",
@@ -106,16 +108,6 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
     return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
 
 
-def _length(loop: LoopPlan, split: BatchSplit, num_images: int) -> list[str]:
-    per_epoch = loop.epoch_images(num_images) // split.batch_size
-    steps = loop.length.steps or loop.length.epochs * per_epoch
-    unit = "epoch" if steps == per_epoch else "epochs"
-    return [
-        f"batch     {split}",
-        f"length    {steps} steps of {split.batch_size} images ({steps / per_epoch:.3g} {unit})",
-    ]
-
-
 def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     if section.store == "none":
         return []
@@ -136,9 +128,9 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
 
 def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     try:
-        return [f"          {one.text}" for one in compare(plan, teachers, torch.device("cpu"))]
+        return [one.text for one in compare(plan, teachers, torch.device("cpu"))]
     except DataError:
-        return ["          not asked: the images do not exist yet"]
+        return ["not asked: the images do not exist yet"]
 
 
 def _cache(plan: TeacherPlan, teachers: Teachers) -> list[str]:

@@ -1,30 +1,46 @@
-"""Train one student in a run folder, from where it stands."""
+"""One run in its folder: what is recorded and scored before step 1, the loop, what is said and scored after the last.
+
+All ranks call these functions. Rank 0 writes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kd.core.scores import Scores
+import torch
+
+from kd.core.contracts import Source
+from kd.core.errors import ModelError, RunError
+from kd.core.evaluation import Sampled
+from kd.core.host import environment
+from kd.core.scores import Scored, Scores
 from kd.core.text import html_table
+from kd.core.types import State
 from kd.engine.loop import train
+from kd.engine.run import Run
 from kd.files.run_dir import RunDir
-from kd.jobs.begin import begin, check_before
-from kd.jobs.epilogue import conclude, epilogue, show_mistakes, sifting_report
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
 from kd.jobs.signals import signals
-from kd.models.teacher import count_parameters
-from kd.setup.build import Setting
-from kd.setup.recipe import BASELINE, Recipe
-from kd.study.report.summary import Trained, samples_of
+from kd.models.classifier import Ensemble
+from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
+from kd.setup.build import Built, Results, build_run
+from kd.setup.data import Data
+from kd.setup.home import compare
+from kd.setup.recipe import BASELINE, Recipe, TeacherPlan
+from kd.setup.student import load_distillation
+from kd.setup.teacher import Setting, Teachers
+from kd.study.report.summary import Trained, samples_of, skipped_text
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kd.deploy.export.export import WrittenExport
-    from kd.jobs.progress.trackers import Trackers
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,7 +88,11 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
     """
     backend, teachers, scores = setting.backend, setting.teachers, recipe.student.task.scores
     backend.barrier()  # rank 0 has opened the folder
-    trackers = trackers_of(recipe, folder) if backend.rank == 0 and recipe.record.trackers else None
+    trackers, record = None, recipe.record
+    if backend.rank == 0 and record.trackers:
+        from kd.jobs.progress.trackers import Trackers  # accelerate: only where some are named
+
+        trackers = Trackers(record.trackers, record.name, folder.path, record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
             built = begin(recipe, setting, folder, console, title)
@@ -81,9 +101,13 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
                 folder.record(before=check_before(recipe.teacher, run, teachers, console))
             with signals.training():
                 state = train(replace(run, stop=signals.requested))
-        observer.conclude(title, timed=bool(final) and recipe.record.path.name != BASELINE)  # one table a command
-        if trackers is not None:
-            show_mistakes(trackers, recipe, run, state, teachers.data)
+        observer.conclude(title, timed=bool(final) and record.path.name != BASELINE)  # one table a command
+        if trackers is not None and teachers.data.labelled and recipe.student.task.logits == "softmax":
+            from kd.study.report.predictions import mistakes  # only where a tracker shows them
+
+            with run.average.applied() if run.average is not None else nullcontext():
+                student, data = run.distillation.student.eval(), teachers.data
+                trackers.pictures(state.step, mistakes(student, data.views()[1], data.classes, backend.device))
         sifting = sifting_report(run, teachers.data, folder)
         for line in epilogue(recipe, run, state, teachers.data, folder):
             console.info(f"{title}: {line}")
@@ -104,8 +128,208 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
     )
 
 
-def trackers_of(recipe: Recipe, folder: RunDir) -> Trackers:
-    """Start the trackers that a run names."""
-    from kd.jobs.progress.trackers import Trackers  # accelerate: only where some are named
+# -------------------------------------------------------------------------------------------------- before step 1
 
-    return Trackers(recipe.record.trackers, recipe.record.name, folder.path, recipe.record.shown)
+
+def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
+    """Build the run of an opened folder, record what it is made of, and say what its set-up found out."""
+    known = folder.manifest()
+    if "teacher_home" not in known:
+        compared = compare(recipe.teacher, setting.teachers, setting.backend.device)
+        for one in compared:
+            console.info(f"{one.where}: {one.text}")
+        folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
+    built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, Results(folder, console))
+    facts = built.facts | facts_of(built.run, setting)
+    require_same("data", known, facts)
+    require_same("teacher", known, facts)
+    folder.record(**facts)
+    announce(facts, known, setting, console, title)
+    console.info(f"{title}: resumes from step {step:,}" if (step := folder.step()) else "")
+    return built
+
+
+def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
+    """Return what the manifest holds of data, teacher and machine."""
+    backend, teacher, data = run.backend, setting.teachers.model, setting.data
+    facts: dict[str, Any] = {
+        "world_size": backend.world_size,
+        "machines": backend.world_size // backend.local_world_size,
+        "images": len(data.train),
+        "batch_size": run.length.batch_size,
+        "backend": backend.kind,
+        "classes": list(data.classes),
+        "data": data.fingerprint,
+        "test": data.test.fingerprint if data.test is not None else "",
+        "environment": environment(),
+        "date": date.today().isoformat(),
+        "parameters": {"student": count_parameters(run.distillation.student)},
+    }
+    if setting.teachers.notes:
+        facts["teacher_notes"] = setting.teachers.notes
+    if teacher is not None:
+        facts["parameters"]["teacher"] = count_parameters(teacher)
+    if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
+        facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
+    return facts
+
+
+def announce(
+    facts: Mapping[str, Any], known: Mapping[str, Any], setting: Setting, console: Console, title: str
+) -> None:
+    """Show what the set-up found out; `known` is what an earlier start recorded."""
+    modes = ", ".join(f"{name} {mode}" for name, mode in facts["modes"].items())
+    threads = f", threads {facts['threads']}" if facts["threads"] else ""
+    console.info(f"{title}: {facts['batch']}; {modes}{threads}")
+    for name, before in known.get("modes", {}).items():
+        now = facts["modes"].get(name)
+        if now != before:
+            key = "teacher.precision" if name == "teacher" else "backend.precision"
+            text = f"{name}: {now} from here on, {before} at the last start: `auto` follows the machine"
+            console.info(f"{text}. {key} names one")
+    for note in setting.teachers.notes:
+        console.info(f"teacher: {note}")
+    if "teacher_mib" in facts:
+        rank, total = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
+        console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")
+
+
+def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Console) -> dict[str, float]:
+    """Score teachers and student before step 1; return the row, or {} without a teacher that can be scored."""
+    if teachers.model is None or (plan.task.logits and not plan.logits):
+        return {}
+    row, scores = run.evaluator(run.distillation.student), plan.task.scores
+    if not run.evaluator.labelled:
+        console.info(f"teacher: no labels to score it with; before step 1 the student has {scores.text(row)}")
+        return row
+    column, several = scores.own[0], isinstance(teachers.model, Ensemble) and plan.task.logits
+    found = zip(plan.members, scores.of_teachers(row).values(), strict=False)
+    alone = {where: values[column.key] for where, values in found}
+    reached = f"{column.text(alone['teacher'])} on the validation split{', averaged' if several else ''}"
+    console.info(f"teacher: {column.title} {reached}; student now {column.text(row[column.key])}")
+    if several:
+        require_teacher("teacher", alone["teacher"], plan, run)
+        for where, member in zip(plan.members, teachers.members, strict=True):  # one may have another order of classes
+            live = LiveTeacher(member, run.backend.device).validation()
+            alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.decides}"]
+    for where, value in alone.items():
+        if len(alone) > 1:
+            console.info(f"{where}: '{plan.members[where].model}' alone {column.text(value)}")
+        require_teacher(where, value, plan, run)
+    return row
+
+
+def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
+    """Require a teacher to be better than one that guesses."""
+    chance, column = run.evaluator.chance, plan.task.scores.own[0]
+    least = plan.min_accuracy
+    least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
+    if reached < least:
+        guessing = f"; guessing has {column.text(chance)}" if chance else ""
+        wrong = f"has the {column.title} {column.text(reached)} on the validation images{guessing}"
+        remedy = "Check that its classes stand in the data's order and that its weights were loaded"
+        raise ModelError(where, wrong, f"At least {column.text(least)} (teacher.min_accuracy)", remedy)
+
+
+def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Refuse to go on with a run on other data or with another teacher."""
+    if key in known and key in facts and known[key] != facts[key]:
+        wrong = f"this run was started with another {key} (its content hash differs)"
+        allowed = "A run goes on with what it began with"
+        raise RunError("run.name", wrong, allowed, "Choose another run.name, or restore what was there")
+
+
+# --------------------------------------------------------------------------------------------- after the last step
+
+
+def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir) -> list[str]:
+    """Return lines of what a run that has ended skipped, gave up, saved and could not read."""
+    known, lines = folder.manifest(), [skipped_text(state.skipped_in_all, state.step)]
+    if run.length.gave_up(state):
+        best = f"{run.evaluator.decides} {state.best:.4g}"
+        lines.append(
+            f"ended after step {state.step}: {state.no_better} evaluations in a row were no better than {best}"
+        )
+    lines.append(memory(recipe.loop.optimizer.zero, run, known.get("modes", {})))
+    broken = unreadable((data.train, data.val), run, known)
+    if broken:
+        folder.record(unreadable=broken)
+        count = f"{len(broken)} images" if len(broken) > 1 else "1 image"
+        lines.append(f"{count} could not be decoded and had weight 0: {', '.join(broken[:5])}")
+    return [line for line in lines if line]
+
+
+def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:
+    """Say what sharding and bfloat16 gave back on this rank, in MiB; "" on one rank without."""
+    backend = run.backend
+    held = backend.counters()["optimizer_mib"]
+    whole = held
+    if zero:
+        whole = backend.reduce_sum(torch.tensor([held], device=backend.device)).item()
+    text = f"optimizer state {held:.2f} MiB on this rank"
+    if whole > held:
+        text += f" of {whole:.2f} in all: ZeRO-1 over {backend.world_size} ranks gave back {whole - held:.2f}"
+    if isinstance(run.teacher, LiveTeacher) and modes.get("teacher", "").startswith("bf16"):
+        return f"{text}; teacher {run.teacher.mib:.2f} MiB in bfloat16, which gave back as much"
+    return text if backend.world_size > 1 else ""
+
+
+def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]) -> list[str]:
+    """List the images of both splits that any rank could not decode, now or in an earlier start."""
+    found = set(known.get("unreadable", []))
+    for source, loader in zip(splits, (run.loader, run.evaluator.loader), strict=True):
+        broken_N = torch.zeros(len(source), device=run.backend.device)
+        broken_N[list(loader.unreadable)] = 1.0
+        found |= {source.name(id) for id in run.backend.reduce_sum(broken_N).nonzero()[:, 0].tolist()}
+    return sorted(found)
+
+
+def sifting_report(run: Run, data: Data, folder: RunDir) -> str:
+    """Return the sifting section of report.md and write the contact sheet; empty where nothing was sifted."""
+    state, source = run.sifter.state_dict(), data.train
+    epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
+    if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
+        return ""
+    from kd.study.report.sifting import report  # draws pictures: only where something was sifted
+
+    return report(epochs, state, source, data.labels, run.length.batch_size, folder.path / "sifting.jpg")
+
+
+@torch.no_grad()
+def conclude(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
+    """Score the best checkpoint of a run that has ended and write scored.json; what was scored before is read.
+
+    `test`: of the test images, where there are some. The student has the weights of that checkpoint afterwards. Where
+    rank 0, which reads the folder, knows the score, the others return None.
+    """
+    backend, module = built.run.backend, built.run.distillation
+    test = test and built.test is not None
+    source = built.test if test and built.test is not None else built.val
+    known, step, rows = None, 0, 0
+    if backend.rank == 0:
+        known = folder.scored()
+        known = known if known is not None and known.data == source.fingerprint else None
+    is_known = torch.tensor([float(known is not None)], device=backend.device)
+    backend.broadcast_([is_known])
+    if is_known.item():
+        return known
+    if backend.rank == 0:
+        state, tensors, _ = folder.best()
+        load_distillation(module, tensors)
+        step, rows = state.step, len(folder.metrics("val"))
+    backend.broadcast_([*module.parameters(), *module.buffers()])
+    known = score(built, step, rows, test)
+    if backend.rank == 0:
+        folder.write_scored(known)
+    return known
+
+
+def score(built: Built, step: int, evaluations: int, test: bool) -> Scored:
+    """Score the student as it is on the test images, or on the validation images."""
+    evaluator, source = (built.test_evaluator(), built.test) if test else (built.run.evaluator, built.val)
+    assert source is not None
+    row = evaluator(built.run.distillation.student)
+    samples = evaluator.samples() if isinstance(evaluator, Sampled) else {}
+    right = samples[evaluator.decides].right if evaluator.decides in samples else None
+    images = len(source) if right is None else len(right)
+    return Scored("test" if test else "val", step, source.fingerprint, images, evaluations, row, samples)

@@ -21,8 +21,8 @@ from kd.engine.monitor.timeline import APART, SPANS, Timeline
 from kd.engine.run import Logger, Run
 from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
-from kd.setup.build import Setting
 from kd.setup.recipe import LoopPlan
+from kd.setup.teacher import Setting
 
 if TYPE_CHECKING:
     from kd.engine.monitor.evidence import Facts, Finding
@@ -54,29 +54,24 @@ class Observer:
     """What is watched, from the opened run folder to the end of the loop. Used as a context."""
 
     def __init__(self, setting: Setting, loop: LoopPlan, folder: RunDir, logger: Logger) -> None:
-        """Prepare. All ranks must make one."""
         backend = setting.backend
         self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(setting.facts, backend.device)
-        since = _reached[0] if _reached else time.perf_counter()
-        self.timeline = Timeline(clock, own, start, backend.communication_ms, on_step=self._step, since=since)
-        wanted = loop.profile if backend.rank == 0 else ()
-        self._profiler = None
-        if wanted:
+        since, profiler = _reached[0] if _reached else time.perf_counter(), None
+        self.timeline = Timeline(clock, own, start, backend.communication_ms, since=since)
+        if loop.profile and backend.rank == 0:
             from kd.engine.monitor.profiler import Profiler  # torch.profiler: only where steps are named
 
-            self._profiler = Profiler(wanted, folder.path / "profile", backend.device.type, self.timeline.span)
+            profiler = Profiler(loop.profile, folder.path / "profile", backend.device.type, self.timeline.span)
+            self.timeline.on_step = profiler.step
+        self._profiler = profiler
         host = folder.path / system.file_name(socket.gethostname(), backend.rank)
         self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
         self._run: Run | None = None
         self._shown: set[str] = set()
         self._looked = time.monotonic()
-
-    def _step(self, number: int) -> None:
-        if self._profiler is not None:
-            self._profiler.step(number)
 
     def watch(self, run: Run) -> Run:
         """Return the run with its spans and log windows listened to."""
@@ -149,14 +144,14 @@ def facts_of(setting: Setting, run: Run) -> Facts:
     from kd.engine.monitor.evidence import Facts
 
     backend = run.backend
-    evaluate = run.length.every.evaluate or max(1, len(setting.teachers.data.train) // run.length.batch_size)
+    evaluate = run.length.every.evaluate or max(1, len(setting.data.train) // run.length.batch_size)
     return Facts(
         device=backend.device.type,
         cores=cores(),
         local_ranks=backend.local_world_size,
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
-        store=setting.teachers.data.plan.store,
+        store=setting.data.plan.store,
         epochs=math.inf if run.length.steps else run.length.epochs,
         evaluate=evaluate,
         checkpoint=run.length.every.checkpoint or evaluate,

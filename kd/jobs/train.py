@@ -1,21 +1,46 @@
-"""Teacher, student, baseline, report: the main job."""
+"""Teacher, student, baseline, report: the main job; how any job opens its run; the teacher, fitted or found fitted."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import torch
+
+from kd import config
 from kd.config import Config
-from kd.core.references import redact
+from kd.core.contracts import Backend
+from kd.core.errors import ConfigError, FolderInUse, RunError
+from kd.core.references import redact, written
+from kd.files.run_dir import RunDir
 from kd.files.storage import write_text
 from kd.jobs.check import check
 from kd.jobs.distill import Result, distill
 from kd.jobs.observe import accounted
-from kd.jobs.opened import open_run, opened
-from kd.jobs.teach import obtain_teachers
-from kd.setup.recipe import BASELINE, resolve
-from kd.setup.teacher import Teachers
+from kd.models.timm_folder import export_files
+from kd.setup.build import distributed
+from kd.setup.data import Data, open_data
+from kd.setup.recipe import (
+    BASELINE,
+    FREE,
+    Recipe,
+    Record,
+    TeacherPlan,
+    fit_folders,
+    flatten,
+    is_fitted,
+    resolve,
+)
+from kd.setup.teacher import META, Setting, Teachers, load_teachers
 from kd.study.report.summary import curves, summary
+
+POLL = 0.5  # seconds between two looks at the folder
+MINE, FITTED, IN_USE = 0, 1, 2  # what rank 0 found; a number, because it is summed over the ranks
+log = logging.getLogger("kd")
 
 
 def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
@@ -27,14 +52,12 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
     recipe = resolve(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
     record, scores = recipe.record, recipe.student.task.scores
-    with accounted(started), opened(recipe, obtain_teachers, started) as run:
-        setting, folder = run.setting, run.folder
-        assert folder is not None
+    with accounted(started), opened(recipe, obtain_teachers, started) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
         if recipe.baseline is not None:
             alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
             with open_run(alone.record, setting.backend.rank) as inner:
-                unaided = replace(setting, teachers=Teachers(None, setting.teachers.data))
+                unaided = replace(setting, teachers=Teachers(None, setting.data))
                 result = replace(result, baseline=distill(alone, unaided, inner, title, final))
         if setting.backend.rank == 0:
             text = summary(record.name, recipe.loop.seed, result, scores)
@@ -42,3 +65,159 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
             result = replace(result, report=redact(text))
             write_text(record.path / "report.md", result.report)
     return result
+
+
+@contextmanager
+def opened(
+    recipe: Recipe,
+    obtain: Callable[[TeacherPlan, Data, Backend], Teachers],
+    started: float | None = None,
+    fill: bool = True,
+    examine: Callable[[Data], None] = lambda data: None,
+) -> Iterator[tuple[Setting, RunDir]]:
+    """Open what a job needs, what fails quickly first, and the run folder if it is written. All ranks call it.
+
+    Args:
+        recipe: the resolved configuration.
+        obtain: fits or loads its teachers, last of all.
+        started: when the command began, by `time.perf_counter`; None: the run folder is neither written nor held.
+        fill: keep decoded pixels where `data.store` says so; not for a job that reads each image once.
+        examine: is called with the data before a teacher is loaded; may raise.
+    """
+    with distributed(recipe.backend) as backend:
+        data = open_data(recipe.data, backend, fill)
+        examine(data)
+        with ExitStack() as stack:
+            folder = RunDir(recipe.record.path, backend.rank)
+            if started is not None:
+                folder = stack.enter_context(open_run(recipe.record, backend.rank))
+                stack.enter_context(billed(folder, started))
+            yield Setting(obtain(recipe.teacher, data, backend), backend, recipe.backend), folder
+
+
+@contextmanager
+def billed(folder: RunDir, started: float) -> Iterator[None]:
+    """Record how long all starts took since their commands began, which a rented machine costs; not killed ones."""
+    before = float(folder.manifest().get("billable_seconds", 0.0))
+    try:
+        yield
+    finally:
+        folder.record(billable_seconds=round(before + time.perf_counter() - started, 3))
+
+
+@contextmanager
+def open_run(record: Record, rank: int) -> Iterator[RunDir]:
+    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
+    folder = RunDir(record.path, rank, record.keep)
+    try:
+        stored, differences = folder.stored_config(), []
+        if stored is not None:
+            from kd.study.finished import parse  # only where a folder holds a run
+
+            old = flatten(config.to_dict(parse(folder.config_file, stored, trust=True), values=True))
+            for key in sorted(old.keys() | record.keys.keys()):
+                before, now = old.get(key), record.keys.get(key)
+                if before != now and not key.startswith(FREE):
+                    differences.append(f"{key} ({written(before)} -> {written(now)})")
+        folder.open(record.yaml, differences)
+        yield folder
+    finally:
+        folder.close()
+
+
+def teach(settings: Config, before: float = 0.0) -> list[Path]:
+    """Fit the teachers of a configuration, or find them fitted, and return their folders; `before` as in `train`."""
+    if not settings.teacher.fit.length:
+        remedy = "Say for how long to fit the teacher, here or by teacher.fit.steps"
+        raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
+    started = time.perf_counter() - before
+    recipe = resolve(settings)
+    with accounted(started), opened(recipe, lambda plan, data, backend: Teachers(None, data)) as (setting, _):
+        data = setting.data
+        fits = fit_folders(recipe.teacher, data.fingerprint).values()
+        return [fit_teacher(*fit, data, setting.backend) for fit in fits]
+
+
+def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
+    """Load the teacher, or all of several; fit first where there is no checkpoint. All ranks must call it."""
+    if plan.shard or plan.pipeline:
+        backend.check_divided(plan.pipeline)  # before minutes are spent on fitting one
+    weights: dict[str, str | Path] = {}
+    for where, (fit, target) in fit_folders(plan, data.fingerprint).items():
+        weights[where] = fit_teacher(fit, target, data, backend)
+    if plan.shard and backend.rank != 0:
+        weights = dict.fromkeys(plan.members, META)
+    return load_teachers(plan, data, weights)
+
+
+def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> Path:
+    """Fit a teacher on the labels and keep its best epoch; one that was, or is being, fitted elsewhere is reused."""
+    with ExitStack() as stack:
+        folder = open_fit(stack, recipe.record, target, backend, recipe.backend.timeout_seconds)
+        if folder is None:
+            if backend.rank == 0:
+                log.info("teacher: reusing '%s'", target)
+            return target
+        if backend.rank == 0:
+            weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.init]
+            log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
+        data = replace(data, plan=recipe.data).with_labels()  # its own seed, batch size and views
+        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
+        if backend.rank == 0:
+            from kd.deploy.export.package import write_folder  # these two only where a teacher was fitted
+            from kd.study.finished import best_student
+
+            student, provenance = best_student(folder, recipe.student, data.plan, data.classes)
+            problem_type = recipe.student.task.problem_type
+            content, weights = export_files(student, data.classes, data.plan.eval_crop, problem_type)
+            write_folder(target, content, weights, provenance)
+        backend.barrier()
+    return target
+
+
+def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, timeout_seconds: float) -> RunDir | None:
+    """Open the run folder of a fit until `stack` ends; None if the teacher is fitted. All ranks must call it.
+
+    While another process holds the folder, wait for it. Ranks look together, so that no collective runs into its
+    deadline meanwhile.
+    """
+    seen, since, waiting = "", time.monotonic(), False
+    while True:
+        outcome, folder, holder = FITTED, None, ""
+        if backend.rank == 0 and not is_fitted(target):
+            try:
+                folder = stack.enter_context(open_run(record, 0))
+                outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first look
+            except FolderInUse as error:
+                outcome, holder = IN_USE, str(error.wrong)
+        mine = float(outcome if backend.rank == 0 else 0)
+        outcome = int(backend.reduce_sum(torch.tensor([mine], device=backend.device)).item())
+        if outcome == FITTED:
+            return None
+        if outcome == MINE:
+            return folder or stack.enter_context(open_run(record, backend.rank))
+        if backend.rank == 0:
+            now = holder + _content(record.path)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if time.monotonic() - since > timeout_seconds:
+                wrong = f"{holder}, and has written nothing for {timeout_seconds:g} s"
+                raise RunError("teacher.fit", wrong, "", "End that process, or raise backend.timeout_seconds")
+            if not waiting:
+                log.info("teacher: %s; waiting for the teacher that it fits", holder)
+                waiting = True
+        time.sleep(POLL)
+
+
+def _content(path: Path) -> str:
+    """Return sizes and times of what lies in a run folder: it changes while the run makes progress."""
+    found = []
+    for file in sorted([*path.glob("*"), *path.glob("checkpoints/*")]):
+        try:
+            state = file.stat()
+        except OSError:  # removed since it was listed
+            continue
+        # a look at the lock changes its time, and the monitor goes on where the run is stuck
+        if file.name != ".lock" and not file.name.startswith("monitor_"):
+            found.append(f"{file.name} {state.st_size} {state.st_mtime_ns}")
+    return "\n".join(found)

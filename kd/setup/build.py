@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from kd.config.schema import BackendSection
-from kd.core.contracts import Backend, Loader, Sifter, Source, Teacher, TeacherModel
+from kd.core.contracts import Backend, Loader, Sifter, Source, Teacher
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
-from kd.core.facts import BackendFacts
 from kd.core.seeds import evenly_spaced
 from kd.core.types import SiftContext
 from kd.data.loader import evaluation_plan
@@ -24,14 +23,13 @@ from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Logger, Run, RunStore
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.loaders import BatchSplit, evaluation_loader, loaders, split_batch
-from kd.setup.recipe import LoopPlan, Session, StudentPlan, TeacherPlan
-from kd.setup.student import apply_mode, build_distillation, choose_student
-from kd.setup.teacher import TeacherReport, Teachers, choose_teacher
-from kd.setup.tuning import parameter_groups
+from kd.setup.loaders import BatchSplit, evaluation_loader, loaders
+from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
+from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
+from kd.setup.teacher import Setting, choose_teacher
 
 BANK = 10_000
-"""Most training images in the k-NN index that scores an embedding student."""
+"""Most training images in the k-NN index that scores an embedding student; shown without augmentation."""
 
 
 @contextmanager
@@ -74,22 +72,17 @@ def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> t
 class Results:
     """Where the rows of a run go."""
 
-    store: RunStore
-    """Metrics and checkpoints."""
-    logger: Logger
-    """Shows them."""
+    store: RunStore  # metrics and checkpoints
+    logger: Logger  # shows them
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the loop drives."""
 
-    distillation: Distillation
-    """The student and its losses, on the device."""
-    teacher: Teacher
-    """Answers in a step: live, or behind its cache."""
-    loader: Loader
-    """Of the training images."""
+    distillation: Distillation  # the student and its losses, on the device
+    teacher: Teacher  # answers in a step: live, or behind its cache
+    loader: Loader  # of the training images
     sifter: Sifter
     evaluator: Evaluator
 
@@ -123,28 +116,10 @@ class Built:
     """A run, and what its set-up found out."""
 
     run: Run
-    facts: dict[str, Any]
-    """For the manifest: what runs, and how."""
-    val: Source
-    """Images of the validation split."""
-    test: Source | None
-    """Those of the test split, where there is one."""
-    test_evaluator: Callable[[], Evaluator]
-    """Makes what scores the test split; only where there is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Where a run takes place: its teachers with their data, and the backend, set up."""
-
-    teachers: Teachers
-    backend: Backend
-    machine: BackendSection
-
-    @property
-    def facts(self) -> BackendFacts:
-        """What the options of the backend say."""
-        return registry.facts("backends", self.machine.kind, self.machine.options, "backend.kind")
+    facts: dict[str, Any]  # for the manifest: what runs, and how
+    val: Source  # images of the validation split
+    test: Source | None  # those of the test split, where there is one
+    test_evaluator: Callable[[], Evaluator]  # makes what scores the test split; only where there is one
 
 
 def build_run(
@@ -156,27 +131,41 @@ def build_run(
 ) -> Built:
     """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
     backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
-    logger, num_images = results.logger, len(data.train)
-    session = Session(backend, data, split_batch(data.plan, backend.world_size, num_images))
+    logger, split = results.logger, setting.split
     distillation = build_distillation(student, setting.teachers).to(backend.device)
 
     with region("choose teacher"):
-        report = choose_teacher(session, teacher, model)
+        report = choose_teacher(setting, teacher)
     logger.info(f"teacher: {report.line}" if report.line else "")
     with region("open cache"):
-        answering = step_teacher(teacher, report, model, session)
+        answering: Teacher = report.live if teacher.needed else NoTeacher()
+        if model is not None and teacher.needed and teacher.cache.views:
+            from kd.setup.cache import open_cache  # only where answers are stored
+
+            answering = open_cache(teacher, report, setting)
     with region("choose student"):
-        mode = choose_student(session, distillation, student, report.live)
+        mode = choose_student(setting, distillation, student, report.live)
         apply_mode(mode, distillation, backend)
-    loader, val_loader = loaders(data.views(), data.plan, session.split, backend, setting.machine.timeout_seconds)
-    sifter, line = build_sifter(session, loop, getattr(answering, "stored", None))
+    loader, val_loader = loaders(data.views(), data.plan, split, backend, setting.machine.timeout_seconds)
+    sifter, line = build_sifter(setting, loop, getattr(answering, "stored", None))
     logger.info(line)
-    evaluation = evaluation_of(setting, session, distillation, report.live, val_loader)
-    if model is None or not (teacher.logits or not student.task.logits):
-        evaluation = replace(evaluation, teacher=None)
+    bank = data.stored[0] if data.stored else data.train
+    scored = model is not None and (teacher.logits or not student.task.logits)
+    evaluation = Evaluation(
+        backend=backend,
+        val=Split(val_loader, evaluation_plan(len(data.val), split.eval_batch * backend.world_size)),
+        teacher=report.live.validation() if scored else None,
+        num_classes=len(data.classes),
+        labelled=data.labelled,
+        bank=partial(shown_split, setting, bank, torch.tensor(evenly_spaced(len(bank), BANK))),
+        bank_teacher=report.live,
+        agreement=distillation.criterion.agreement,
+        projected=distillation.criterion.projected,
+        members=len(setting.teachers.members),
+    )
     made = Parts(distillation, answering, loader, sifter, student.task.evaluator(evaluation))
-    test = partial(test_evaluator, setting, session, student.task, evaluation, report.live)
-    run = assemble(loop, session.split.accumulate, backend, made, results)
+    test = partial(test_evaluator, setting, student.task, evaluation, report.live)
+    run = assemble(loop, split.accumulate, backend, made, results)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     facts = {
         "decides": run.evaluator.decides,
@@ -184,76 +173,31 @@ def build_run(
         "scores": student.task.scores.record(),
         "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},
         "threads": torch.get_num_threads() if backend.device.type == "cpu" else 0,
-        "batch": str(session.split),
+        "batch": str(split),
         "workers": loader.workers,
+        **({"teacher_error": report.error} if report.error else {}),
     }
-    return Built(run, facts | teacher_facts(report, backend), data.val, data.test, test)
+    held = backend.counters().get("teacher_mib")
+    if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks
+        facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
+    return Built(run, facts, data.val, data.test, test)
 
 
-def step_teacher(plan: TeacherPlan, report: TeacherReport, model: TeacherModel | None, session: Session) -> Teacher:
-    """Return the step's teacher: live, cached, or NoTeacher if no loss needs one."""
-    if model is None or not plan.needed:
-        return NoTeacher()
-    if not plan.cache.views:
-        return report.live
-    from kd.setup.cache import open_cache  # only where answers are stored
-
-    return open_cache(plan, report, model, session)
-
-
-def evaluation_of(
-    setting: Setting, session: Session, distillation: Distillation, live: LiveTeacher | NoTeacher, loader: Loader
-) -> Evaluation:
-    """Return what the evaluator of a run is made from."""
-    data, backend = session.data, session.backend
-    plan = evaluation_plan(len(data.val), session.split.eval_batch * backend.world_size)
-    return Evaluation(
-        backend=backend,
-        val=Split(loader, plan),
-        teacher=live.validation(),
-        num_classes=len(data.classes),
-        labelled=data.labelled,
-        bank=partial(bank_split, session, setting.machine.timeout_seconds),
-        bank_teacher=live,
-        agreement=distillation.criterion.agreement,
-        projected=distillation.criterion.projected,
-        members=len(setting.teachers.members),
-    )
-
-
-def bank_split(session: Session, timeout_seconds: float) -> Split:
-    """Return training images without augmentation, up to `BANK`, for evaluations to search in."""
-    data = session.data
-    source = (data.stored or (data.train, data.val))[0]
-    return shown_split(session, source, torch.tensor(evenly_spaced(len(source), BANK)), timeout_seconds)
-
-
-def test_evaluator(
-    setting: Setting, session: Session, task: Task, evaluation: Evaluation, live: LiveTeacher | NoTeacher
-) -> Evaluator:
+def test_evaluator(setting: Setting, task: Task, evaluation: Evaluation, live: LiveTeacher | NoTeacher) -> Evaluator:
     """Return what scores the test split as an evaluation does the validation split; made at the end of a run."""
-    source = session.data.test
+    source = setting.data.test
     assert source is not None
-    split = shown_split(session, source, torch.arange(len(source)), setting.machine.timeout_seconds)
+    split = shown_split(setting, source, torch.arange(len(source)))
     teacher = live.validation(test=True) if evaluation.teacher is not None else None
     return task.evaluator(replace(evaluation, val=split, teacher=teacher))
 
 
-def shown_split(session: Session, source: Source, ids: torch.Tensor, timeout_seconds: float) -> Split:
+def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
     """Return images of a source as evaluation shows them, by their ids [N]."""
-    data, split = session.data, session.split
-    loader = evaluation_loader(data.shown(source), data.plan, split, session.backend, timeout_seconds)
+    data, split, seconds = setting.data, setting.split, setting.machine.timeout_seconds
+    loader = evaluation_loader(data.shown(source), data.plan, split, setting.backend, seconds)
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
-
-
-def teacher_facts(report: TeacherReport, backend: Backend) -> dict[str, Any]:
-    """Return facts about the live teacher for the manifest, besides its mode."""
-    facts: dict[str, Any] = {"teacher_error": report.error} if report.error else {}
-    held = backend.counters().get("teacher_mib")
-    if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks
-        facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
-    return facts
 
 
 def sift_context(
@@ -272,20 +216,16 @@ def sift_context(
     )
 
 
-def build_sifter(session: Session, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
-    """Build the sifter of the training images; and a line where its delay leaves it nothing to do.
-
-    `answers`: as in `SiftContext`; None where no answers are stored.
-    """
-    section, data, split = loop.sifter, session.data, session.split
-    context = sift_context(len(data.train), data.labels, session.backend, split, loop.seed)
+def build_sifter(setting: Setting, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
+    """Build the sifter, with stored `answers` or None; and a line where its delay leaves it nothing to do."""
+    section, data, length, line = loop.sifter, setting.data, loop.length, ""
+    context = sift_context(len(data.train), data.labels, setting.backend, setting.split, loop.seed)
     context = replace(context, views=data.plan.views, balance=loop.balance, answers=answers)
     delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
-    length = loop.length
     steps = length.steps or length.epochs * (len(data.train) // length.batch_size)
+    kind, options = section.kind, section.options
     if steps <= delay:
-        everything = registry.default_options("sifters", "none")
-        line = f"sifter '{section.kind}' waits for {delay} steps and the run has {steps}: everything is visited"
+        line = f"sifter '{kind}' waits for {delay} steps and the run has {steps}: everything is visited"
         line += ". Lower sifter.sift_delay"
-        return registry.build("sifters", "none", everything, "sifter", context=context), line
-    return registry.build("sifters", section.kind, section.options, "sifter.kind", context=context), ""
+        kind, options = "none", registry.default_options("sifters", "none")
+    return registry.build("sifters", kind, options, "sifter.kind", context=context), line

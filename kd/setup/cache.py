@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.config.schema import Cache
-from kd.core.contracts import Dataset, Teacher, TeacherModel
+from kd.config.schema import QUANTIZED, Cache
+from kd.core.contracts import Dataset, Teacher
 from kd.core.errors import ConfigError, CorruptImage, ModelError
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
@@ -21,8 +22,8 @@ from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, op
 from kd.models.classifier import feature_shapes
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import Session, TeacherPlan
-from kd.setup.teacher import TeacherReport
+from kd.setup.recipe import TeacherPlan
+from kd.setup.teacher import Setting, TeacherReport
 
 CHECKED = 16  # records that are computed again whenever a cache is opened
 SEARCHED = 4096  # ids among which these are looked for first: a large cache is not read as a whole
@@ -84,7 +85,7 @@ def price(cache: Cache, codec: Codec, num_images: int) -> str:
 
 def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
     """Return how far a stored value may lie from a computed one, as a share of the largest."""
-    if mode.quantized:
+    if mode.precision in QUANTIZED:
         return QUANTIZED_TOLERANCE
     if mode.precision == "bf16":
         return BF16_TOLERANCE
@@ -92,14 +93,12 @@ def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
     return max(TF32_TOLERANCE if rounded else 0.0, TOLERANCE[dtype])
 
 
-def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, session: Session) -> CachedTeacher:
-    """Put the cache of a configuration before the live teacher.
-
-    One run writes a cache, the first that opens it; others read it meanwhile and compute what is missing.
-    """
-    backend, data, mode = session.backend, session.data, report.mode
+def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> CachedTeacher:
+    """Put the cache before the live teacher. The first run that opens it writes, others read and compute the rest."""
+    backend, data, mode, model = setting.backend, setting.data, report.mode, setting.teachers.model
     assert mode is not None
-    codec = cache_codec(plan, len(data.classes), feature_shapes(model, session.image_size))
+    assert model is not None
+    codec = cache_codec(plan, len(data.classes), feature_shapes(model, data.plan.image_size))
     size = price(plan.cache, codec, len(data.train))
     made_from = cache_identity(plan, model.identity(), mode, data, codec)
     name, path = Path(plan.model).name.replace(":", "_"), plan.cache.path
@@ -117,32 +116,35 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, model: TeacherModel, se
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, fixed_shape=backend.compiles or mode.compiled)
-    check_records(cached, session, tolerance(mode, plan.cache.dtype, backend.device))
+    check_records(cached, setting, tolerance(mode, plan.cache.dtype, backend.device))
     return cached
 
 
-def check_records(cached: CachedTeacher, session: Session, tolerance: float) -> None:
+def check_records(cached: CachedTeacher, setting: Setting, tolerance: float) -> None:
     """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes, all get the error.
 
     This finds what no list of fields can: another version of timm, of Pillow or of a JPEG decoder. The cost is one
     forward of `CHECKED` images; of a micro-batch, where each shape of a batch is compiled.
     """
-    backend, found = session.backend, {name: (0.0, 0.0) for name in ("logits", *cached.store.codec.features)}
-    ids = _records(cached.store) if backend.rank == 0 else []
+    backend, found = setting.backend, {name: (0.0, 0.0) for name in ("logits", *cached.store.codec.features)}
+    ids, store = [], cached.store
+    if backend.rank == 0:  # with a whole record of view 0
+        every = np.asarray(evenly_spaced(store.num_images, SEARCHED))
+        every = every[store.whole(0, every.tolist())]
+        if not len(every) and store.num_images > SEARCHED:
+            every = np.setdiff1d(np.arange(store.num_images), store.missing(0))
+        ids = every[evenly_spaced(len(every), CHECKED)].tolist()
     if cached.fixed_shape:
-        ids = [ids[number % len(ids)] for number in range(session.split.micro_batch)] if ids else []
-    batch = _batch(ids, session.data.views()[0])
+        ids = [ids[number % len(ids)] for number in range(setting.split.micro_batch)] if ids else []
+    batch = _batch(ids, setting.data.views()[0])
     if batch is not None:
-        found |= compare(cached.store, cached.live, batch.to(backend.device))
+        found |= compare(store, cached.live, batch.to(backend.device))
     shared = backend.reduce_sum(torch.tensor(list(found.values()), device=backend.device)).tolist()
-    require_close(cached.store, 0, dict(zip(found, shared, strict=True)), tolerance)
+    require_close(store, 0, dict(zip(found, shared, strict=True)), tolerance)
 
 
 def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float, float]]:
-    """Return for each stored array the largest |stored - live teacher's| of a batch on the device, and the largest.
-
-    Images of weight 0, without a record, or changed since it was made do not count. Empty where none is left.
-    """
+    """Return for each stored array the largest |stored - live| of a batch's known images, and the largest value."""
     parts, complete, _ = store.parts(batch.view, batch.ids.tolist(), batch.crc)
     rows = torch.from_numpy(complete) & (batch.weight > 0).cpu()
     if not rows.any():
@@ -165,28 +167,15 @@ def require_close(store: Store, view: int, found: Mapping[str, Sequence[float]],
             )
 
 
-def _records(store: Store) -> list[int]:
-    """Return up to `CHECKED` ids with a whole record of view 0, evenly spaced."""
-    ids = np.asarray(evenly_spaced(store.num_images, SEARCHED))
-    ids = ids[store.whole(0, ids.tolist())]
-    if not len(ids) and store.num_images > SEARCHED:
-        ids = np.setdiff1d(np.arange(store.num_images), store.missing(0))
-    return ids[evenly_spaced(len(ids), CHECKED)].tolist()
-
-
 def _batch(ids: list[int], train: Dataset) -> Batch | None:
     """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
-    samples, read = [], []
+    read = {}
     for id in ids:
-        try:
-            sample = train.load(id, 0)
-        except CorruptImage:
-            continue
-        if sample.readable:
-            samples.append(sample)
-            read.append(id)
-    if not samples:
+        with suppress(CorruptImage):
+            if (sample := train.load(id, 0)).readable:
+                read[id] = sample
+    if not read:
         return None
-    pixels, unknown = torch.stack([sample.pixels for sample in samples]), torch.full((len(read),), -1)
-    batch = Batch.of(pixels, unknown, torch.tensor(read))  # a teacher reads no labels
-    return replace(batch, crc=tuple(sample.crc for sample in samples))
+    pixels, unknown = torch.stack([sample.pixels for sample in read.values()]), torch.full((len(read),), -1)
+    batch = Batch.of(pixels, unknown, torch.tensor([*read]))  # a teacher reads no labels
+    return replace(batch, crc=tuple(sample.crc for sample in read.values()))

@@ -68,10 +68,6 @@ class Data:
         notes = (note for one in self.splits.values() if isinstance(one, Noted) for note in one.notes)
         return [*dict.fromkeys(notes)]
 
-    def with_classes(self, classes: Sequence[str]) -> Data:
-        """Return the same with a teacher's classes, where its images have no labels."""
-        return self if self.labelled else replace(self, teacher_classes=tuple(classes))
-
     def images(self) -> DatasetSpec:
         """Return what a teacher that answers by image id must know of the dataset."""
         return DatasetSpec(self.train, self.val, self.plan.seed, self.plan.views, self.transform(), self.test)
@@ -126,8 +122,7 @@ class Data:
     def shown(self, source: Source, on_corrupt: str = "") -> Views:
         """Return the images of a split as evaluation shows them, from their files; `on_corrupt` "": as configured."""
         plan = self.plan
-        on_corrupt = on_corrupt or plan.on_corrupt
-        return Views(source, self.evaluate(), plan.image_size, self.plan.seed, on_corrupt=on_corrupt)
+        return Views(source, self.evaluate(), plan.image_size, plan.seed, on_corrupt=on_corrupt or plan.on_corrupt)
 
     def views(self) -> tuple[Views, Views]:
         """Return the views of both splits, of the stored pixels where there is a store."""
@@ -174,10 +169,7 @@ def open_sources(plan: DataPlan) -> Data:
 
 
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
-    """List all splits, let rank 0 make the images that do not exist yet, and open the store of decoded pixels.
-
-    All ranks must call this. `fill=False` keeps no pixels: for a job that reads each image once.
-    """
+    """List the splits, let rank 0 make missing images, open the store of pixels if `fill`. All ranks must call this."""
     data = open_sources(plan)
     if backend.rank == 0:
         for note in data.notes:

@@ -53,7 +53,9 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
     model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as an evaluation makes it
     kept: list[float] = []
     for pick in (one for one in model.modules() if isinstance(one, Pick)):
-        pick.register_forward_pre_hook(lambda one, given: kept.append(_share(one, given[0])))
+        pick.register_forward_pre_hook(
+            lambda one, given: kept.append(given[0].float().softmax(1)[:, one.columns].sum(1).mean().item())
+        )
     views = pixels_of(pictures, shown).to(device)
     ours = model(views, torch.tensor(ids)) if member.reads_ids else model(views)
     values, texts = {"images": float(len(ids))}, []
@@ -61,15 +63,21 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
         values["kept"] = kept[0]
         texts.append(f"{kept[0]:.1%} of its probability belongs to the data's {ours.logits.shape[1]} classes")
     if own is not None:
-        values |= _differences(_vectors(ours), _at_home(where, model, own, pictures, device), ours.logits.shape[1] > 0)
-        texts.append(_words(own, values))
+        ours_BC, home_BC = _vectors(ours), _at_home(where, model, own, pictures, device)
+        spread = home_BC.std(correction=0).clamp_min(1e-12)
+        values["of_std"] = ((ours_BC - home_BC).abs().max() / spread).item()
+        said = f"with the preprocessing of {own.library} its answers on {len(ids)} validation images differ by at most "
+        said += f"{values['of_std']:.2g} of their standard deviation"
+        if ours.logits.shape[1]:
+            same = ours_BC.argmax(1) == home_BC.argmax(1)
+            values["equal"] = same.float().mean().item()
+            said += f"; the top class is the same on {int(same.sum())}"
+        texts.append(said)
         if values.get("equal", 1.0) < LEAST_EQUAL and plan.min_accuracy != 0:
-            raise _refused(where, own, values)
+            remedy = "Set data.image_size and data.eval_crop nearer to those keys; with teacher.min_accuracy=0 it is "
+            allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
+            raise ModelError(f"{where}.model", said, allowed, f"{remedy}taken as it is")
     return Compared(where, "; ".join(texts), values)
-
-
-def _share(pick: Any, logits_BC: Tensor) -> float:
-    return logits_BC.float().softmax(1)[:, pick.columns].sum(1).mean().item()
 
 
 def _at_home(
@@ -90,25 +98,3 @@ def _at_home(
 def _vectors(outputs: Outputs) -> Tensor:
     """Return one vector an image: logits, or features; the mean of tokens."""
     return (outputs.main if outputs.main.ndim == 2 else outputs.main.mean(1)).float()
-
-
-def _differences(ours_BC: Tensor, home_BC: Tensor, classes: bool) -> dict[str, float]:
-    of_std = ((ours_BC - home_BC).abs().max() / home_BC.std(correction=0).clamp_min(1e-12)).item()
-    return {"of_std": of_std} | (
-        {"equal": (ours_BC.argmax(1) == home_BC.argmax(1)).float().mean().item()} if classes else {}
-    )
-
-
-def _words(own: Preprocessing, values: dict[str, float]) -> str:
-    images = round(values["images"])
-    text = f"with the preprocessing of {own.library} its answers on {images} validation images differ by at most "
-    text += f"{values['of_std']:.2g} of their standard deviation"
-    return text + (f"; the top class is the same on {round(values['equal'] * images)}" if "equal" in values else "")
-
-
-def _refused(where: str, own: Preprocessing, values: dict[str, float]) -> ModelError:
-    remedy = (
-        "Set data.image_size and data.eval_crop nearer to those keys; with teacher.min_accuracy=0 it is taken as it is"
-    )
-    allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
-    return ModelError(f"{where}.model", _words(own, values), allowed, remedy)

@@ -106,16 +106,9 @@ def evaluation_loader(
 def _local(
     shown: Views, batch_size: int, accumulate: int, section: DataSection, backend: Backend, timeout_seconds: float
 ) -> LocalLoader:
-    return LocalLoader(
-        shown,
-        batch_size,
-        accumulate,
-        backend.rank,
-        backend.world_size,
-        _workers(section, backend),
-        timeout_seconds=timeout_seconds,
-        **_loading(section, backend),
-    )
+    rank, ranks, count = backend.rank, backend.world_size, _workers(section, backend)
+    more = {"timeout_seconds": timeout_seconds, **_loading(section, backend)}
+    return LocalLoader(shown, batch_size, accumulate, rank, ranks, count, **more)
 
 
 def _workers(section: DataSection, backend: Backend) -> int:

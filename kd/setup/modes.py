@@ -42,34 +42,19 @@ class ExecutionMode:
         return cls(precision, kernel, bool(compiled))
 
     @property
-    def plain(self) -> bool:
-        """Whether it is torch in float32: nothing to compare."""
-        return self.precision == "fp32" and not self.rebuilt
-
-    @property
     def exported(self) -> bool:
         """Whether it is a graph outside torch."""
         return self.kernel in RUNTIMES
 
     @property
-    def quantized(self) -> bool:
-        """Whether it changes a model's outputs by more than a floating point format does."""
-        return self.precision in QUANTIZED
-
-    @property
     def numerics(self) -> str:
         """Part of the cache's identity: modes with equal `numerics` give equal logits up to rounding."""
-        return f"{self.precision}+{self.kernel}" if self.quantized else self.precision
+        return f"{self.precision}+{self.kernel}" if self.precision in QUANTIZED else self.precision
 
     @property
     def rebuilt(self) -> bool:
         """Whether making it takes more than moving weights."""
         return self.exported or self.compiled
-
-    @property
-    def key(self) -> str:
-        """Config key that selects this mode: runtime or compile."""
-        return "runtime" if self.exported else "compile"
 
 
 def torch_mode(precision: str, attention: str, compiled: bool, module: Any, backend: Backend) -> ExecutionMode:
@@ -115,16 +100,8 @@ def in_short(error: Any) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
-CPU_TRIAL = 16
-"""Images of a trial on a CPU at most: all cores are busy, and a ViT-B answers in a second. An accelerator needs the
-whole micro-batch to be busy."""
-
-
 class Trial:
-    """Training steps on noise, made as the loop makes them.
-
-    A context manager: its end drops gradients and restores batch norm's statistics and the training mode.
-    """
+    """Training steps on noise, as the loop makes them; its end restores gradients, statistics and training mode."""
 
     def __init__(
         self, distillation: Distillation, teacher: Teacher, backend: Backend, image_size: int, images: int
@@ -151,7 +128,6 @@ class Trial:
 
     @cached_property
     def batch(self) -> Batch:
-        """Noise, uint8, with labels of the task."""
         student: Any = self.distillation.student
         labels = self.distillation.task.no_labels(self.images, student.num_classes)
         return noise(self.images, self.image_size, self.backend, labels)
@@ -183,11 +159,6 @@ class Trial:
             loss = self.distillation(self.batch, self.outputs)[1]["loss"]
         self.backend.end_step()
         return loss
-
-
-def trial_images(micro_batch: int, backend: Backend) -> int:
-    """Return how many images a trial has."""
-    return min(micro_batch, CPU_TRIAL) if backend.device.type == "cpu" else micro_batch
 
 
 def noise(images: int, size: int, backend: Backend, labels: torch.Tensor | None = None) -> Batch:

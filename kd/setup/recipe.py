@@ -1,4 +1,4 @@
-"""Recipe: the resolved configuration, a part for each floor. Session: backend, data, batch split."""
+"""Recipe: the resolved configuration, a part for each floor."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
+    RunSection,
     SifterSection,
     StudentSection,
+    TaskSection,
     TeacherSection,
 )
-from kd.config.tuning import Tuning
-from kd.core.contracts import Backend
+from kd.config.tuning import FROM_SCRATCH, Fit, Tuning
 from kd.core.evaluation import Task
+from kd.core.facts import Intervals
 from kd.engine.run import RunLength
-from kd.setup.data import Data, DataPlan
-from kd.setup.derived import labels_only, teacher_fit
-from kd.setup.loaders import BatchSplit
+from kd.parts.registry import default_options
+from kd.setup.data import DataPlan
 
-BASELINE = "labels_only"
-"""Folder of the baseline inside a run folder."""
+BASELINE = "labels_only"  # folder of the baseline inside a run folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,42 +38,24 @@ class Record:
     """What the run folder keeps of a configuration; nothing that is computed reads it."""
 
     name: str
-    path: Path
-    """The run folder."""
-    keep: int
-    """Checkpoints beside the best one."""
+    path: Path  # the run folder
+    keep: int  # checkpoints beside the best one
     trackers: tuple[str, ...]
-    yaml: str
-    """The configuration, every key written out. Texts from the environment are references."""
-    keys: Mapping[str, Any]
-    """The same as {"section.key": value}, with the values of references, to compare."""
-    shown: Mapping[str, Any]
-    """The same with the references themselves, to show."""
+    yaml: str  # the configuration, every key written out; texts from the environment are references
+    keys: Mapping[str, Any]  # the same as {"section.key": value}, with the values of references, to compare
+    shown: Mapping[str, Any]  # the same with the references themselves, to show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherPlan(TeacherSection):
-    """Which teachers answer, how they are executed and cached, and what is asked of them.
+    """Which teachers answer, how, and what is asked. Of several `kind`, `model` and their like are the first one's."""
 
-    Of several teachers `kind`, `model` and their like are the first one's.
-    """
-
-    members: Mapping[str, TeacherSection]
-    """Each teacher alone, by its config path; empty without a teacher."""
-    fits: Mapping[str, Config]
-    """The runs that fit the teachers that have no checkpoint, by the same path."""
+    members: Mapping[str, TeacherSection]  # each teacher alone, by its config path; empty without a teacher
+    fits: Mapping[str, Config]  # the runs that fit those that have no checkpoint, by the same path
     task: Task
-    needed: bool
-    """Whether a loss reads a teacher."""
-    logits: bool
-    """Whether a loss reads its logits; else it is loaded without a classifier."""
-    features: tuple[str, ...]
-    """Names of the features that a loss reads."""
-
-    @property
-    def member_weights(self) -> list[float]:
-        """The weight of each teacher in the average."""
-        return [1.0, *(member.weight for member in self.also)]
+    needed: bool  # whether a loss reads a teacher
+    logits: bool  # whether a loss reads its logits; else it is loaded without a classifier
+    features: tuple[str, ...]  # names of the features that a loss reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,18 +64,10 @@ class StudentPlan(StudentSection):
 
     losses: tuple[LossSection, ...]
     task: Task
-    features: tuple[str, ...]
-    """Names of the features that a loss reads."""
-    precision: str
-    """`backend.precision`: of its forward and backward."""
+    features: tuple[str, ...]  # names of the features that a loss reads
+    precision: str  # `backend.precision`: of its forward and backward
     seed: int
-    where: str = "student"
-    """Config path of its section, for messages; in a fit that of the teacher."""
-
-    @property
-    def tuned_by(self) -> str:
-        """Config path of `tuning`; all fits have one."""
-        return "student.tuning" if self.where == "student" else "teacher.fit.tuning"
+    where: str = "student"  # config path of its section, for messages; in a fit that of the teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +76,11 @@ class LoopPlan:
 
     length: RunLength
     optimizer: OptimizerSection
-    tuning: Tuning
-    """How single layers of the student learn."""
+    tuning: Tuning  # how single layers of the student learn
     sifter: SifterSection
-    balance: float
-    """`data.balance`: share of the images that an epoch draws; 0: all."""
-    cached_views: int
-    """Views of an image whose teacher outputs are stored; 0: no cache."""
-    profile: tuple[int, ...]
-    """First and last step that are traced; empty: none."""
+    balance: float  # `data.balance`: share of the images that an epoch draws; 0: all
+    cached_views: int  # views of an image whose teacher outputs are stored; 0: no cache
+    profile: tuple[int, ...]  # first and last step that are traced; empty: none
     seed: int
 
     def images(self, num_images: int) -> int:
@@ -148,8 +118,7 @@ class Recipe:
     student: StudentPlan
     loop: LoopPlan
     price: PriceSection
-    baseline: Config | None
-    """The run of the same student on the labels alone, where one is asked for."""
+    baseline: Config | None  # the run of the same student on the labels alone, where one is asked for
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
@@ -205,16 +174,72 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     )
 
 
+# -------------------------------------------------------------------------------- runs that follow from another
+
+
+def teacher_fit(config: Config, section: TeacherSection) -> Config:
+    """Return the run that fits a teacher: the teacher as a student of the labels."""
+    fit, task = section.fit, config.task
+    if not build_task(task).logits:  # a model that learns labels has a classifier
+        task = TaskSection(kind="single_label", options=default_options("tasks", "single_label"))
+    return Config(
+        run=RunSection(
+            folder=fit.folder,
+            seed=fit.seed,
+            epochs=max(1, fit.epochs),  # steps alone may say how long it is
+            steps=fit.steps,
+            every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
+            keep=1,
+            patience=fit.patience,
+        ),
+        # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
+        data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),
+        task=task,
+        student=StudentSection(
+            kind=section.kind,
+            model=section.model,
+            args=section.args,
+            init="pretrained" if section.pretrained else "scratch",
+            checkpoint=section.checkpoint,
+            weights=section.weights,
+            tuning=fit.tuning,
+            attention=section.attention,
+            options=section.options,
+        ),
+        # its own key of the rate is what it was before 0 meant one: a part of the hash of `fit_folders`
+        teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")),
+        losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
+        sifter=SifterSection(options=default_options("sifters", "none")),
+        optimizer=OptimizerSection(lr=fit.rate(section.pretrained), weight_decay=fit.weight_decay, warmup=fit.warmup),
+        backend=config.backend,
+    )
+
+
+def labels_only(config: Config) -> Config:
+    """Return the same run without its teacher: same student, steps, batches and views; the labels' loss only."""
+    return replace(
+        config,
+        data=replace(config.data, views=config.data.views or config.teacher.cache.views),
+        run=replace(config.run, baseline=False),
+        teacher=TeacherSection(options=default_options("networks", "timm")),
+        losses=on_labels(config.task),
+        sifter=SifterSection(options=default_options("sifters", "none")),
+    )
+
+
+def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
+    """Return the loss that learns labels alone."""
+    kind = build_task(section).label_loss
+    return (LossSection(kind=kind, options=default_options("losses", kind, **options)),)
+
+
 def values_of(section: Any) -> dict[str, Any]:
     """Return the values of a section by their keys: a plan has them beside what it adds."""
     return {one.name: getattr(section, one.name) for one in fields(section)}
 
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
-    """Return for each teacher, by its config path, a section in which it is the only one.
-
-    One that is written like others before it would be fitted to the same bits: it gets a seed of its own.
-    """
+    """Return each teacher alone, by its config path; one that is written like an earlier one gets another seed."""
     found: dict[str, TeacherSection] = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
@@ -234,20 +259,6 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     else:
         return {prefix: value}
     return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """Backend, data and batch split, as every chooser needs them."""
-
-    backend: Backend
-    data: Data
-    split: BatchSplit
-
-    @property
-    def image_size(self) -> int:
-        """Side of an image, pixels."""
-        return self.data.plan.image_size
 
 
 # Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.

@@ -27,29 +27,22 @@ def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
 
 
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
-    """Put the store of decoded pixels before both splits; all ranks must call it, after the images exist.
-
-    `fill=False` keeps nothing: the same pixels, decoded each time.
-    """
-    rules, ram, folder = keep_rules(section), section.store == "ram", Path(run_folder)
-    train, val = splits
+    """Put the store before both splits, empty unless `fill`. All ranks must call it, after the images exist."""
+    rules, ram, (train, val) = keep_rules(section), section.store == "ram", splits
     if not fill:
         return Stored(train, rules[0]), Stored(val, rules[1])
     made_from = [identity(train, "train", asdict(rules[0])), identity(val, "val", asdict(rules[1]))]
-    folders = [hashed_folder(folder / "stores", each["split"], each) for each in made_from]
+    folders = [hashed_folder(Path(run_folder) / "stores", each["split"], each) for each in made_from]
     _require_room(splits, rules, ram, folders, backend)
     slots: list[Slots] = []
     for each, path, rule in zip(made_from, folders, rules, strict=True):
         slots.append(open_ram(rule.most, each["split"]) if ram else open_disk(path, each, rule.most))
     opened = Stored(train, rules[0], slots[0]), Stored(val, rules[1], slots[1])
-    if backend.rank == 0 and not ram:
-        for split, stored in zip(("training", "validation"), opened, strict=True):
-            sample = evenly_spaced(len(stored), SAMPLE)
-            if changed := stored.refresh(sample):
-                log.warning(
-                    f"data.store: {changed} of {len(sample)} sampled {split} images have changed since they were "
-                    "decoded: all are decoded again"
-                )
+    for split, stored in zip(("training", "validation"), opened, strict=True) if backend.rank == 0 and not ram else ():
+        sample = evenly_spaced(len(stored), SAMPLE)
+        if changed := stored.refresh(sample):
+            text = f"data.store: {changed} of {len(sample)} sampled {split} images have changed"
+            log.warning(f"{text} since they were decoded: all are decoded again")
     backend.barrier()
     return opened
 
@@ -69,7 +62,8 @@ def _require_room(
         else:
             files = [path / PIXELS for path in folders]
             numbers[1] = sum(file.stat().st_blocks * 512 for file in files if file.is_file())
-            numbers[2] = shutil.disk_usage(_existing(folder)).free
+            existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+            numbers[2] = shutil.disk_usage(existing).free
     found = torch.tensor(numbers, dtype=torch.float32, device=backend.device) / 2**20
     backend.broadcast_([found])
     total, there, left = found.tolist()
@@ -78,12 +72,10 @@ def _require_room(
         copies = f" on each of {ranks} ranks, {_size(needed)} in all" if ram and ranks > 1 else ""
         already = f", {_size(there)} of it there already" if there and not ram else ""
         where = "of memory are left here" if ram else f"are free at '{folder}'"
+        wrong = f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(total)}{copies}{already}; "
+        wrong += f"{_size(left)} {where}"
         remedy = "Set data.store=disk" if ram else "Free space, choose another run.folder"
-        wrong = (
-            f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(total)}{copies}{already}; "
-            f"{_size(left)} {where}"
-        )
-        remedy = f"{remedy}, or a data.store_size near data.image_size, or data.store=none"
+        remedy += ", or a data.store_size near data.image_size, or data.store=none"
         raise RunError("data.store", wrong, "One of none, ram and disk", remedy)
     if backend.rank == 0:
         where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
@@ -100,10 +92,6 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
             continue  # training will ask for it, and data.on_corrupt decide
         found.append(slot_bytes(image.width * image.height))
     return sum(found) / len(found) if found else float(slot_bytes(rule.most))
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _size(mib: float) -> str:

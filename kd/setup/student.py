@@ -1,35 +1,44 @@
-"""The student: built from the run's seed, and executed as the configuration and the machine say."""
+"""The student: built from the run's seed, tuned and executed as the configuration and the machine say."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
 
 from kd.config.reads import loss_facts
 from kd.config.schema import LossSection
+from kd.config.tuning import Tuning
 from kd.core.contracts import Backend, Teacher
+from kd.core.errors import ModelError, raised
 from kd.core.seeds import seed_from
 from kd.core.types import Dims
 from kd.engine.criterion import Criterion, Distillation, Term
-from kd.models.classifier import Classifier, feature_shapes, set_attention
+from kd.engine.optim import Frozen, groups, scaled
+from kd.models.classifier import (
+    Classifier,
+    feature_shapes,
+    head_parameters,
+    layer_groups,
+    set_attention,
+    trained_network,
+)
 from kd.models.spec import Spec
 from kd.models.teacher import require_repeatable
 from kd.parts import registry
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
-from kd.setup.recipe import Session, StudentPlan
-from kd.setup.teacher import Teachers
-from kd.setup.tuning import tune
+from kd.setup.recipe import StudentPlan
+from kd.setup.teacher import Setting, Teachers
 
 
 def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True) -> Classifier:
-    """Build the student; its random weights are a function of the run's seed.
-
-    With `weights=False` they are random also where the plan names others: the caller loads its own, or none.
-    """
+    """Build the student; its random weights follow from the seed, and it has no others unless `weights`."""
     torch.manual_seed(seed_from(plan.seed, "student"))
     spec = student_spec(plan, classes)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
@@ -77,11 +86,7 @@ def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
 def loss_term(kind: str, weight: float = 1.0, dims: Dims | None = None, **options: Any) -> Term:
     """Build a loss by its name, for a loop of one's own: `loss_term("kl", temperature=2.0)`.
 
-    Args:
-        kind: a file of `kd/parts/losses`, or a module from outside.
-        weight: in the sum.
-        dims: sizes for a loss that learns a projector.
-        options: the keys of the loss.
+    `kind`: a file of `kd/parts/losses`, or a module from outside; `dims`: sizes for a loss that learns a projector.
     """
     own = registry.default_options("losses", kind, **options)
     loss = registry.build("losses", kind, own, "losses", dims=dims or Dims(0, 0, 0))
@@ -98,7 +103,6 @@ def build_criterion(
     """Build the loss terms; what they learn starts from the run's seed.
 
     A term on features is built once for each of several teachers, with a projector for each (arXiv:2312.06709).
-
     `labelled` is the share of the training images that have a label.
     """
     torch.manual_seed(seed_from(seed, "criterion"))
@@ -121,14 +125,14 @@ def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:
     return Distillation(student, criterion, plan.task, frozen)
 
 
-def choose_student(session: Session, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:
+def choose_student(setting: Setting, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:
     """Return how the student is executed. `distillation` is on the device and not wrapped yet."""
-    backend = session.backend
+    backend = setting.backend
     mode = torch_mode(plan.precision, plan.attention, plan.compile == "on", distillation, backend)
     if mode.compiled:
         copied = copy.deepcopy(distillation)  # compiling cannot be undone
         apply_mode(mode, copied, backend)
-        with Trial(copied, teacher, backend, session.image_size, session.split.micro_batch) as trial:
+        with Trial(copied, teacher, backend, setting.data.plan.image_size, setting.split.micro_batch) as trial:
             require(trial.step, "student.compile", mode)
     return mode
 
@@ -154,3 +158,66 @@ def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
     """Load the student's weights of a checkpoint, averaged ones first."""
     prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
     student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+
+
+# ----------------------------------------------------------------------------------------------------- fine-tuning
+
+
+def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
+    """Check that a student has the layers that are to learn otherwise, and freeze those that are named."""
+    tuning, network = plan.tuning, trained_network(student)
+    where = "student.tuning" if plan.where == "student" else "teacher.fit.tuning"  # all fits have one
+    if tuning.layer_decay < 1:
+        key, wrong = f"{where}.layer_decay", "does not say what its layers are"
+        if hasattr(network, "group_matcher"):
+            with _asked(key, plan.model, "group_matcher"):
+                rates = {group["lr_scale"] for group in layer_groups(network, 0.0, tuning.layer_decay)}
+            wrong = "" if len(rates) > 1 else "has one layer by its group_matcher"
+        if wrong:
+            allowed = "A network of timm, or one with a method group_matcher as timm's"
+            wrong = f"is {tuning.layer_decay:g}, but '{plan.model}' {wrong}"
+            raise ModelError(key, wrong, allowed, f"Set {key}=1")
+    if tuning.head_lr != 1:
+        key = f"{where}.head_lr"
+        with _asked(key, plan.model, "get_classifier"):
+            head = head_parameters(network)
+        if not head:
+            wrong = f"is {tuning.head_lr:g}, but '{plan.model}' names no classifier with parameters"
+            raise ModelError(key, wrong, "A classifier of timm, or a method get_classifier as timm's", f"Set {key}=1")
+    if not tuning.freeze:
+        return None
+    names = [name for name, _ in network.named_parameters()]
+    for pattern in tuning.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+            wrong = f"'{pattern}' is the name of no parameter of '{plan.model}'"
+            raise ModelError(f"{where}.freeze", wrong, f"Names begin with {shown}", "Correct the pattern")
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    frozen = Frozen(network, tuning.freeze, tuning.freeze_epochs)
+    if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in frozen.parameters}:
+        wrong = f"freezes all parameters of '{plan.model}'"
+        raise ModelError(f"{where}.freeze", wrong, "Something must learn", "Leave the classifier out")
+    return frozen
+
+
+@contextmanager
+def _asked(key: str, model: str, method: str) -> Iterator[None]:
+    """Name the key for which a network's method was called, where that fails."""
+    try:
+        yield
+    except Exception as error:  # whatever a method of somebody else raises
+        wrong = f"needs {method} of '{model}', which fails: {raised(error)}"
+        raise ModelError(key, wrong, "A method as timm's", f"Correct it, or set {key}=1") from error
+
+
+def parameter_groups(tuning: Tuning, weight_decay: float, module: Distillation) -> list[dict[str, Any]]:
+    """Return the parameter groups of student and criterion for a torch optimizer."""
+    network: nn.Module = getattr(module.student, "network", module.student)  # it knows what must not decay
+    if tuning.layer_decay < 1:
+        found = layer_groups(trained_network(module.student), weight_decay, tuning.layer_decay)
+        found += groups([module.criterion], weight_decay)
+    else:
+        found = groups([network, module.criterion], weight_decay)
+    if tuning.head_lr == 1:
+        return found
+    return scaled(found, dict.fromkeys(head_parameters(trained_network(module.student)), tuning.head_lr))

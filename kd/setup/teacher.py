@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from kd.config.schema import TeacherSection
+from kd.config.schema import BackendSection, TeacherSection
 from kd.core.contracts import Backend, Noted, Source, TeacherModel
 from kd.core.errors import CorruptImage, ModelError, RunError
+from kd.core.facts import BackendFacts
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
@@ -25,8 +26,9 @@ from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.parts import registry
 from kd.setup.data import Data
+from kd.setup.loaders import BatchSplit, split_batch
 from kd.setup.modes import ExecutionMode, noise, require, torch_mode
-from kd.setup.recipe import Session, TeacherPlan, fit_folders, is_fitted
+from kd.setup.recipe import TeacherPlan, fit_folders, is_fitted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLAIN = ExecutionMode("fp32", "unfused")  # what other modes are compared with
@@ -52,14 +54,33 @@ class Teachers:
     def notes(self) -> list[str]:
         """What a person should know of them, a line each."""
         notes = [note for model in self.members if isinstance(model, Noted) for note in model.notes]
-        return [*notes, *(self._resizes(model) for model in self.members if self._resizes(model))]
+        given = self.data.plan.image_size
+        for own in (getattr(model, "input_size", 0) or given for model in self.members):
+            times = f"{(own / given) ** 2:.2g} times the arithmetic"
+            notes += [f"it runs at its own {own} px on images of {given} px: {times}"] if own != given else []
+        return notes
 
-    def _resizes(self, model: Any) -> str:
-        """Say that a model enlarges or shrinks the images, and what that does to its arithmetic; "": it does not."""
-        own, given = getattr(model, "input_size", 0), self.data.plan.image_size
-        if not own or own == given:
-            return ""
-        return f"it runs at its own {own} px on images of {given} px: {(own / given) ** 2:.2g} times the arithmetic"
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a run takes place: its teachers with their data, and the backend, set up."""
+
+    teachers: Teachers
+    backend: Backend
+    machine: BackendSection
+
+    @property
+    def data(self) -> Data:
+        return self.teachers.data
+
+    @property
+    def split(self) -> BatchSplit:
+        return split_batch(self.data.plan, self.backend.world_size, len(self.data.train))
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What the options of the backend say."""
+        return registry.facts("backends", self.machine.kind, self.machine.options, "backend.kind")
 
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
@@ -70,11 +91,12 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
     models: list[TeacherModel] = []
     for where, section in plan.members.items():
         models.append(_load(where, section, plan, data, weights.get(where, REAL)))
-        data = data.with_classes(models[0].classes)  # those of the others must be the same
-    if not models:
-        return Teachers(None, data)
-    model = models[0] if len(models) == 1 else Ensemble(models, plan.member_weights, plan.task.average)
-    return Teachers(model, data, models)
+        if not data.labelled:
+            data = replace(data, teacher_classes=tuple(models[0].classes))  # those of the others must be the same
+    if len(models) < 2:
+        return Teachers(models[0] if models else None, data, models)
+    weights_of = [1.0, *(one.weight for one in plan.also)]
+    return Teachers(Ensemble(models, weights_of, plan.task.average), data, models)
 
 
 def load_fitted(plan: TeacherPlan, data: Data) -> Teachers:
@@ -108,16 +130,13 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     elif weights != REAL:
         free = where in plan.fits and not section.pretrained
         spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
+    made: Any = {"spec": spec, "image_size": data.plan.image_size, "features": plan.features}
     with torch.device("meta") if weights == META else torch.device("cpu"):
-        size, features = data.plan.image_size, plan.features
-        kind = f"{where}.kind"
-        model = registry.build(
-            "networks", section.kind, section.options, kind, spec=spec, image_size=size, features=features
-        )
+        model = registry.build("networks", section.kind, section.options, f"{where}.kind", **made)
     if weights == REAL:
         _check_execution(section, model, where)
         if not model.reads_ids:
-            require_repeatable(model, where, section.model, size)
+            require_repeatable(model, where, section.model, data.plan.image_size)
     return model
 
 
@@ -143,37 +162,42 @@ class TeacherReport:
     """The live teacher, and what was found out about it."""
 
     live: LiveTeacher | NoTeacher
-    mode: ExecutionMode | None = None
-    """How it is executed; None without a teacher."""
+    mode: ExecutionMode | None = None  # how it is executed; None without a teacher
     error: dict[str, Any] = field(default_factory=dict)
     """Against torch float32: the largest |difference| of a logit (`largest`), the same as a share of the logits'
     standard deviation (`of_std`), and `images`; empty where nothing was compared. `refused`: the mode that it was
     measured in, where that is not the one that runs."""
-    line: str = ""
-    """What was decided or measured, for a person."""
+    line: str = ""  # what was decided or measured, for a person
 
 
-def choose_teacher(session: Session, section: TeacherSection, model: TeacherModel | None) -> TeacherReport:
+def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
     """Build the live teacher as configured. All ranks must call this.
 
     `precision: auto` is that of the machine (`Backend.auto_mode`), and float32 where the teacher's logits would differ
     by more than `LARGEST_ERROR`, or could not be compared.
     """
+    backend, model, size = setting.backend, setting.teachers.model, setting.data.plan.image_size
     if model is None:
         return TeacherReport(NoTeacher())
-    backend, size = session.backend, session.image_size
     factory, mode = TeacherFactory(section, model, backend, size), teacher_mode(section, model, backend)
     error, line = {}, ""
     if section.precision == "auto" and mode.precision == "bf16":
-        mode, error, line = _compared(mode, factory, session)
+        error, line = logit_error(replace(mode, compiled=False), factory, setting)
+        apart = torch.tensor([float(not error["of_std"] <= LARGEST_ERROR)], device=backend.device)
+        backend.broadcast_([apart])  # rank 0 decides: on a machine of another kind the last bits are others
+        if apart.item():
+            exact, error = replace(mode, precision="fp32"), {**error, "refused": str(mode)}
+            line = f"{exact}: in {mode}, {line.partition('; ')[2]}; {LARGEST_ERROR:g} is allowed"
+            mode = exact
     if mode.rebuilt:
-        batch = noise(session.split.micro_batch, size, backend)
-        require(lambda: factory(mode)(batch).main, f"teacher.{mode.key}", mode)
+        batch = noise(setting.split.micro_batch, size, backend)
+        key = "teacher.runtime" if mode.exported else "teacher.compile"
+        require(lambda: factory(mode)(batch).main, key, mode)
     live = factory(mode)
     if section.pipeline:  # it is cut at its first batch; what each rank holds is recorded before step 1
-        live(noise(session.split.micro_batch, size, backend))
-    if mode.rebuilt or not (mode.plain or error or line):
-        error, line = logit_error(mode, factory, session)
+        live(noise(setting.split.micro_batch, size, backend))
+    if mode.rebuilt or (mode.precision != "fp32" and not (error or line)):
+        error, line = logit_error(mode, factory, setting)
     live.images = 0
     return TeacherReport(live, mode, error, line)
 
@@ -190,23 +214,6 @@ def teacher_mode(section: TeacherSection, model: TeacherModel, backend: Backend)
     return torch_mode(precision, section.attention, section.compile == "on", model, backend)
 
 
-def _compared(
-    mode: ExecutionMode, factory: TeacherFactory, session: Session
-) -> tuple[ExecutionMode, dict[str, Any], str]:
-    """Return the mode in bfloat16, or in float32 where the logits differ too much, with what was measured, and a line.
-
-    Rank 0 decides: on a machine of another kind the last bits are others.
-    """
-    exact = replace(mode, precision="fp32")
-    error, text = logit_error(replace(mode, compiled=False), factory, session)
-    apart = torch.tensor([float(not error["of_std"] <= LARGEST_ERROR)], device=session.backend.device)
-    session.backend.broadcast_([apart])
-    if not apart.item():
-        return mode, error, text
-    found = f"in {mode}, {text.partition('; ')[2]}; {LARGEST_ERROR:g} is allowed"
-    return exact, {**error, "refused": str(mode)}, f"{exact}: {found}"
-
-
 class TeacherFactory:
     """Make the live teacher that a mode stands for; what takes seconds to make is made once."""
 
@@ -215,11 +222,10 @@ class TeacherFactory:
         self._rebuilt: dict[ExecutionMode, LiveTeacher] = {}
 
     def __call__(self, mode: ExecutionMode) -> LiveTeacher:
-        if not mode.rebuilt:
-            return self.on(self.backend.device, mode)
-        if mode not in self._rebuilt:
-            self._rebuilt[mode] = self.on(self.backend.device, mode)
-        return self._rebuilt[mode]
+        live = self._rebuilt.get(mode) or self.on(self.backend.device, mode)
+        if mode.rebuilt:
+            self._rebuilt[mode] = live
+        return live
 
     def on(self, device: torch.device, mode: ExecutionMode) -> LiveTeacher:
         """Make it on a device."""
@@ -247,14 +253,15 @@ def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
     return Exported(frozen, size, mode.kernel, mode.precision)
 
 
-def logit_error(mode: ExecutionMode, factory: TeacherFactory, session: Session) -> tuple[dict[str, Any], str]:
+def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) -> tuple[dict[str, Any], str]:
     """Return how far a teacher's logits are from its own in torch float32, in numbers and in words."""
-    backend = session.backend
+    backend = setting.backend
     if factory.plan.shard or factory.plan.pipeline:
         return {}, f"{mode}; its logits were not compared with float32's"  # that would divide another teacher
     device = torch.device("cpu") if backend.compiles else backend.device  # 16 images would be a graph of their own
     live = factory.on(device, mode) if backend.compiles else factory(mode)
-    images = validation_images(session.data.shown(session.data.val))
+    shown = setting.data.shown(setting.data.val)
+    images = pixels_of(readable(shown.source)[0], shown)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(device)
     reference_BC, logits_BC = factory.on(device, PLAIN)(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
@@ -264,11 +271,6 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, session: Session) 
         f"{mode}; its logits differ from torch float32's by {largest:.2g} at most, {error['of_std']:.2g} of their "
         f"standard deviation ({len(images)} validation images)"
     )
-
-
-def validation_images(shown: Views) -> torch.Tensor:
-    """Return uint8 [N, 3, S, S]: images from all over a split as evaluation shows them."""
-    return pixels_of(readable(shown.source)[0], shown)
 
 
 def pixels_of(pictures: Sequence[Image.Image], shown: Views) -> torch.Tensor:

@@ -31,7 +31,7 @@ from kd.files.run_dir import RunDir
 from kd.models.classifier import Classifier, digest
 from kd.parts import registry
 from kd.setup.data import Data, DataPlan
-from kd.setup.recipe import StudentPlan, TeacherPlan
+from kd.setup.recipe import StudentPlan
 from kd.setup.student import build_student, load_student
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
@@ -128,18 +128,12 @@ class Trust:
         where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
 
-    def check_teacher(self, plan: TeacherPlan) -> None:
-        """Refuse to build a teacher that is code."""
-        for where, one in plan.members.items():
+    def check_models(self, sections: Mapping[str, Any]) -> None:
+        """Refuse to build models, by their config paths, that are code."""
+        for where, one in sections.items():
             facts = registry.facts("networks", one.kind, one.options, f"{where}.kind")
             if facts.runs_code and not self.code:
                 raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
-
-    def check_student(self, plan: StudentPlan) -> None:
-        """Refuse to build a student that is code."""
-        facts = registry.facts("networks", plan.kind, plan.options, "student.kind")
-        if facts.runs_code and not self.code:
-            raise untrusted("student.kind", f"is '{plan.kind}', so that '{plan.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
         """Refuse a folder of images with links out of it."""
@@ -163,15 +157,12 @@ def untrusted(where: str, wrong: str) -> RunError:
 
 def named_module(values: Any, where: str = "") -> tuple[str, str]:
     """Return the first key of a configuration, interpolated, whose part is no part of kd, and that module; or ""s."""
-    if isinstance(values, dict) and isinstance(kind := values.get("kind"), str) and _is_foreign(kind):
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if isinstance(kind, str) and "." in kind and not kind.startswith("kd."):
         return f"{where}.kind", kind
     pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
     found = (named_module(value, f"{where}.{key}" if where else str(key)) for key, value in pairs)
     return next((one for one in found if one[1]), ("", ""))
-
-
-def _is_foreign(kind: str) -> bool:
-    return "." in kind and not kind.startswith("kd.")
 
 
 def _link_out(root: str) -> str:

@@ -22,7 +22,7 @@ from kd.jobs.train import train
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.student import build_student
-from kd.study.report.pair import SHARES
+from kd.study.report.confusion import SHARES
 from kd.study.report.report import report
 
 

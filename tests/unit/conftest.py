@@ -12,7 +12,7 @@ from kd import config
 from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.progress.console import Console
-from kd.jobs.teach import obtain_teachers
+from kd.jobs.train import obtain_teachers
 from kd.setup.build import Results, Setting, build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve

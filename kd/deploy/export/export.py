@@ -65,7 +65,7 @@ def export(
     refuse_other(target)  # before minutes of work, not after
     options.require(recipe.student.task)
     vouched = Trust.of(trust, overrides, recipe.data)
-    vouched.check_student(recipe.student)
+    vouched.check_models({"student": recipe.student})
     if options.any_graph:  # they are compared on images
         vouched.check_folder(recipe.data)
     subject = _subject(folder, recipe, vouched, options.index)
@@ -106,7 +106,7 @@ def _teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
         remedy = "Name a run with one of them, or export that model by a run of its own"
         raise ModelError("--teacher", f"the run averages {len(kinds)} teachers, which are no one graph", "", remedy)
     vouched.check_folder(recipe.data)
-    vouched.check_teacher(plan)
+    vouched.check_models(plan.members)
     model = load_fitted(plan, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         wrong = f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is written from"

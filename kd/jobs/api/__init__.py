@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,18 @@ from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
-from kd.jobs.api.result import Distilled, Origin
-from kd.jobs.distill import Result
+from kd.jobs.api.result import Distilled
+from kd.jobs.distill import Result, require_same
 from kd.jobs.observe import clock_of, where_the_time_went
-from kd.jobs.opened import different_keys, require_same
 from kd.jobs.progress.console import Console
+from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
 from kd.setup.build import Parts, Results, assemble, distributed, sift_context
 from kd.setup.loaders import split_batch
-from kd.setup.recipe import Recipe, Record, flatten
+from kd.setup.recipe import Recipe, Record
 from kd.setup.student import build_criterion
 
 
@@ -125,10 +125,11 @@ def distill(
     with (
         distributed(recipe.backend) as world,
         Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
-        _sink(folder, recipe.record, world) as sink,
+        _opened(recipe.record, folder, world.rank) as sink,
     ):
-        models = _models(arguments, image, world)
-        run = _run(recipe, arguments, models, Results(sink, console), world)
+        models = [LogitsModel(module, where) for where, module in arguments.models.items()]
+        classes = arguments.classes(count_classes(models, image, world.device))
+        run = _run(recipe, arguments, models, classes, Results(sink, console), world)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
         facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
@@ -142,63 +143,38 @@ def distill(
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
     metrics = [row for row in rows if row["kind"] == "val"][-1]
     data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
-    origin = Origin(arguments, recipe, models.classes, data)
-    return Distilled(student, metrics, rows, state, origin, Path(folder) if folder is not None else None)
+    where = Path(folder) if folder is not None else None
+    return Distilled(student, metrics, rows, state, where, arguments, recipe, classes, data)
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """Teachers and student, wrapped."""
-
-    teachers: Sequence[LogitsModel]
-    student: LogitsModel
-    classes: Sequence[str]
-    """Names that the training data has, or numbered ones."""
+def _opened(record: Record, folder: str | Path | None, rank: int) -> AbstractContextManager[Memory | RunDir]:
+    return nullcontext(Memory()) if folder is None else open_run(replace(record, path=Path(folder)), rank)
 
 
-@contextmanager
-def _sink(folder: str | Path | None, record: Record, world: Backend) -> Iterator[Memory | RunDir]:
-    """Yield where rows and checkpoints go; a folder is held against other processes meanwhile."""
-    if folder is None:
-        yield Memory()
-        return
-    own = RunDir(Path(folder), world.rank)
-    differences: list[str] = []
-    if own.stored_config() is not None:
-        stored = flatten(config.to_dict(config.load(own.config_file, here=False)))
-        differences = different_keys(stored, record.shown)
-    own.open(record.yaml, differences)
-    try:
-        yield own
-    finally:
-        own.close()
-
-
-def _models(arguments: Arguments, image: torch.Tensor, world: Backend) -> Models:
-    student, *teachers = [LogitsModel(module, where) for where, module in arguments.models.items()]
-    count, items = count_classes([student, *teachers], image, world.device), arguments.train
-    names = getattr(items.dataset if isinstance(items, DataLoader) else items, "classes", ())
-    numbered = [f"class_{number}" for number in range(count)]
-    named = isinstance(names, Collection) and len(names) == count
-    return Models(teachers, student, [str(name) for name in names] if named else numbered)
-
-
-def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results, world: Backend) -> Run:
-    section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(models.classes)
-    batch_size, train, labels = section.batch_size, arguments.train, arguments.labels
+def _run(
+    recipe: Recipe,
+    arguments: Arguments,
+    models: Sequence[LogitsModel],
+    classes: Sequence[str],
+    results: Results,
+    world: Backend,
+) -> Run:
+    """Put a run together; the first of the models is the student."""
+    section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(classes)
+    batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
     val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
     val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
     split = split_batch(section, world.world_size, num_images)
-    several, shares = len(models.teachers) > 1, [1.0] * len(models.teachers)
-    model: Any = Ensemble(models.teachers, shares, task.average) if several else models.teachers[0]
+    shares = [1.0] * len(teachers)
+    model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
     live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
     known = partial(known_labels, train, labels, num_classes)
     if not isinstance(criterion, Criterion):
         labelled = (known() >= 0).float().mean().item() if labels == "some" else 1.0
-        dims = Dims(num_classes, 0, 0, classes=tuple(models.classes), labels=known)
+        dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
         criterion = build_criterion(recipe.student.losses, [dims], seed, labelled=labelled)
-    distillation = Distillation(models.student, criterion, task).to(world.device)
+    distillation = Distillation(student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
@@ -207,33 +183,24 @@ def _run(recipe: Recipe, arguments: Arguments, models: Models, results: Results,
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
     evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
     if isinstance(results.store, RunDir):
-        _record(results.store, recipe, arguments, models, model.identity()["teacher"], world)
+        shapes = {name: list(tensor.shape) for name, tensor in student.network.state_dict().items()}
+        facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
+        for key in facts:
+            require_same(key, results.store.manifest(), facts)
+        world.barrier()  # every rank has read the manifest before it is written
+        results.store.record(
+            **facts,
+            images=len(train),
+            classes=classes,
+            decides=task.scores.decides(labels != "none").key,
+            task=task.name,
+            scores=task.scores.record(),
+            batch=str(batch_size),
+            batch_size=batch_size,
+            backend=world.kind,
+            world_size=world.world_size,
+            machines=world.world_size // world.local_world_size,
+            environment=environment(),
+        )
     made = Parts(distillation, live, train_loader, sifter, evaluator)
     return assemble(recipe.loop, split.accumulate, world, made, results)
-
-
-def _record(folder: RunDir, recipe: Recipe, arguments: Arguments, models: Models, teacher: str, world: Backend) -> None:
-    """Write what a run folder says of a run, as jobs do; refuse one with another teacher, student or data."""
-    facts: dict[str, Any] = {
-        "teacher": teacher,
-        "student": {name: list(tensor.shape) for name, tensor in models.student.network.state_dict().items()},
-        "data": arguments.fingerprint(),
-    }
-    for key in facts:
-        require_same(key, folder.manifest(), facts)
-    world.barrier()  # every rank has read the manifest before it is written
-    scores = recipe.student.task.scores
-    folder.record(
-        **facts,
-        images=len(arguments.train),
-        classes=models.classes,
-        decides=scores.decides(arguments.labels != "none").key,
-        task=recipe.student.task.name,
-        scores=scores.record(),
-        batch=str(recipe.data.batch_size),
-        batch_size=recipe.data.batch_size,
-        backend=world.kind,
-        world_size=world.world_size,
-        machines=world.world_size // world.local_world_size,
-        environment=environment(),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +93,7 @@ class Arguments:
         return {"student": self.student, **named}
 
     def recipe(self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]) -> Recipe:
-        """Check the arguments with the schema of a configuration, so that both say the same of the same mistake.
-
-        Args:
-            image: the first of the training images.
-            batch_size: images of a step.
-            sections: keys of `run`, `optimizer` and `backend`.
-        """
+        """Check the arguments, and keys of `run`, `optimizer` and `backend`, with the schema of a configuration."""
         losses: Any = self.losses
         if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
             losses = "binary_kl" if any(term.facts.logits == "sigmoid" for term in losses.all) else "kl"
@@ -124,6 +118,13 @@ class Arguments:
         )
         return resolve(settings)
 
+    def classes(self, count: int) -> list[str]:
+        """Return so many names of classes: those that the training data has, or numbered ones."""
+        items = self.train.dataset if isinstance(self.train, DataLoader) else self.train
+        names = getattr(items, "classes", ())
+        named = isinstance(names, Collection) and len(names) == count
+        return [str(name) for name in names] if named else [f"class_{number}" for number in range(count)]
+
     def fingerprint(self) -> str:
         """Return a hash of the data of both splits, as far as items say what they are."""
         hashes = [
@@ -135,11 +136,7 @@ class Arguments:
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
-        """Return the loader of a split, and how many images it brings.
-
-        Raises:
-            ConfigError: a DataLoader on several ranks.
-        """
+        """Return the loader of a split, and how many images it brings."""
         items = getattr(self, where)
         if not isinstance(items, DataLoader):
             dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
@@ -185,12 +182,7 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
 
 
 def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:
-    """Ask all models, the student first, about one image, and return the number of their classes.
-
-    Raises:
-        ModelError: one of them fails.
-        ConfigError: the number is not the same for all.
-    """
+    """Ask all models, the student first, about one image, and return the number of their classes."""
     image, found = image[None].to(device), {}
     for one in models:
         training = one.training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,33 +34,25 @@ OFF = 0.05
 """How far a pixel may lie from a whole grey level; 8-bit pixels that were normalized in float32 stay within 1e-4."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a student of `kd.distill` comes from."""
+@dataclass(frozen=True, slots=True, repr=False)
+class Distilled:
+    """What `distill` returns."""
 
+    student: nn.Module
+    """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
+    metrics: dict[str, float]
+    """The last validation row."""
+    rows: list[dict[str, Any]]
+    """Every row of metrics, oldest first; training rows say where the time went."""
+    state: State
+    folder: Path | None
+    """Where checkpoints and metrics were written; None: nowhere."""
     arguments: Arguments
     recipe: Recipe
     classes: Sequence[str]
     """Names that the training data has, or class_0, class_1, ..."""
     data: str
     """A hash of the data; "": not known."""
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Distilled:
-    """What `distill` returns."""
-
-    student: nn.Module = field(repr=False)
-    """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
-    metrics: dict[str, float]
-    """The last validation row."""
-    rows: list[dict[str, Any]] = field(repr=False)
-    """Every row of metrics, oldest first; training rows say where the time went."""
-    state: State
-    origin: Origin = field(repr=False)
-    """What `export` needs."""
-    folder: Path | None = None
-    """Where checkpoints and metrics were written; None: nowhere."""
 
     def export(
         self,
@@ -89,16 +81,15 @@ class Distilled:
         """
         from kd.deploy.export.export import ExportOptions, Subject, write  # most callers do not export
 
-        origin, names = self.origin, list(classes or self.origin.classes)
-        if len(names) != len(origin.classes):
-            wrong = f"names {len(names)} classes, but the student answers with {len(origin.classes)}"
+        recipe, names = self.recipe, list(classes or self.classes)
+        if len(names) != len(self.classes):
+            wrong = f"names {len(names)} classes, but the student answers with {len(self.classes)}"
             raise ConfigError("classes", wrong, "One name for each logit", "Correct the names")
-        pixels = Pixels(origin.arguments, tuple(mean), tuple(std))
+        pixels = Pixels(self.arguments, tuple(mean), tuple(std))
         size = next(pixels.batches(1))[0].shape[-1]
         network = Network(copy.deepcopy(self.student).cpu().eval())
         name = type(self.student).__qualname__
         student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
-        recipe = origin.recipe
         plan = replace(recipe.data, image_size=size)
         named = replace(recipe.record, name=Path(folder).resolve().name)
         provenance = {"kd": environment()["packages"]["kd"], "step": self.state.step, "metrics": self.metrics}
@@ -106,7 +97,7 @@ class Distilled:
             recipe=replace(recipe, data=plan, record=named),
             student=student,
             classes=names,
-            data=origin.data or "not recorded",
+            data=self.data or "not recorded",
             provenance={**provenance, "run": named.name, "digest": digest(network), "eval_crop": 1.0},
             origin="those of the module that was passed to kd.distill",
             images=lambda: nullcontext(pixels.batches),
@@ -120,7 +111,7 @@ class Distilled:
 
     def _repr_html_(self) -> str:
         """Return the scores as a table, for notebooks."""
-        scores = self.origin.recipe.student.task.scores
+        scores = self.recipe.student.task.scores
         rows = scores.table({**scores.of_teachers(self.metrics), "student": self.metrics})
         shown = html_table(rows) if scores.own[0].key in self.metrics else ""
         return f"{shown}<p>{scores.against_teacher(self.metrics)}</p>"
@@ -162,11 +153,7 @@ class Pixels:
             yield batch.image, batch.label.numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
-        """Return normalized images [B, 3, S, S] as uint8.
-
-        Raises:
-            ConfigError: they are none, or were normalized by another mean and std.
-        """
+        """Return normalized images [B, 3, S, S] as uint8; refuse those that were normalized by another mean and std."""
         if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] != image.shape[3] or not image.is_floating_point():
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
             remedy = "Write your own export with torch.onnx"

@@ -26,7 +26,7 @@ class Trackers:
         self._started: dict[str, Any] = {}
         """By name; one that failed is left out."""
         for name in names:
-            start = partial(_start, _find(name), project, folder, config)
+            start = partial(_start, find(name), project, folder, config)
             tracker = self._attempt(name, start)
             if tracker is not None:
                 self._started[name] = tracker
@@ -57,13 +57,8 @@ class Trackers:
             return None
 
 
-def check(names: Sequence[str]) -> None:
-    """Require every tracker to exist and to be installed, before anything is trained."""
-    for name in names:
-        _find(name)
-
-
-def _find(name: str) -> Any:
+def find(name: str) -> Any:
+    """Return the class of a tracker, which must exist and be installed."""
     from accelerate import tracking
 
     trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}

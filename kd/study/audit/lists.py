@@ -5,20 +5,20 @@ from __future__ import annotations
 import base64
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from kd.core.contracts import Source
 from kd.core.errors import DataError
 from kd.core.text import names_of, quoted
 from kd.core.types import Label
 from kd.files.storage import write_text
-from kd.study.audit.album import MIRRORED, Album
-from kd.study.audit.copies import Pairs
+from kd.study.audit.copies import MIRRORED, Album, Pairs
 
 FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # in a run folder; in that folder
 SHOWN, SIDE = 200, 160
@@ -87,15 +87,13 @@ def worst_first(found: Iterable[Repeat]) -> list[Repeat]:
 
 
 def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
-    """Write duplicates.csv, duplicates.html and exclude.txt into a folder.
-
-    Names that exclude.txt has already stay in it: a run may leave their images out, so that nobody finds them again.
-    """
+    """Write duplicates.csv, duplicates.html and exclude.txt into a folder; the last keeps the names that it has."""
     rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in found]
     head = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
     write_table(folder / DUPLICATES, [head, *rows])
     lines = ["# Lines for data.exclude. Of a photograph in two splits, the copy that is trained on."]
-    names = {f"{one.one.split}:{one.one.name}" for one in found if one.leaks} | _excluded(folder / EXCLUDE)
+    names, before = {f"{one.one.split}:{one.one.name}" for one in found if one.leaks}, folder / EXCLUDE
+    names |= set(names_of(before.read_text(encoding="utf-8", errors="backslashreplace"))) if before.is_file() else set()
     lines += map(quoted, sorted(names))
     unsure = {f"{seen.split}:{seen.name}" for one in found if not one.leaks for seen in one[2:]}
     doubtful = [f"# {quoted(name)}" for name in sorted(unsure - names)]
@@ -103,10 +101,6 @@ def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, So
     write_text(folder / EXCLUDE, "\n".join([*lines, *doubtful, ""]))
     figures = [(f"{one.kind}, {one.score:.2f}", [one.one, one.other]) for one in found]
     write_text(folder / "duplicates.html", page("Images that repeat, the worst first", figures, splits))
-
-
-def _excluded(file: Path) -> set[str]:
-    return set(names_of(file.read_text(encoding="utf-8", errors="backslashreplace"))) if file.is_file() else set()
 
 
 def read_repeats(folder: Path) -> list[Repeat]:
@@ -153,18 +147,22 @@ def page(
         f"<p>{escape(note)}</p>" if note else "",
     ]
     for caption, images in figures[:SHOWN]:
-        drawn = "".join(f'<img src="{_thumbnail(splits[one.split].decode, one.id)}" alt="">' for one in images)
+        drawn = "".join(f'<img src="{_decoded(splits[one.split], one.id)}" alt="">' for one in images)
         names = "<br>".join(escape(f"{one.split}: {one.name} ({one.label})") for one in images)
         parts.append(f"<figure>{drawn}<figcaption><b>{escape(caption)}</b><br>{names}</figcaption></figure>")
     return "\n".join(parts) + "\n"
 
 
-def _thumbnail(decode: Callable, id: int) -> str:
+def _decoded(source: Source, id: int) -> str:
     try:
-        small = decode(id).image
+        return thumbnail(source.decode(id).image)
     except DataError:  # it could be read a moment ago
         return ""
-    small.thumbnail((SIDE, SIDE))
+
+
+def thumbnail(image: Image.Image) -> str:
+    """Return a small JPEG as a data URI; the image is shrunk in place."""
+    image.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
-    small.save(file, "JPEG", quality=82)
+    image.save(file, "JPEG", quality=82)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

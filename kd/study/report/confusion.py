@@ -1,16 +1,24 @@
-"""The section on answers: accuracy by class, confusion, photographs on which student and teacher differ."""
+"""The section on answers: accuracy by class, confusion, photographs on which student and teacher differ, and the pair.
+
+Of the pair, the student with its teacher behind it: how right it is, and what it costs, by the share that is passed on.
+Every second validation image chooses from which confidence on the student answers alone; the curve, the intervals and
+the classes are of the others. kd/deploy/export/defer.py writes such a threshold into an export.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from kd.core.intervals import paired, wilson
 from kd.core.text import percent
-from kd.study.report.pair import pair
 from kd.study.report.record import FEWEST, Predictions, RunRecord
 from kd.study.report.sections import card, section, table
-from kd.study.report.svg import esc, legend
+from kd.study.report.svg import Series, esc, legend, lines
 
 MOST_CLASSES = 24  # classes of a confusion matrix that fits a page; of more, the most frequent confusions are listed
 MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list, a screen long; of a class name, half the width of a card
@@ -18,23 +26,16 @@ MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list, a screen long; of a clas
 
 def answers(runs: Sequence[RunRecord]) -> str:
     """Show what the student confuses, what it loses against the teacher, and the photographs on which they differ."""
-    sections = []
+    sections = ""
     for run in runs:
         if run.answers is None or not run.answers.label:
             continue
         one, who = run.answers, f" of {run.name}" if len(runs) > 1 else ""
         part = f" ({len(one.label)} of {one.of} images)" if len(one.label) < one.of else ""
-        cards = [card(f"Accuracy by class{part}", _dumbbells(one)), card("Confusion", _confusion(one))]
-        sections.append(
-            section(
-                f"Answers{who}",
-                one.without_leaks(),
-                f'<div class="grid two">{"".join(cards)}</div>',
-                pair(one),
-                _photographs(one),
-            )
-        )
-    return "".join(sections)
+        cards = card(f"Accuracy by class{part}", _dumbbells(one)) + card("Confusion", _confusion(one))
+        both = f'<div class="grid two">{cards}</div>'
+        sections += section(f"Answers{who}", one.without_leaks(), both, pair(one), _photographs(one))
+    return sections
 
 
 def _dumbbells(one: Predictions) -> str:
@@ -50,13 +51,15 @@ def _dumbbells(one: Predictions) -> str:
         order = [*order[:worst], *order[-6:]]
     for i in order:
         low, high = sorted((student[i], teacher[i]))
-        dots = _dot("student", student[i], "background:var(--c1)")
+        dots = {"student": (student[i], "background:var(--c1)")}
         if one.teacher:
-            dots = _dot("teacher", teacher[i], "background:var(--card);border:3px solid var(--teacher)") + dots
+            dots = {"teacher": (teacher[i], "background:var(--card);border:3px solid var(--teacher)"), **dots}
         gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if one.teacher else percent(student[i])
         if images[i] < FEWEST:  # of three images a percentage says more than is known
             gap = f"{round(student[i] * images[i])} of {images[i]}"
-        rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>{dots}'
+        rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>'
+        for who, (share, style) in dots.items():
+            rail += f'<i style="left:{100 * share:.1f}%;{style}" title="{who} {percent(share)}"></i>'
         few = " *" if images[i] < FEWEST else ""
         title = esc(f"{one.classes[i]}: {images[i]} images")
         rows.append(
@@ -96,39 +99,27 @@ def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:
     ]
 
 
-def _dot(who: str, share: float, style: str) -> str:
-    return f'<i style="left:{100 * share:.1f}%;{style}" title="{who} {percent(share)}"></i>'
-
-
 def _confusion(one: Predictions) -> str:
     counts, names = one.confusion(), short_names(one.classes)
     if len(one.classes) > MOST_CLASSES:
-        pairs = [
-            (counts[i][j], i, j) for i in range(len(counts)) for j in range(len(counts)) if i != j and counts[i][j]
-        ]
-        rows = [
-            {"label": names[i], "student's answer": names[j], "images": count}
-            for count, i, j in sorted(pairs, reverse=True)[:MOST_CONFUSIONS]
-        ]
+        every = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
+        pairs, heads = sorted(every, reverse=True), ("label", "student's answer", "images")
+        rows = [dict(zip(heads, (names[i], names[j], n), strict=True)) for n, i, j in pairs[:MOST_CONFUSIONS]]
         hint = f'<p class="hint">The {len(rows)} most frequent of {len(pairs)} confusions.</p>' if rows else ""
         return hint + table(rows, ("label", "student's answer"))
     heads, lines = "", []
     for i, row in enumerate(counts):
         full, name = esc(one.classes[i]), esc(names[i])
         heads += f'<th class="top" title="{full}">{name}</th>'
-        total = sum(row) or 1
-        cells = "".join(_cell(count, total, i == j) for j, count in enumerate(row))
+        total, cells = sum(row) or 1, ""
+        for j, count in enumerate(row):
+            tint, share = "--good" if i == j else "--bad", count / total
+            mix = f"color-mix(in oklab, var({tint}) {round(8 + 72 * share) if count else 0}%, transparent)"
+            strong = ";color:var(--paper)" if share > 0.6 else ""
+            cells += f'<td style="background:{mix}{strong}">{count or ""}</td>'
         lines.append(f'<tr><th scope="row" title="{full}">{name}</th>{cells}</tr>')
     hint = '<p class="hint" style="margin:10px 0 0">Row: label. Column: the student\'s answer. Number of images.</p>'
     return f'<table class="confusion"><tr><th></th>{heads}</tr>{"".join(lines)}</table>{hint}'
-
-
-def _cell(count: int, total: int, right: bool) -> str:
-    share = count / total
-    tint = "--good" if right else "--bad"
-    mix = f"background:color-mix(in oklab, var({tint}) {round(8 + 72 * share) if count else 0}%, transparent)"
-    strong = ";color:var(--paper)" if share > 0.6 else ""
-    return f'<td style="{mix}{strong}">{count or ""}</td>'
 
 
 def _photographs(one: Predictions) -> str:
@@ -137,10 +128,8 @@ def _photographs(one: Predictions) -> str:
     figures, names = [], dict(zip(one.classes, short_names(one.classes), strict=True))
     for picture in one.pictures:
         captions = []
-        for who, answer, share in (
-            ("teacher", picture.teacher, picture.teacher_share),
-            ("student", picture.student, picture.student_share),
-        ):
+        for who in ("teacher", "student"):
+            answer, share = getattr(picture, who), getattr(picture, f"{who}_share")
             kind = "right" if answer == picture.truth else "wrong"
             captions.append(f'{who}: <span class="{kind}">{esc(names[answer])}</span> {100 * share:.0f} %')
         figures.append(
@@ -149,3 +138,99 @@ def _photographs(one: Predictions) -> str:
         )
     title = "Photographs on which teacher and student differ, the surest teacher first"
     return card(title, f'<div class="photos">{"".join(figures)}</div>')
+
+
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
+MOST_CLASSES = 40  # rows of the table by class: those of which most is passed on come first
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Some of the images, by the student's confidence, the least sure first."""
+
+    label: np.ndarray
+    sure: np.ndarray  # the student's confidence, float64 [N]
+    student: np.ndarray  # whether it is right, bool [N]
+    teacher: np.ndarray
+
+    @classmethod
+    def of(cls, one: Predictions, first: int) -> Half:
+        """Return every second image from `first` on."""
+        label, student, teacher = (np.array(part)[first::2] for part in (one.label, one.student, one.teacher))
+        sure = np.array(one.student_sure)[first::2]
+        order = np.argsort(sure, kind="stable")
+        label, student, teacher = (part[order] for part in (label, student, teacher))
+        return cls(label, sure[order], student == label, teacher == label)
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many images may be passed on, equally sure ones together, and how many are then right, [K]."""
+        gained = np.concatenate([[0], np.cumsum(self.teacher.astype(int) - self.student)])
+        cuts = np.flatnonzero(np.concatenate([[True], self.sure[1:] > self.sure[:-1], [True]]))
+        return cuts, self.student.sum() + gained[cuts]
+
+    def threshold(self) -> float:
+        """Return the lowest confidence from which on the student may answer, so that the pair equals the teacher."""
+        cuts, right = self.curve()
+        cut = int(cuts[np.argmax(right >= self.teacher.sum())])  # passing all on equals it
+        return float(self.sure[cut]) if cut < len(self.sure) else float("inf")
+
+
+def pair(one: Predictions) -> str:
+    """Show the pair as cards; empty without a teacher's answers or with fewer than 20 images."""
+    if not one.teacher or len(one.student_sure) < 20:
+        return ""
+    chosen, shown = Half.of(one, 0), Half.of(one, 1)
+    threshold = chosen.threshold()
+    passed = shown.sure < threshold
+    cuts, right = shown.curve()
+    images, teacher = len(shown.sure), float(shown.teacher.mean())
+    series = [
+        Series("student, and the teacher where it is unsure", "--c1", [*(cuts / images)], [*(right / images)]),
+        Series("teacher alone", "--teacher", [0.0, 1.0], [teacher, teacher], dashed=True),
+    ]
+    drawing = lines(series, (515, 260), "share passed on to the teacher", "%")
+    names = legend([(each.name, each.color) for each in series])
+    rows = []
+    for share in SHARES:
+        k = int(np.searchsorted(cuts, share * images))
+        rows.append({"passed on": percent(cuts[k] / images), "accuracy": percent(right[k] / images)})
+        if cost := _cost(one, cuts[k] / images):
+            rows[-1]["CPU time, teacher = 1"] = cost
+    hint = f'<p class="hint">{_summary(one, shown, passed, threshold)}</p>'
+    grid = card("Student and teacher as a pair", drawing, names) + card("", hint, table(rows))
+    return f'<div class="grid two">{grid}</div>{_classes(one, shown, passed)}'
+
+
+def _cost(one: Predictions, share: float) -> str:
+    student, teacher = (one.cpu_ms.get(name, 0.0) for name in ("student", "teacher"))
+    return f"{student / teacher + share:.2f}" if student and teacher else ""
+
+
+def _summary(one: Predictions, shown: Half, passed: np.ndarray, threshold: float) -> str:
+    images, count = len(passed), int(passed.sum())
+    both = np.where(passed, shown.teacher, shown.student)
+    low, high = paired(int((both & ~shown.teacher).sum()), int((shown.teacher & ~both).sum()), images)
+    ends = " to ".join(map(percent, wilson(count / images, images)))
+    cost = _cost(one, count / images)
+    begin = "Where every image is passed on" if count == images else f"If answers below {threshold:.3f} are passed on"
+    return (
+        f"{begin}, the pair has as many right as the teacher on the {len(one.label) - images} images that chose this. "
+        f"On the {images} others that is {percent(count / images)} of the images ({ends}); the pair has "
+        f"{percent(both.mean())} right, the teacher {percent(shown.teacher.mean())}: "
+        f"{100 * (both.mean() - shown.teacher.mean()):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
+        f"{f', for {cost} of its CPU time' if cost else ''}. The confidence is calibrated on the images that chose."
+    )
+
+
+def _classes(one: Predictions, shown: Half, passed: np.ndarray) -> str:
+    """Show each class, those of which most is passed on first."""
+    both, rows = np.where(passed, shown.teacher, shown.student), []
+    for label, name in enumerate(one.classes):
+        if (of := shown.label == label).any():
+            share, count, cells = passed[of].mean(), int(of.sum()), {}
+            for who, right in {"student": shown.student, "pair": both, "teacher": shown.teacher}.items():
+                cells[who] = percent(right[of].mean()) if count >= FEWEST else f"{right[of].sum()} of {count}"
+            rows.append((share, {"class": name, "images": count, "passed on": percent(share), **cells}))
+    rows.sort(key=lambda row: -row[0])
+    hint = f'<p class="hint">{MOST_CLASSES} of {len(rows)} classes.</p>' if len(rows) > MOST_CLASSES else ""
+    return card("The pair by class", hint, table([row for _, row in rows[:MOST_CLASSES]], ("class",)))

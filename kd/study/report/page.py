@@ -11,19 +11,9 @@ from kd.core.intervals import Samples
 from kd.core.text import clock, money, percent
 from kd.study.report import sections
 from kd.study.report.confusion import answers
-from kd.study.report.record import (
-    RunRecord,
-    differences,
-    label_of,
-    mean_cells,
-    price_rows,
-    repeats,
-    teachers_of,
-    verdicts,
-)
+from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, verdicts
 from kd.study.report.sections import card, color, esc, section, table
 from kd.study.report.svg import legend, number
-from kd.study.report.terminal import unfinished_text
 
 HERE = Path(__file__).parent
 
@@ -44,8 +34,11 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.variants(runs),
         _costs(runs),
         _configuration(runs),
-        _notes(runs),
     ]
+    made = [esc(f"{run.name}: {note}") for run in runs for note in run.notes]
+    commands = [run.manifest.get("environment", {}).get("command") for run in runs]
+    made += [f"<code>{esc(command)}</code>" for command in commands if command]
+    body += [f"<footer>{'<br>'.join(made)}</footer>"] if made else []
     style, script = (HERE / "page.css").read_text(), (HERE / "page.js").read_text()
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{esc(title)} · kd</title>'
@@ -61,7 +54,9 @@ def _head(runs: Sequence[RunRecord], title: str) -> str:
     run = runs[0]
     environment = run.manifest.get("environment", {})
     machine = environment.get("machine", {})
-    lead = label_of(run) if len(runs) == 1 else f"{len(runs)} runs side by side"
+    student, teacher = (short_model(run.keys.get(f"{who}.model", "")) for who in ("student", "teacher"))
+    lead = f"{student}, distilled from {teacher}" if teacher else f"{student}, trained on labels"
+    lead = lead if len(runs) == 1 else f"{len(runs)} runs side by side"
     images, classes = run.manifest.get("images", 0), len(run.manifest.get("classes", ()))
     chips = [
         str(run.manifest.get("date", "")),
@@ -74,9 +69,15 @@ def _head(runs: Sequence[RunRecord], title: str) -> str:
     names = legend([(run.name, color(i)) for i, run in enumerate(runs)]) if len(runs) > 1 else ""
     tags = "".join(f"<span>{esc(text)}</span>" for text in chips if text) if len(runs) == 1 else ""
     heading = f'<h1>{esc(title)}</h1><p class="lead">{esc(lead)}</p>'
-    lines = (unfinished_text(run) for run in runs)
-    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines if line)
+    lines = [run.unfinished_text for run in runs if run.unfinished_text]
+    ends = "".join(f'<div class="finding warning"><b>{esc(line)}</b></div>' for line in lines)
     return f'<header>{heading}{names}<div class="chips">{tags}</div>{ends}</header>'
+
+
+def short_model(name: object) -> str:
+    """Return a model's name without folders; of an export that of the run or teacher that it is of."""
+    text = str(name or "")
+    return text.rstrip("/").removesuffix("/export").rpartition("/")[2] or text
 
 
 def _tiles(run: RunRecord) -> str:
@@ -99,13 +100,12 @@ def _tiles(run: RunRecord) -> str:
 
 def _size_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return value, name and small print of the student's size, and of its speed where it was exported."""
-    tiles, sizes = [], run.manifest.get("parameters", {})
+    tiles, sizes, small = [], run.manifest.get("parameters", {}), ""
     if sizes:
-        teacher = sizes.get("teacher", 0)
-        small = (
-            f"teacher {number(teacher / 1e6)} M, {number(teacher / sizes['student'])} times as many" if teacher else ""
-        )
-        tiles.append((f"{number(sizes['student'] / 1e6)} M", "parameters", small))
+        student, teacher = sizes["student"], sizes.get("teacher", 0)
+        if teacher:
+            small = f"teacher {number(teacher / 1e6)} M, {number(teacher / student)} times as many"
+        tiles.append((f"{number(student / 1e6)} M", "parameters", small))
     for name, graph in run.exported.get("parity", {}).items():
         if "cpu_ms" in graph:
             small = f"export/{name}, {run.exported['files'][name]['bytes'] / 2**20:.3g} MiB, when it was exported"
@@ -120,9 +120,10 @@ def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     chosen = f"best of {len(run.val)} evaluations on this split, which flatters it"
     if tested:
         chosen = f"validation {run.decides.text(run.best[run.decides.key])}, the best of {len(run.val)} evaluations"
-    others: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {}
-    for name, values in run.scores.of_teachers(best).items():
-        others[name] = (values, run.scored.of(name) if run.scored is not None else {})
+    others: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {
+        name: (values, run.scored.of(name) if run.scored is not None else {})
+        for name, values in run.scores.of_teachers(best).items()
+    }
     if run.baseline is not None:
         others["labels only"] = (run.baseline.counted, run.baseline.samples)
     for one in run.scores.own:
@@ -143,11 +144,9 @@ def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def _compared(runs: Sequence[RunRecord]) -> str:
     entries: list[tuple[str, RunRecord]] = []
-    teachers = teachers_of(runs) if len(runs) > 1 else {}
     for run in runs:
-        entries.append((run.name, run))
-        if run.baseline is not None:
-            entries.append((f"{run.name}, labels only", run.baseline))
+        entries += [(run.name, run)]
+        entries += [(f"{run.name}, labels only", run.baseline)] if run.baseline is not None else []
     if len(entries) < 2:
         return ""
     titles = {title: "-" for _, run in entries for title in run.scores.cells(run.counted)}
@@ -163,13 +162,13 @@ def _compared(runs: Sequence[RunRecord]) -> str:
         }
         for name, run in entries
     ]
-    first = runs[0].scores
-    rows += [dict.fromkeys(rows[0], "-") | {"run": name} | first.cells(values) for name, values in teachers.items()]
+    blank, teachers = dict.fromkeys(rows[0], "-"), teachers_of(runs).items() if len(runs) > 1 else ()
+    rows += [blank | {"run": name} | runs[0].scores.cells(values) for name, values in teachers]
     for group in repeats(runs):
         for name, same in (("", group), (", labels only", [run.baseline for run in group if run.baseline])):
             if len(same) == len(group):
                 title = f"mean of {len(group)} seeds{name}, with its 95 % interval"
-                rows.append(dict.fromkeys(rows[0], "-") | {"run": title} | mean_cells(same))
+                rows.append(blank | {"run": title} | mean_cells(same))
     shown = table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
     if len(runs) == 1:
         return section("Side by side", "", card("Distilled, and the same student on labels alone", shown))
@@ -202,10 +201,3 @@ def _configuration(runs: Sequence[RunRecord]) -> str:
         for name, rows in groups.items()
     )
     return section("Configuration", "", details)
-
-
-def _notes(runs: Sequence[RunRecord]) -> str:
-    lines = [esc(f"{run.name}: {note}") for run in runs for note in run.notes]
-    commands = [esc(command) for run in runs if (command := run.manifest.get("environment", {}).get("command"))]
-    made = "<br>".join([*lines, *(f"<code>{command}</code>" for command in commands)])
-    return f"<footer>{made}</footer>" if made else ""

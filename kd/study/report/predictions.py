@@ -1,34 +1,36 @@
-"""Predictions of student and teacher on validation images, cached in answers.json of the run folder."""
+"""What models answer on validation images: for the page of a run, cached in its answers.json; and for trackers."""
 
 from __future__ import annotations
 
-import base64
-import io
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
-from kd.core.contracts import Source, TeacherModel
+from kd.core.contracts import Dataset
 from kd.core.errors import DataError, KdError, RunError
+from kd.core.seeds import evenly_spaced
+from kd.data.batches import ask, batches_of
 from kd.data.views import Views
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import write_json
 from kd.models.teacher import LiveTeacher
-from kd.setup.data import Data, DataPlan, open_sources
+from kd.parts.tasks.single_label import temperature
+from kd.setup.data import DataPlan, open_sources
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.teacher import load_fitted
-from kd.study.answers import ask_all
-from kd.study.audit.lists import FOLDER, read_repeats, with_ids
+from kd.study.audit.lists import FOLDER, read_repeats, thumbnail, with_ids
 from kd.study.finished import Trust, best_student
 from kd.study.report.record import Picture, Predictions
 
 FILE = "answers.json"
-MOST_PICTURES, SIDE = 24, 160  # pictures on which the models differ, 6 kB each in the page; their side, pixels
+MOST_PICTURES = 24  # pictures on which the models differ, 6 kB each in the page
+LOOKED, SHOWN = 500, 12  # images among which the surest mistakes are looked for; mistakes
 
 
 def answers(
@@ -49,13 +51,21 @@ def answers(
         belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images, "form": 2}
         stored = _stored(folder, belongs)
         if stored is None:
-            vouched.check_teacher(teacher)
-            vouched.check_student(student)
-            stored = {**_predict(folder, student, load_fitted(teacher, data).model, data, images), "belongs": belongs}
+            vouched.check_models({**teacher.members, "student": student})
+            model = load_fitted(teacher, data).model
+            if not data.labelled:
+                raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            best, _ = best_student(folder, student, data.plan, data.classes)
+            models: dict[str, Any] = {"student": best.to(device).eval()}
+            models |= {} if model is None else {"teacher": LiveTeacher(model, device).validation()}
+            stored = {**ask_all(models, data.views()[1], images, device), "belongs": belongs}
             write_json(folder.path / FILE, stored)
     except KdError as error:
         return None, f"No answers of the models on validation images: {error}"
-    answers = Predictions(
+    pairs = [pair for pair in with_ids(read_repeats(folder.path / FOLDER), data.splits) if pair.leaks]
+    leaks = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
+    found = Predictions(
         classes=tuple(data.classes),
         label=stored["label"],
         student=stored["student"],
@@ -63,14 +73,13 @@ def answers(
         of=stored["of"],
         student_sure=stored["student_sure"],
         cpu_ms=stored["cpu_ms"],
-        leaked=_leaked(stored["ids"], data.splits, folder.path),
+        leaked=[i for i, id in enumerate(stored["ids"]) if leaks and data.val.name(id) in leaks],
     )
     try:
-        return replace(
-            answers, pictures=_pictures(stored, data.shown(data.val, on_corrupt="skip"), list(data.classes))
-        ), ""
+        pictures = _pictures(stored, data.shown(data.val, on_corrupt="skip"), list(data.classes))
     except DataError as error:  # each missing file is waited for: one is enough
-        return answers, f"No photographs: {error}"
+        return found, f"No photographs: {error}"
+    return replace(found, pictures=pictures), ""
 
 
 def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -82,27 +91,6 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
     return content if content.get("belongs") == belongs else None
 
 
-def _predict(
-    folder: RunDir, plan: StudentPlan, teacher: TeacherModel | None, data: Data, images: int
-) -> dict[str, Any]:
-    """Run both models over validation images as evaluation shows them, in float32."""
-    if not data.labelled:
-        raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
-    student, _ = best_student(folder, plan, data.plan, data.classes)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models: dict[str, Any] = {"student": student.to(device).eval()}
-    if teacher is not None:
-        models["teacher"] = LiveTeacher(teacher, device).validation()
-    return ask_all(models, data.views()[1], images, device)
-
-
-def _leaked(ids: Sequence[int], splits: Mapping[str, Source], path: Path) -> list[int]:
-    """Return which of the validation images are in another split too, as the list of `--check` or `--audit` says."""
-    pairs = [pair for pair in with_ids(read_repeats(path / FOLDER), splits) if pair.leaks]
-    names = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
-    return [i for i, id in enumerate(ids) if splits["val"].name(id) in names] if names else []
-
-
 def _pictures(stored: Mapping[str, Any], shown: Views, classes: list[str]) -> list[Picture]:
     """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
     if "teacher" not in stored:
@@ -111,28 +99,63 @@ def _pictures(stored: Mapping[str, Any], shown: Views, classes: list[str]) -> li
     differ.sort(key=lambda i: (stored["teacher"][i] != stored["label"][i], -stored["teacher_share"][i]))
     pictures = []
     for i in differ:
-        if len(pictures) == MOST_PICTURES:
-            break
         id = stored["ids"][i]
         truth, teacher, student = (classes[stored[name][i]] for name in ("label", "teacher", "student"))
-        sample = shown.load(id, 0)
-        if not sample.readable:
-            continue
-        picture = Picture(
-            name=shown.source.name(id),
-            truth=truth,
-            teacher=teacher,
-            teacher_share=stored["teacher_share"][i],
-            student=student,
-            student_share=stored["student_share"][i],
-            data=_thumbnail(Image.fromarray(sample.pixels.permute(1, 2, 0).numpy())),
-        )
-        pictures.append(picture)
+        sure, own = (stored[f"{name}_share"][i] for name in ("teacher", "student"))
+        if len(pictures) < MOST_PICTURES and (sample := shown.load(id, 0)).readable:
+            small = thumbnail(Image.fromarray(sample.pixels.permute(1, 2, 0).numpy()))
+            pictures.append(Picture(shown.source.name(id), truth, teacher, sure, student, own, small))
     return pictures
 
 
-def _thumbnail(image: Image.Image) -> str:
-    image.thumbnail((SIDE, SIDE))
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=82)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device) -> dict[str, Any]:
+    """Run models over so many images of a split as evaluation shows them, in float32; 0: all.
+
+    Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and
+    their probabilities (`NAME_share`). "student" takes pixels, any other model a batch. `student_sure` are its
+    probabilities after a temperature that every second image gave; `cpu_ms` is the CPU time of an image by model.
+    """
+    sampled = evenly_spaced(len(shown), images or len(shown))
+    content: dict[str, Any] = {"of": len(shown), "ids": [], "label": []}
+    content |= {f"{name}{part}": [] for name in models for part in ("", "_share")}
+    logits: list[torch.Tensor] = []
+    seconds = dict.fromkeys(models, 0.0)
+    for every in batches_of(shown, sampled):
+        batch = every.take((every.label >= 0).nonzero()[:, 0])
+        if not len(batch.ids):
+            continue
+        content["ids"] += batch.ids.tolist()
+        content["label"] += batch.label.tolist()
+        for name, model in models.items():
+            takes_pixels = name == "student"
+            start = time.process_time()
+            (answer,) = ask((lambda one: model(one.image)) if takes_pixels else model, [batch], device)  # noqa: B023
+            seconds[name] += time.process_time() - start
+            logits_BC = answer.outputs.logits.float()
+            best = logits_BC.softmax(-1).max(-1)
+            logits += [logits_BC] if takes_pixels else []
+            content[name] += best.indices.tolist()
+            content[f"{name}_share"] += [round(share, 4) for share in best.values.tolist()]
+    content["student_sure"] = []
+    if logits:
+        logits_NC, label_N = torch.cat(logits), torch.tensor(content["label"])
+        chosen_NC, labels = logits_NC[::2], label_N[::2]
+        wrong = bool((chosen_NC.argmax(1) != labels).any())  # without a mistake no temperature is the best
+        by = temperature(chosen_NC, labels) if wrong else 1.0
+        content["student_sure"] = (logits_NC.double() / by).softmax(1).amax(1).tolist()
+    count = max(1, len(content["label"]))
+    content["cpu_ms"] = {} if device.type != "cpu" else {name: 1000 * each / count for name, each in seconds.items()}
+    return content
+
+
+def mistakes(student: Any, shown: Views, classes: Sequence[str], device: torch.device) -> dict[str, np.ndarray]:
+    """Return images of a split that a student gets wrong, uint8 [S, S, 3], its surest mistakes first, by a title."""
+    found = ask_all({"student": student}, shown, LOOKED, device)
+    wrong = [i for i, label in enumerate(found["label"]) if label != found["student"][i]]
+    wrong.sort(key=lambda i: -found["student_share"][i])
+    pictures = {}
+    for i in wrong[:SHOWN]:
+        id, label, answer = found["ids"][i], classes[found["label"][i]], classes[found["student"][i]]
+        title = f"{label}, answered {answer} ({100 * found['student_share'][i]:.0f} %): {shown.source.name(id)}"
+        pictures[title] = shown.load(id, 0).pixels.permute(1, 2, 0).numpy()
+    return pictures

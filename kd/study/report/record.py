@@ -13,7 +13,6 @@ from kd.config import instances
 from kd.core.intervals import Samples, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
-from kd.engine.monitor.timeline import SPANS
 
 FEWEST = 20
 """Images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %."""
@@ -69,11 +68,8 @@ class Predictions:
 
     def accuracy(self, answers: Sequence[int]) -> list[float]:
         """Return the accuracy on each class; NaN for one without images."""
-        right, count = [0] * len(self.classes), [0] * len(self.classes)
-        for label, answer in zip(self.label, answers, strict=True):
-            count[label] += 1
-            right[label] += label == answer
-        return [r / c if c else float("nan") for r, c in zip(right, count, strict=True)]
+        right = Counter(label for label, answer in zip(self.label, answers, strict=True) if label == answer)
+        return [right[label] / count if count else math.nan for label, count in enumerate(self.images())]
 
     def confusion(self) -> list[list[int]]:
         """Return how often the student answered each class (column) for each label (row)."""
@@ -98,17 +94,14 @@ class RunRecord:
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
     findings: Sequence[Mapping[str, Any]] = ()
     answers: Predictions | None = None
-    scored: Scored | None = None
-    """The last score of the best checkpoint; None: of a run that has not ended, or of an older build."""
-    exported: Mapping[str, Any] = field(default_factory=dict)
-    """manifest.json of `export/`, where `kd-export` wrote it there."""
+    scored: Scored | None = None  # the last score of the best checkpoint; None: of a run that has not ended
+    exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, where there is one
     sheet: bytes = b""  # the contact sheet of a sifted run, JPEG
     baseline: RunRecord | None = None  # the same student trained on labels alone
     notes: Sequence[str] = ()  # why something is missing
 
     @property
     def decides(self) -> Column:
-        """The score that says which checkpoint is the best."""
         return self.scores.deciding(self.val[0] if self.val else {})
 
     @property
@@ -124,7 +117,6 @@ class RunRecord:
 
     @property
     def samples(self) -> Mapping[str, Samples]:
-        """What scores of `counted` were computed from, by key."""
         return {} if self.scored is None else self.scored.samples
 
     @property
@@ -153,8 +145,16 @@ class RunRecord:
         return f"step {self.steps:,} of {steps:,}" if steps else f"step {self.steps:,}, epoch {epoch} of {epochs}"
 
     @property
+    def unfinished_text(self) -> str:
+        """The same of the run or its baseline as a sentence."""
+        for one, who in ((self, self.name), (self.baseline, f"{self.name} (labels only)")):
+            if one is not None and one.unfinished:
+                ended = f"{who} has not finished: {one.unfinished}."
+                return f"{ended} It was stopped, or it still runs; the command that started it resumes it."
+        return ""
+
+    @property
     def skipped(self) -> int:
-        """Of `steps`, those that were skipped because their gradient was not finite."""
         return int(sum(row.get("skipped", 0) for row in self.train))
 
     @property
@@ -173,46 +173,18 @@ class RunRecord:
 
     @property
     def images_per_second(self) -> float:
-        """Over all of the training."""
         return self.images / self.seconds if self.seconds else 0.0
-
-    @property
-    def machines(self) -> int:
-        return int(self.manifest.get("machines", 1))
 
     @property
     def per_hour(self) -> float:
         """US dollars an hour for all machines; 0: no price is known."""
         own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
-        return self.machines * (own or instances.price_per_hour(str(self.keys.get("price.instance", ""))))
+        each = own or instances.price_per_hour(str(self.keys.get("price.instance", "")))
+        return int(self.manifest.get("machines", 1)) * each
 
     @property
     def cost(self) -> float:
-        """US dollars for the billable time."""
         return self.per_hour * self.billable / 3600
-
-    @property
-    def epochs_done(self) -> float:
-        """Passes over the data: completed ones where they are counted."""
-        return float(len(self.epochs)) or float(self.train[-1]["epoch"] if self.train else 0)
-
-
-def points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Return the steps of rows and their values of a key, without rows that lack it, and without NaN and infinity."""
-    finite = [(float(row["step"]), float(row[key])) for row in rows if key in row and math.isfinite(row[key])]
-    return [step for step, _ in finite], [value for _, value in finite]
-
-
-def label_of(run: RunRecord) -> str:
-    """Return the title `STUDENT, distilled from TEACHER`."""
-    student = short_model(str(run.keys.get("student.model", "")))
-    teacher = short_model(str(run.keys.get("teacher.model", "") or ""))
-    return f"{student}, distilled from {teacher}" if teacher else f"{student}, trained on labels"
-
-
-def short_model(name: str) -> str:
-    """Return a model's name without folders; of an export that of the run or teacher that it is of."""
-    return name.rstrip("/").removesuffix("/export").rpartition("/")[2] or name
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
@@ -244,10 +216,7 @@ def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
 
 
 def teachers_of(runs: Sequence[RunRecord], split: str = "counted") -> dict[str, Mapping[str, float]]:
-    """Return the scores of each teacher of runs, by name; a shared teacher is listed once.
-
-    `split`: "counted", those beside the score that counts, of test images where there are some; or "validation".
-    """
+    """Return the scores of each teacher by name, one of a shared one; beside the "counted" or "validation" scores."""
     found: dict[str, tuple[str, Mapping[str, float]]] = {}
     for run in runs:
         row = run.counted if split == "counted" else run.best
@@ -283,14 +252,6 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
     return lines
 
 
-def time_parts(run: RunRecord) -> dict[str, float]:
-    """Return the milliseconds of each part, summed over all windows of rank 0; empty without a timeline."""
-    rows = run.timeline.get(0, ())
-    recorded = {name for row in rows for name in row["ms"]}
-    names = [*(name for name in SPANS if name in recorded), *sorted(recorded - set(SPANS))]
-    return {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
-
-
 def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return a table of runs: throughput, billable time, cost, saving against the first with a price.
 
@@ -301,7 +262,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     rows = []
     for run in runs:
         saved = 1 - run.cost / first.cost if first and run.cost and run is not first else None
-        score, epochs = run.decides, run.epochs_done
+        score, epochs = run.decides, len(run.epochs) or (run.train[-1]["epoch"] if run.train else 0)
         value = float(run.counted.get(score.key, 0.0))
         gained = 100 * value if score.unit == "%" else 0.0
         rows.append(

@@ -12,14 +12,15 @@ from kd import config
 from kd.core.errors import RunError
 from kd.core.references import redact
 from kd.core.scores import Scores
+from kd.core.text import clock, table
 from kd.files.json_file import read_json
 from kd.files.storage import read_rows, write_text
 from kd.setup.recipe import BASELINE, resolve
 from kd.study.finished import Trust, opened_run
-from kd.study.report import terminal
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
-from kd.study.report.record import RunRecord, price_rows
+from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, repeats, verdicts
+from kd.study.report.summary import curves, skipped_text
 
 Value = TypeVar("Value")
 
@@ -48,9 +49,9 @@ def report(
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
         runs = distinct([read(path, images, overrides, trust) for path in paths])
-        page, summary = redact(render(runs)), redact(terminal.summary(runs))
+        page, text = redact(render(runs)), redact(summary(runs))
     write_text(file, page, "--to")
-    return Report(file, len(page.encode()), summary)
+    return Report(file, len(page.encode()), text)
 
 
 def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
@@ -115,3 +116,44 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
 def _held(file: Path, build: Callable[[Any], Value]) -> Value:
     """Return what a JSON file of a run holds; empty without it."""
     return read_json(file, "run", "Remove the file", build) if file.is_file() else build(())
+
+
+def summary(runs: Sequence[RunRecord]) -> str:
+    """Return runs as Markdown: curves, findings, means over seeds, costs, what differs."""
+    lines = [f"# {', '.join(run.name for run in runs)}", ""]
+    for run in runs:
+        lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
+        lines += [*_results(run), curves(run.train, run.val, run.scores)]
+        for one in run.findings:
+            change = f"{one['key']}={one['value']}"
+            advice = one["advice"].replace(change, f"`{change}`")
+            lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}")
+        lines += [""] if run.findings else []
+    if compared := verdicts(runs):
+        lines += ["On the same images, with the 95 % interval of the difference:", ""]
+        lines += [*(f"- {line}" for line in compared), ""]
+    for group in repeats(runs):
+        cells = ", ".join(f"{title} {text}" for title, text in mean_cells(group).items())
+        lines += [f"Mean of {len(group)} seeds ({', '.join(run.name for run in group)}), 95 % interval: {cells}.", ""]
+    if any(run.cost for run in runs):
+        lines += ["Costs:", "", table(price_rows(runs)), ""]
+    if len(runs) > 1:
+        names = [run.name for run in runs]
+        rows = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
+        lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
+    return "\n".join(lines)
+
+
+def _results(run: RunRecord) -> list[str]:
+    stands = [f"**{line}**", ""] if (line := run.unfinished_text) else []
+    if not run.best:
+        return [*stands, "Not evaluated yet.", ""]
+    parts = [run.scores.text(run.best)] if run.scored is None else [run.scores.conclusion(run.scored)]
+    if run.baseline is not None and run.baseline.best:
+        score, alone = run.baseline.decides, run.baseline
+        parts.append(f"labels only {score.text(alone.counted[score.key], alone.samples.get(score.key))}")
+    parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
+    skipped = skipped_text(run.skipped, run.steps)
+    note = [run.scored.note, ""] if run.scored is not None else []
+    note += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
+    return [*stands, ", ".join(parts) + ".", "", *note, *([skipped, ""] if skipped else [])]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
-from kd.study.report.record import RunRecord, points, teachers_of, time_parts
+from kd.study.report.record import RunRecord, teachers_of
 from kd.study.report.sifting import saving_text
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
@@ -20,11 +21,6 @@ SAMPLES, WINDOWS = 240, 80  # samples of a machine that are drawn at most; bars 
 def color(number: int) -> str:
     """Return the colour of a run."""
     return COLORS[number % len(COLORS)]
-
-
-def span_color(name: str) -> str:
-    """Return the colour of a part of the time."""
-    return f"--{name}" if name in SPANS else "--other"
 
 
 def section(title: str, hint: str, *content: str) -> str:
@@ -45,16 +41,11 @@ def table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
     """Return rows as a table; the columns in `text` are aligned to the left."""
     if not rows:
         return ""
-    heads = "".join(f"<th{_left(name, text)}>{esc(name)}</th>" for name in rows[0])
-    lines = "".join(
-        "<tr>" + "".join(f"<td{_left(name, text)}>{esc(value)}</td>" for name, value in row.items()) + "</tr>"
-        for row in rows
-    )
+    left = {name: ' class="text"' if name in text else "" for name in rows[0]}
+    heads = "".join(f"<th{left[name]}>{esc(name)}</th>" for name in rows[0])
+    cells = ("".join(f"<td{left[name]}>{esc(value)}</td>" for name, value in row.items()) for row in rows)
+    lines = "".join(f"<tr>{one}</tr>" for one in cells)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
-
-
-def _left(name: str, text: Sequence[str]) -> str:
-    return ' class="text"' if name in text else ""
 
 
 def findings(runs: Sequence[RunRecord]) -> str:
@@ -96,18 +87,17 @@ def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
         if run.baseline is not None:
             series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
     last = max((x for one in series for x in one.x), default=0.0)
-    teachers = [
-        (name, values[column.key])
-        for name, values in teachers_of(runs_with_it, "validation").items()
-        if column.key in values
-    ]
-    for name, value in teachers[:2] if last else ():
+    teachers = teachers_of(runs_with_it, "validation").items()
+    named = [(name, values[column.key]) for name, values in teachers if column.key in values]
+    for name, value in named[:2] if last else ():
         series.append(Series(name, "--c4", [0, last], [value, value], dashed=True))
     return _chart(f"Validation {column.title}", series, column.unit)
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
-    return Series(name, color, *points(rows, key))
+    """Return the values of a key over the steps, without rows that lack it, and without NaN and infinity."""
+    finite = [row for row in rows if key in row and math.isfinite(row[key])]
+    return Series(name, color, [float(row["step"]) for row in finite], [float(row[key]) for row in finite])
 
 
 def _chart(title: str, series: Sequence[Series], unit: str) -> str:
@@ -124,8 +114,11 @@ def time(runs: Sequence[RunRecord]) -> str:
     """Show where the time of a step went: in all, and window by window."""
     cards = []
     for run in runs:
-        parts = time_parts(run)
-        if parts:
+        rows = run.timeline.get(0, ())
+        recorded = {name for row in rows for name in row["ms"]}
+        names = [*(name for name in SPANS if name in recorded), *sorted(recorded - set(SPANS))]
+        if names:
+            parts = {name: sum(float(row["ms"].get(name, 0.0)) for row in rows) for name in names}
             cards.append(card(run.name if len(runs) > 1 else "The whole run", _total(run, parts), _windows(run, parts)))
     hint = "Wall-clock time of rank 0, by what it was spent on. In the chart, each bar is one log window."
     return section("Where the time went", hint, *cards)
@@ -138,9 +131,9 @@ def _total(run: RunRecord, parts: Mapping[str, float]) -> str:
         share = 100 * ms / total
         if share < 0.05:
             continue
-        style = f"width:{share:.2f}%;background:var({span_color(name)})"
-        bar += f'<i style="{style}" title="{esc(name)} {share:.1f} %"></i>'
-        entries.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", span_color(name)))
+        tint = f"--{name}" if name in SPANS else "--other"
+        bar += f'<i style="width:{share:.2f}%;background:var({tint})" title="{esc(name)} {share:.1f} %"></i>'
+        entries.append((f"{name} {clock(ms / 1000)} ({share:.1f} %)", tint))
     hint = f'<p class="hint">{clock(total / 1000)} for {run.steps:,} steps, from the opened run folder to the end.</p>'
     return f'{hint}<div class="whole" data-total="{total:.3f}">{bar}</div>{legend(entries)}'
 
@@ -151,12 +144,10 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
     if not rows:
         return ""
     rows = [rows[i] for i in evenly(len(rows), WINDOWS)]
-    inside = [name for name, ms in parts.items() if ms and name not in APART]
-    steps = [float(row["step"]) for row in rows]
-    layers = [
-        Series(name, span_color(name), steps, [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows])
-        for name in inside
-    ]
+    steps, layers = [float(row["step"]) for row in rows], []
+    for name in (name for name, ms in parts.items() if ms and name not in APART):
+        values = [float(row["ms"].get(name, 0.0)) / row["steps"] for row in rows]
+        layers.append(Series(name, f"--{name}" if name in SPANS else "--other", steps, values))
     slow = max((row["slowest"] for row in rows if row.get("slowest")), key=lambda one: one[1], default=None)
     names = {"first": "The first step took", "warm-up": "A step of the warm-up took"}
     hints = [f"{names[row['kind']]} {number(row['wall_ms'] / row['steps'], 'ms')}." for row in before]
@@ -210,11 +201,8 @@ def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[
 def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[float]], unit: str) -> str:
     """Draw sampled values over the time; empty where there are none."""
     series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
-    if not series:
-        return ""
-    return card(
-        title, lines(series, (515, 200), CLOCK, unit, zero=True), legend([(one.name, one.color) for one in series])
-    )
+    names = legend([(one.name, one.color) for one in series])
+    return card(title, lines(series, (515, 200), CLOCK, unit, zero=True), names) if series else ""
 
 
 def variants(runs: Sequence[RunRecord]) -> str:
@@ -247,9 +235,8 @@ def sifting(runs: Sequence[RunRecord]) -> str:
         shares = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
         series = Series("trained", color(i), [float(epoch) for epoch in range(len(shares))], shares)
         title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
-        cards.append(
-            card(title, lines([series], (1060, 180), "epoch", "%", True), f'<p class="hint">{esc(saving)}</p>')
-        )
+        drawn = lines([series], (1060, 180), "epoch", "%", True)
+        cards.append(card(title, drawn, f'<p class="hint">{esc(saving)}</p>'))
         if run.sheet:
             data = base64.b64encode(run.sheet).decode()
             image = f'<img class="sheet" alt="contact sheet of {esc(run.name)}" src="data:image/jpeg;base64,{data}">'

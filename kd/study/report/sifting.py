@@ -6,6 +6,7 @@ Legend: N images of the training split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,16 @@ def report(
     batch_size: int,
     file: Path,
 ) -> str:
-    """Return the section of report.md on a sifted run, and write the contact sheet `file`.
-
-    The images are described where the sifter's state says how often each was visited.
-    """
+    """Return the section of report.md on a sifted run, and write the contact sheet where visits are counted."""
     text = describe(epochs, len(source), batch_size)
     if "visits" not in state:
         return text
     text += "\n" + describe_images(state["visits"], state["mean"], labels(), source.classes, source.name)
-    groups = []
-    for ids in extremes(state["visits"], state["mean"]):
-        pictures = []
+    groups = [[], []]
+    for pictures, ids in zip(groups, extremes(state["visits"], state["mean"]), strict=True):
         for id in ids:
-            try:
+            with suppress(DataError):  # what cannot be decoded is left out
                 pictures.append(source.decode(id).image)
-            except DataError:  # what cannot be decoded is left out
-                continue
-        groups.append(pictures)
     if not any(groups):
         return text
     sheet([group for group in groups if group]).save(file, quality=85)
@@ -75,17 +69,16 @@ def describe(epochs: Sequence[Mapping[str, float]], num_images: int, batch_size:
         )
     if not rows:
         return ""
-    lines = ["## Sifting", "", table(rows), ""]
+    text = f"## Sifting\n\n{table(rows)}\n"
     if full and sifted:
         mean_full, mean_sifted = sum(full) / len(full), sum(sifted) / len(sifted)
-        lines += [
-            f"A sifted epoch took {percent(1 - mean_sifted / mean_full)} less time than this run's own full ones "
+        text += (
+            f"\nA sifted epoch took {percent(1 - mean_sifted / mean_full)} less time than this run's own full ones "
             f"({mean_sifted:.1f} against {mean_full:.1f} s); the run as much as {spent / mean_full:.1f} full ones. "
             "Fewer epochs save time too: sifting has paid only if this run is better than one with sifter.kind=none "
-            f"and run.epochs={max(1, round(spent / mean_full))}.",
-            "",
-        ]
-    return "\n".join(lines)
+            f"and run.epochs={max(1, round(spent / mean_full))}.\n"
+        )
+    return text
 
 
 def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
@@ -104,10 +97,7 @@ def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, An
 def describe_images(
     visits_N: Tensor, loss_N: Tensor, labels: Tensor, classes: Sequence[str], name: Callable[[int], str]
 ) -> str:
-    """Return the kept share of each class, and the names of the images kept and left out most, as Markdown.
-
-    `labels` [N] are classes, or [N, C] sets of them: an image then counts for each of its classes.
-    """
+    """Return kept shares of classes and the images kept and left out most; `labels` [N], or [N, C] sets."""
     share_N = visits_N / visits_N.max().clamp(min=1)
     own_NC = labels > 0 if labels.ndim == 2 else labels[:, None] == torch.arange(len(classes))
     owns = {kind: own_NC[:, number] for number, kind in enumerate(classes) if own_NC[:, number].any()}
@@ -124,15 +114,9 @@ def describe_images(
     ]
     always, seldom = extremes(visits_N, loss_N)
     listed = rows if len(rows) <= 2 * 6 else [*rows[:6], *rows[-6:]]
-    return "\n".join(
-        [
-            table(listed),
-            "",
-            "Never left out, highest loss (often label errors): " + ", ".join(name(id) for id in always[:8]) + ".",
-            "Left out most: " + ", ".join(name(id) for id in seldom[:8]) + ".",
-            "",
-        ]
-    )
+    highest, most = (", ".join(map(name, ids[:8])) for ids in (always, seldom))
+    never = f"Never left out, highest loss (often label errors): {highest}."
+    return f"{table(listed)}\n\n{never}\nLeft out most: {most}.\n"
 
 
 def extremes(visits_N: Tensor, loss_N: Tensor) -> tuple[list[int], list[int]]:

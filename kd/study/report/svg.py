@@ -31,8 +31,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
-    label: str = ""
-    """Beside the first point."""
+    label: str = ""  # beside the first point
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +69,8 @@ def number(value: float, unit: str = "") -> str:
     """Return a number in few characters, with its unit: 0.123, 12.3, 1,234, 75 %."""
     if unit == "%":
         return f"{100 * value:.3g} %"
-    if value and abs(value) < 0.01:
-        text = f"{value:.1e}"
-    elif abs(value) >= 1000:
-        text = f"{value:,.0f}"
-    else:
-        text = f"{value:.3g}"
-    return f"{text} {unit}".rstrip()
+    form = ".1e" if value and abs(value) < 0.01 else ",.0f" if abs(value) >= 1000 else ".3g"
+    return f"{value:{form}} {unit}".rstrip()
 
 
 def lines(
@@ -93,7 +87,10 @@ def lines(
     above 0; no `data-chart`.
     """
     width, height = size
-    series = [thinned(one) for one in series if len(one.x)]
+    series = [one for one in series if len(one.x)]
+    for i, one in enumerate(series):
+        picks = evenly(len(one.x), POINTS)
+        series[i] = replace(one, x=[one.x[at] for at in picks], y=[one.y[at] for at in picks])
     series = [replace(one, x=[math.log10(x) for x in one.x]) for one in series] if log else series
     values = [value for one in series for value in one.y]
     low, high = (0.0 if zero else min(values)), max(values)
@@ -106,16 +103,14 @@ def lines(
     frame = Frame(width, height, min(xs) - beside, max(xs) + beside, low_y, high_y)
     parts = [*_grid(frame, unit), *_x_axis(frame, x_name, log)]
     for one in series:
-        points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
+        at = [(frame.x(x), frame.y(y)) for x, y in zip(one.x, one.y, strict=True)]
+        points, (left, top) = " ".join(f"{x:.1f},{y:.1f}" for x, y in at), at[0]
         style = f'class="line{" dashed" if one.dashed else ""}" style="stroke:var({one.color})"'
         parts.append(f'<polyline {style} points="{points}"/>')
-        if len(one.x) == 1 and not one.dashed:
-            parts.append(
-                f'<circle cx="{frame.x(one.x[0]):.1f}" cy="{frame.y(one.y[0]):.1f}" r="3.5" '
-                f'style="fill:var({one.color})"/>'
-            )
+        if len(at) == 1 and not one.dashed:
+            parts.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3.5" style="fill:var({one.color})"/>')
         if one.label:
-            parts.append(_text(frame.x(one.x[0]) + 7, frame.y(one.y[0]) - 5, one.label, "start"))
+            parts.append(_text(left + 7, top - 5, one.label, "start"))
     return _svg(frame, parts, "" if log else _numbers(series, frame, unit, x_name))
 
 
@@ -174,12 +169,6 @@ def esc(text: object) -> str:
 def evenly(count: int, most: int) -> Sequence[int]:
     """Return at most so many of the first `count` numbers, evenly spaced, the last one always."""
     return range(count) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
-
-
-def thinned(one: Series) -> Series:
-    """Keep at most `POINTS` points of a line."""
-    picks = evenly(len(one.x), POINTS)
-    return replace(one, x=[one.x[i] for i in picks], y=[one.y[i] for i in picks])
 
 
 def _grid(frame: Frame, unit: str) -> list[str]:

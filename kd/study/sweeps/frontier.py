@@ -177,8 +177,7 @@ def _student(tried: Trials, trial: Trial) -> Classifier:
 
 def _teacher(trial: Trial) -> Classifier:
     recipe = resolve(trial.config)
-    section = recipe.teacher
-    spread = section.shard or section.pipeline  # it may not fit into the memory of one process
+    spread = recipe.teacher.shard or recipe.teacher.pipeline  # it may not fit into the memory of one process
     model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         raise ModelError("teacher", "is no one network of torch in one process, so that it has no graph")

@@ -30,10 +30,8 @@ NAME_LETTERS = 60
 class Trial:
     """One configuration of a sweep."""
 
-    name: str
-    """Of its run folder below the sweep's: its values, and a hash of all that its score depends on."""
-    values: Mapping[str, str]
-    """The text of each key that varies."""
+    name: str  # of its run folder below the sweep's: its values, and a hash of all that its score depends on
+    values: Mapping[str, str]  # the text of each key that varies
     config: Config
 
 
@@ -41,20 +39,13 @@ class Trial:
 class Space:
     """What varies, and what does not."""
 
-    settings: Any
-    """A YAML file or its contents."""
-    fixed: Sequence[str]
-    """`key=value` for all trials."""
-    lists: Mapping[str, Sequence[str]]
-    """The values of each key that lists some."""
+    settings: Any  # a YAML file or its contents
+    fixed: Sequence[str]  # `key=value` for all trials
+    lists: Mapping[str, Sequence[str]]  # the values of each key that lists some
 
     @classmethod
     def read(cls, settings: Any, overrides: Sequence[str]) -> Space:
-        """Sort the overrides of a command.
-
-        Raises:
-            ConfigError: a list that is none, a key that changes no weight, or nothing that varies.
-        """
+        """Sort the overrides of a command."""
         fixed, lists = [], {}
         keys = [re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0]) for override in overrides]
         for i, override in enumerate(overrides):
@@ -96,11 +87,7 @@ class Space:
 
 
 def require_different(trials: Iterable[Trial]) -> None:
-    """Refuse two trials whose values make the same run.
-
-    Raises:
-        ConfigError: naming a key in which they differ.
-    """
+    """Refuse two trials whose values make the same run, naming a key in which they differ."""
     seen: dict[str, Trial] = {}
     for trial in trials:
         other = seen.setdefault(trial.name.rpartition("_")[2], trial)
@@ -141,8 +128,8 @@ def student_alike(trial: Trial) -> str:
     return repr((one.kind, one.model, one.args, one.options, trial.config.data.image_size))
 
 
-def write_yaml(trial: Trial, folder: Path) -> Path:
+def write_yaml(trial: Trial, folder: Path) -> str:
     """Write the configuration of a trial, which `kd-train` takes, and return the file."""
     file = folder / f"{trial.name}.yaml"
     write_text(file, config.dump(trial.config))
-    return file
+    return str(file)

@@ -19,9 +19,8 @@ from kd.core.text import table
 from kd.files.json_file import read_json
 from kd.files.storage import disk_error, lock, write_json, write_text
 from kd.study.sweeps import frontier
-from kd.study.sweeps.processes import failure
 from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
-from kd.study.sweeps.trials import Trials
+from kd.study.sweeps.trials import Trials, failure
 
 FRESH = 2
 """Other seeds with which the best trial is trained again."""
@@ -76,12 +75,17 @@ def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: s
     require_different(every.values())
     Trials(folder, list(every.values()), by)
     with _held(folder):
-        threads = _threads(folder, max(1, cores() // jobs))
+        file = folder / "sweep.json"
+        if not file.is_file():  # a trial keeps the threads with which the sweep began, so that its bits do not change
+            write_json(file, {"threads": max(1, cores() // jobs)})
+        threads = read_json(file, "run.folder", "Remove the file", lambda content: int(content["threads"]))
         tried = Trials(folder, [made(one.values, threads, sized) for one in every.values()], by)
         log.info("sweep: %d trials in '%s', %d of them done", len(every), folder, len(every.keys() & tried.rows.keys()))
         tried.train(jobs)
         winner, column = _best(tried), tried.column()
-        best = _write_best(space, winner, first.run.name, folder)
+        best, baseline = folder / "best.yaml", space.load(winner.values).run.baseline  # as the user chose it
+        run = replace(winner.config.run, name=f"{first.run.name}_best", baseline=baseline)
+        write_text(best, config.dump(replace(winner.config, run=run)))
         newest = max(one.config.run.seed for one in tried.trials)
         seeds = [{"run.seed": str(newest + 1 + i)} for i in range(FRESH)]
         again = Trials(folder, [made({**winner.values, **seed}, threads) for seed in seeds], by)
@@ -113,14 +117,6 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
-def _threads(folder: Path, threads: int) -> int:
-    """Return the threads of a trial: those with which the sweep began, so that its bits do not change."""
-    file = folder / "sweep.json"
-    if not file.is_file():
-        write_json(file, {"threads": threads})
-    return read_json(file, "run.folder", "Remove the file", lambda content: int(content["threads"]))
-
-
 def _ranked(tried: Trials) -> list[dict[str, Any]]:
     """Return the rows of trials, the best first."""
     sign = 1 if tried.column().smaller else -1
@@ -137,14 +133,6 @@ def _best(tried: Trials) -> Trial:
         remedy = f"Sweep no key that changes them; where the images have changed, remove '{tried.folder}'"
         raise RunError("data", wrong, "One validation split", remedy)
     return next(trial for trial in tried.trials if trial.name == rows[0]["trial"])
-
-
-def _write_best(space: Space, winner: Trial, name: str, folder: Path) -> Path:
-    """Write the winner's configuration as a run of its own, with the user's choice of a baseline."""
-    baseline = space.load(winner.values).run.baseline
-    run = replace(winner.config.run, name=f"{name}_best", baseline=baseline)
-    write_text(folder / "best.yaml", config.dump(replace(winner.config, run=run)))
-    return folder / "best.yaml"
 
 
 def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, reference: dict[str, Any]) -> str:

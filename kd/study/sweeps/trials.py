@@ -1,28 +1,99 @@
-"""Train the trials of a sweep: several at a time, resumed after a kill, each recorded once it has ended."""
+"""Train the trials of a sweep: several processes at a time, resumed after a kill, each recorded once it has ended."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kd.config.reads import build_task
-from kd.core.errors import ConfigError, RunError
+from kd.core.errors import ConfigError, Interrupted, KdError, RunError
 from kd.core.scores import Column, Scored
 from kd.files.json_file import DAMAGE
 from kd.files.run_dir import RunDir
 from kd.files.storage import append_rows, disk_error, flush, lock, read_rows
 from kd.setup.recipe import resolve
-from kd.study.sweeps.processes import Processes, failure
 from kd.study.sweeps.space import Trial, prepared_alike, write_yaml
 
 POLL = 0.5
 """Seconds between two looks at the trials: nothing to a trial, which takes minutes."""
 CHOOSE = "Choose one of them"
+LAST_BYTES = 2**14
+"""Of an output, which are searched for its last line: an error of kd is one line of some hundred bytes."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when the one that started it ends."""
 log = logging.getLogger("kd")
+
+
+class Processes:
+    """Commands that run; those that still do at the end, or when this process is killed, are asked to stop."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process, _ in self.running.values():
+            process.terminate()  # once: a second signal would end it without a checkpoint
+        for process, _ in self.running.values():
+            process.wait()
+
+    def start(self, name: str, words: Sequence[str], output: Path) -> None:
+        """Start `kd WORDS`, by a name; its output is added to a file."""
+        with output.open("ab") as file:
+            command = [sys.executable, "-m", "kd", *words]
+            own = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=own)
+        self.running[name] = process, output
+
+    def ended(self) -> dict[str, str]:
+        """Return those that have ended since the last call, each with the last line of its output if it failed."""
+        found = {}
+        for name, (process, output) in list(self.running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self.running[name]
+            if code in (Interrupted.exit_code, -signal.SIGTERM, -signal.SIGINT):
+                raise Interrupted(f"'{name}' was stopped; the same command resumes")
+            if code < 0:  # what it wrote last is no error
+                found[name] = f"was ended by signal {-code}"
+            elif code == 1:
+                found[name] = f"ended with a traceback, which '{output}' has"
+            elif code == 0:
+                found[name] = ""
+            else:
+                with output.open("rb") as opened:
+                    opened.seek(max(0, output.stat().st_size - LAST_BYTES))
+                    lines = opened.read().decode(errors="replace").split("\n")
+                said = [line.strip() for line in lines if line.strip()]
+                found[name] = said[-1] if said else f"ended with exit code {code}"
+        return found
+
+
+def _end_with(parent: int) -> None:
+    """In the new process: ask the kernel for SIGTERM when the parent ends; it may have ended already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(Interrupted.exit_code)
+
+
+def failure(line: str) -> KdError:
+    """Return the error that a process has printed as its last line."""
+    where, _, wrong = line.partition(": ")
+    return KdError(where, wrong) if wrong else KdError("kd-sweep", line)
 
 
 class Trials:
@@ -44,7 +115,13 @@ class Trials:
         for number, row in enumerate(read_rows(self._journal, last=None), 1):
             try:
                 if row["trial"] in self._by_name and row["by"] == self.by:
-                    rows.append(self._checked(row) | {"values": dict(self._by_name[row["trial"]].values)})
+                    column = self._columns[row["key"]]
+                    if self.by and row["key"] != self.by:
+                        raise ValueError(f"key is '{row['key']}', by is '{self.by}'")
+                    names = {key: row[key] for key in ("trial", "by", "key")}
+                    test = {"test": _score(row["test"], column)} if "test" in row else {}
+                    values = dict(self._by_name[row["trial"]].values)
+                    rows.append({**names, **_score(row, column), **test, "values": values})
             except DAMAGE as error:
                 wrong = f"'{self._journal}', row {number} is damaged ({type(error).__name__}: {error})"
                 raise RunError("run.folder", wrong, "", "Remove that line: its trial is recorded again") from error
@@ -52,15 +129,6 @@ class Trials:
             wrong = f"'{self._journal}' has rows with different scores"
             raise RunError("run.folder", wrong, "", "Remove the file: the trials are recorded again")
         return rows
-
-    def _checked(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row of the journal as `_record` writes one; one of `DAMAGE`: it is none."""
-        column = self._columns[row["key"]]
-        if self.by and row["key"] != self.by:
-            raise ValueError(f"key is '{row['key']}', by is '{self.by}'")
-        return {"trial": row["trial"], "by": self.by, "key": column.key, **_score(row, column)} | (
-            {"test": _score(row["test"], column)} if "test" in row else {}
-        )
 
     def column(self) -> Column:
         """Return the column of the score that counts, once a trial has ended."""
@@ -86,7 +154,7 @@ class Trials:
                 for trial in waiting[:]:
                     if len(processes.running) < jobs and not _in_use(self.folder / trial.name):
                         waiting.remove(trial)
-                        words = ["train", str(write_yaml(trial, self.folder)), *([] if final else ["--no-test"])]
+                        words = ["train", write_yaml(trial, self.folder), *([] if final else ["--no-test"])]
                         processes.start(trial.name, words, self.folder / f"{trial.name}.log")
                 time.sleep(POLL)
         for name, line in self.failed.items():
@@ -96,7 +164,7 @@ class Trials:
         """Score the best checkpoint of a trial that has ended on the test images; return `score` and `interval`."""
         run = RunDir(self.folder / trial.name)
         if (scored := run.scored()) is None or scored.split != "test":
-            self._run("test", ["train", str(write_yaml(trial, self.folder))], self.folder / f"{trial.name}.log")
+            self._run("test", ["train", write_yaml(trial, self.folder)], self.folder / f"{trial.name}.log")
             scored = run.scored()
         if scored is None:
             raise RunError("run.folder", f"'{run.path}' was not scored", "", "Run the same command again")
@@ -114,7 +182,7 @@ class Trials:
             if begun or not job or len(trials) < 2:
                 continue
             log.info("sweep: kd-%s for %d trials", job, len(trials))
-            self._run(job, [job, str(write_yaml(first, self.folder))], self.folder / "prepare.log")
+            self._run(job, [job, write_yaml(first, self.folder)], self.folder / "prepare.log")
 
     def _run(self, name: str, words: Sequence[str], output: Path) -> None:
         """Run one command to its end."""
@@ -169,7 +237,5 @@ def _in_use(folder: Path) -> bool:
     """Return whether a process is writing a run folder: one that outlived a killed sweep."""
     if not (folder / ".lock").is_file():
         return False
-    held = lock(folder / ".lock", "run.name")
-    if held is not None:
-        held.close()
-    return held is None
+    with lock(folder / ".lock", "run.name") or nullcontext() as held:
+        return held is None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from kd import config
-from kd.jobs import advice
-from kd.jobs.advice import Compared, _compared, torch_stages
+from kd.jobs import forecast as advice
 from kd.jobs.estimate import clear_winner, fastest, milliseconds
-from kd.jobs.forecast import forecast
+from kd.jobs.forecast import Found, forecast, torch_stages
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import resolve
 
@@ -27,7 +27,7 @@ def sleeping(seconds: float):
     return work
 
 
-def compared(seconds: float, **times: float) -> tuple[Compared, list[ExecutionMode]]:
+def compared(seconds: float, **times: float) -> tuple[Found, list[ExecutionMode]]:
     """Compare modes that take so long; return also which of them were made."""
     modes = {"rule": RULE, "fused": FUSED, "compiled": COMPILED, "exported": EXPORTED}
     names, made = {modes[name]: taken for name, taken in times.items()}, []
@@ -38,12 +38,12 @@ def compared(seconds: float, **times: float) -> tuple[Compared, list[ExecutionMo
             raise RuntimeError("no compiler here\nand a long explanation")
         return sleeping(names[mode])
 
-    return _compared(RULE, [lambda best: list(names)], work, seconds, "teacher"), made
+    return advice.compared(RULE, [[asdict(mode) for mode in names]], work, seconds, "teacher"), made
 
 
 def test_only_what_is_faster_is_advised():
-    assert compared(1e6, rule=0.01, fused=0.01)[0] == Compared()
-    (line,) = compared(1e6, rule=0.03, fused=0.005)[0].lines
+    assert compared(1e6, rule=0.01, fused=0.01)[0] == ([], [])
+    (line,), _ = compared(1e6, rule=0.03, fused=0.005)[0]
     key, _, reason = line.partition("   # ")
     assert key == "teacher.attention: fused"
     assert reason.startswith("teacher: bf16+fused is ")
@@ -55,26 +55,26 @@ def test_a_form_is_timed_where_it_can_pay(seconds, tried):
     """A minute of compiling in work of four minutes."""
     found, made = compared(seconds, rule=0.03, compiled=0.005)
     assert (COMPILED in made) == tried
-    assert (found.lines != ()) == tried
+    assert bool(found[0]) == tried
 
 
 def test_a_form_must_save_more_than_it_costs():
-    assert compared(240.0, rule=0.03, compiled=0.027)[0] == Compared()  # a tenth of 240 s, and a minute at each start
-    keys = [line.split("   #")[0] for line in compared(1e6, rule=0.03, exported=0.005)[0].lines]
+    assert compared(240.0, rule=0.03, compiled=0.027)[0] == ([], [])  # a tenth of 240 s, and a minute at each start
+    keys = [line.split("   #")[0] for line in compared(1e6, rule=0.03, exported=0.005)[0][0]]
     assert keys == ["teacher.precision: fp32", "teacher.runtime: openvino"]
 
 
 def test_what_cannot_be_run_is_said_and_left():
     found, _ = compared(1e6, rule=0.005, compiled=-1.0)
     said = "teacher: bf16+unfused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)"
-    assert found == Compared(failed=(said,))
+    assert found == ([], [said])
 
 
 def test_keys_that_are_named_are_left_alone():
-    stages = [stage(RULE) for stage in torch_stages("auto", "auto", 2)]
-    assert stages == [[ExecutionMode("fp32", "unfused"), RULE], [RULE, FUSED]]
-    assert [stage(RULE) for stage in torch_stages("auto", "unfused", 2)] == stages[:1]
-    assert [stage(RULE) for stage in torch_stages("bf16", "auto", 2)] == stages[1:]
+    stages = torch_stages("auto", "auto", 2)
+    assert stages == [[{"precision": "fp32"}, {"precision": "bf16"}], [{"kernel": "unfused"}, {"kernel": "fused"}]]
+    assert torch_stages("auto", "unfused", 2) == stages[:1]
+    assert torch_stages("bf16", "auto", 2) == stages[1:]
     assert torch_stages("bf16", "auto", 0) == []
 
 
@@ -91,13 +91,13 @@ def test_a_first_call_that_compiles_is_not_measured():
     assert milliseconds(sleeping(0.005)) >= 5
     first_call = iter([0.7])  # hopeless, if it were measured
     slow_once = {"a": sleeping(0.02), "b": lambda: sleeping(next(first_call, 0.001))()}
-    assert fastest(slow_once, warm=True)[0] == "b"
+    assert fastest(slow_once, 0.0)[0] == "b"
 
 
 def test_what_check_prints_can_be_pasted(settings, monkeypatch):
     """The keys are YAML that a file takes; the models are as they were before."""
     line = "teacher.attention: fused   # 1.30 times"
-    monkeypatch.setattr(advice, "_compared", lambda *given: Compared((line,), ("form: cannot be run here",)))
+    monkeypatch.setattr(advice, "compared", lambda *given: ([line], ["form: cannot be run here"]))
     settings["sifter"] = {"kind": "history"}
     lines = forecast(resolve(config.load(settings))).splitlines()
     start = lines.index(line) - 1

@@ -180,7 +180,7 @@ def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
     items = data(40, 3)
     items.classes = 3  # type: ignore[attr-defined]
     result = distill(network(16, 1), network(4, 2), items, epochs=1)
-    assert result.origin.classes == ["class_0", "class_1", "class_2"]
+    assert result.classes == ["class_0", "class_1", "class_2"]
 
 
 def test_ema_hands_back_the_average():
@@ -595,7 +595,7 @@ def test_training_images_need_no_whole_grey_levels(tmp_path: Path):
     train, val = photographs(48, 1, size=6), photographs(24, 2)
     train = [(torch.cat([image[:, :3], torch.zeros(3, 3, 6)], 1), label) for image, label in train]
     result = distill(convolutional(8, 1), convolutional(4, 2), train, val=val, epochs=1)
-    pixels = Pixels(result.origin.arguments, MEAN, STD)
+    pixels = Pixels(result.arguments, MEAN, STD)
     (images, labels), *_ = pixels.batches(4, training=True)
     assert (images.shape, str(images.dtype), len(labels)) == ((4, 3, 8, 8), "uint8", 4)
     assert images[:, :, -1, -1].tolist() == [[round(255 * mean) for mean in MEAN]] * 4

@@ -20,7 +20,7 @@ import kd
 from kd import config
 from kd.core.errors import ModelError
 from kd.jobs.check import check
-from kd.jobs.teach import teach
+from kd.jobs.train import teach
 from kd.models import timm_folder
 from kd.parts.datasets._decode import HEIF
 from kd.setup.recipe import resolve

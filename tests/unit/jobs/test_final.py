@@ -74,7 +74,7 @@ def test_it_is_scored_once(run, monkeypatch):
     def scored_again(*_):
         raise AssertionError
 
-    monkeypatch.setattr("kd.jobs.epilogue.score", scored_again)
+    monkeypatch.setattr("kd.jobs.distill.score", scored_again)
     train(config.load(str(run / "config.yaml")))
     assert (run / "scored.json").read_bytes() == before
 

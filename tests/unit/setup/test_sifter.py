@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kd.core.types import Costs, SiftContext
-from kd.jobs.advice import saving
+from kd.jobs.forecast import saving
 from kd.jobs.progress.console import Console
 from kd.parts.sifters import history, random, relative
 from kd.parts.sifters.none import Everything

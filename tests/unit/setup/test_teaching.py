@@ -24,16 +24,17 @@ from kd.parts.backends.cpu import CPU
 from kd.parts.tasks import single_label
 from kd.setup.build import build_backend
 from kd.setup.data import open_sources
-from kd.setup.loaders import split_batch
 from kd.setup.modes import ExecutionMode, require
-from kd.setup.recipe import Session, resolve
+from kd.setup.recipe import resolve
 from kd.setup.teacher import (
     LARGEST_ERROR,
+    Setting,
     Teachers,
     choose_teacher,
     load_teachers,
+    pixels_of,
+    readable,
     teacher_mode,
-    validation_images,
 )
 
 
@@ -212,11 +213,11 @@ def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
     data, backend = open_sources(recipe.data), build_backend(recipe.backend)
-    model = load_teachers(recipe.teacher, data, {}).model
-    images = validation_images(data.shown(data.val))
+    setting = Setting(load_teachers(recipe.teacher, data, {}), backend, recipe.backend)
+    model = setting.teachers.model
+    images = pixels_of(readable(data.val)[0], data.shown(data.val))
     assert images.shape == (13, 3, 16, 16)
-    session = Session(backend, data, split_batch(data.plan, 1, len(data.train)))
-    taught = choose_teacher(session, recipe.teacher, model)
+    taught = choose_teacher(setting, recipe.teacher)
     live = taught.live
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():
@@ -257,7 +258,7 @@ def test_without_a_compiler(written, tmp_path):
     script = (
         "import sys; from kd import config; from kd.core.errors import KdError\n"
         "from kd.files.run_dir import Memory; from kd.jobs.progress.console import Console\n"
-        "from kd.jobs.teach import obtain_teachers\n"
+        "from kd.jobs.train import obtain_teachers\n"
         "from kd.setup.build import Results, Setting, build_backend, build_run\n"
         "from kd.setup.data import open_sources; from kd.setup.recipe import resolve\n"
         "recipe = resolve(config.load(sys.argv[1], ['teacher.compile=on']))\n"

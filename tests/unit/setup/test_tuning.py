@@ -28,7 +28,7 @@ from kd.models.classifier import Classifier
 from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.build import build_optimizer
 from kd.setup.recipe import resolve
-from kd.setup.tuning import parameter_groups
+from kd.setup.student import parameter_groups
 from kd.study.report.report import read
 
 NETWORKS = {

@@ -22,7 +22,7 @@ from kd.parts.networks._shared import named
 from kd.setup.data import open_sources
 from kd.setup.home import compare
 from kd.setup.recipe import resolve
-from kd.setup.teacher import load_teachers, validation_images
+from kd.setup.teacher import load_teachers, pixels_of, readable
 from kd.study.report.report import report
 
 CPU = torch.device("cpu")
@@ -172,7 +172,8 @@ def test_what_the_data_s_classes_hold_of_the_probability_is_shown(bare, tmp_path
     recipe, teachers = loaded(bare, section)
     (one,) = compare(recipe.teacher, teachers, CPU)
     alone = loaded(merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""})[1].model
-    images = validation_images(teachers.data.shown(teachers.data.val))
+    shown = teachers.data.shown(teachers.data.val)
+    images = pixels_of(readable(shown.source)[0], shown)
     with torch.no_grad():
         logits = alone(images).logits
         picked = teachers.model(images).logits

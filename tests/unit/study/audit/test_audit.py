@@ -15,10 +15,9 @@ from torch import nn
 
 from kd import config
 from kd.core.types import Batch, Outputs
-from kd.jobs.audit import answers_to
+from kd.jobs.evaluate import answers_to, doubted, narrow, neighbours
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.study.audit.doubts import doubted, narrow, neighbours
 from kd.study.audit.lists import read_repeats
 
 

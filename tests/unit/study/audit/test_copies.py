@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from kd.core.types import Decoded
 from kd.study.audit import copies
-from kd.study.audit.album import SPANS, Album, frequencies, hashes, inside
+from kd.study.audit.copies import SPANS, Album, frequencies, hashes, inside
 
 
 def photograph(seed: int, size: int = 96) -> Image.Image:

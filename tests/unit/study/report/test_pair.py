@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kd.core.intervals import paired
-from kd.study.report.pair import Half, pair
+from kd.study.report.confusion import Half, pair
 from kd.study.report.record import Predictions
 
 CLASSES = ("apple", "fig", "pear")

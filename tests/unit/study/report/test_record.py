@@ -16,7 +16,7 @@ from kd.core.text import clock, money
 from kd.parts.tasks.embedding import SCORES as EMBEDDING
 from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
 from kd.study.report.confusion import short_names
-from kd.study.report.page import render
+from kd.study.report.page import render, short_model
 from kd.study.report.record import (
     Predictions,
     RunRecord,
@@ -24,15 +24,13 @@ from kd.study.report.record import (
     mean_cells,
     price_rows,
     repeats,
-    short_model,
     teachers_of,
-    time_parts,
     verdicts,
 )
+from kd.study.report.report import summary
 from kd.study.report.sections import curves
 from kd.study.report.summary import curves as curve_lines
 from kd.study.report.summary import sparkline
-from kd.study.report.terminal import summary
 
 TRAIN = [
     {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}
@@ -202,7 +200,6 @@ def test_sparklines():
 def test_where_the_time_went_sums_to_the_whole():
     rows = [{"step": 10, "steps": 10, "wall_ms": 100.0, "kind": "steady", "ms": {"data": 25.0, "teacher": 75.0}}] * 2
     timed = replace(run(), timeline={0: rows})
-    assert time_parts(timed) == {"data": 50.0, "teacher": 150.0}
     page = render([timed])
     assert "teacher 0.15 s (75.0 %)" in page
     assert "data 0.05 s (25.0 %)" in page

@@ -13,8 +13,8 @@ from kd.jobs.progress.console import Console
 from kd.parts.tasks import embedding, label_sets, single_label
 from kd.study.report.page import render
 from kd.study.report.record import RunRecord, price_rows
+from kd.study.report.report import summary as text
 from kd.study.report.summary import Trained, curves, summary
-from kd.study.report.terminal import summary as text
 
 DEPTH = Scores(
     own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),

@@ -19,10 +19,9 @@ from kd.core.scores import Column
 from kd.core.types import State
 from kd.files.checkpoint import write
 from kd.setup.recipe import resolve
-from kd.study.sweeps.processes import Processes, failure
 from kd.study.sweeps.space import Space, prepared_alike, sharing
 from kd.study.sweeps.sweep import luck, sweep
-from kd.study.sweeps.trials import Trials
+from kd.study.sweeps.trials import Processes, Trials, failure
 
 # ----------------------------------------------------------------------------------------------------- what is tried
 
@@ -159,7 +158,7 @@ def test_what_a_killed_sweep_started_ends(tmp_path):
     """It went on training for nobody."""
     code = (
         "import pathlib, sys, time\n"
-        "from kd.study.sweeps.processes import Processes\n"
+        "from kd.study.sweeps.trials import Processes\n"
         "with Processes() as processes:\n"
         "    processes.start('served', ['serve', sys.argv[1]], pathlib.Path(sys.argv[1], 'log'))\n"
         "    print(processes.running['served'][0].pid, flush=True)\n"
