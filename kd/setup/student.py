@@ -144,7 +144,7 @@ def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> N
     if mode.compiled and module.student._compiled_call_impl is None:
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
-        compile_forward(module.student)
+        compile_forward(module.student)  # inside of DDP's wrapper, whose hooks stay outside of the graph
 
 
 def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from pieces import slow
 from ranks import start
 from waits import AT_POINTS, HOST
-from world_runs import STEPS
+from world_runs import STEPS, Trained
 
 MICROS = "data.micro_batch=3"
 TWO_RANKS = {
@@ -51,6 +52,24 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
     values = [run.rows("val")[-1] for run in (one, two)]
     assert values[0]["teacher_nll"] == pytest.approx(values[1]["teacher_nll"], rel=1e-6)
     assert values[0]["teacher_accuracy"] == values[1]["teacher_accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
+    """Its own forward is compiled, inside of DDP's wrapper: DDP's hooks and buckets stay as they are."""
+    student = "student={kind: torch, model: 'outside.small:build', args: {width: 8}}"
+    keys = ("run.steps=4", "optimizer.lr=0.05", "backend.timeout_seconds=600", student)
+    env, losses = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, []
+    for name, compile in (("eager", "off"), ("compiled", "on")):
+        argv = [config_file, f"run.folder={tmp_path}", f"run.name={name}", *keys, f'student.compile="{compile}"']
+        world = start("kd.cli.training:train", argv, 2, env, timeout=800).ended_well()
+        losses.append([row["loss"] for row in Trained(world, tmp_path / name).rows("train")])
+    modes = json.loads((tmp_path / "compiled" / "manifest.json").read_text())["modes"]
+    assert modes["student"] == "fp32+unfused+compiled"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 4
+    assert losses[0][-1] != pytest.approx(losses[0][0], rel=1e-3)
 
 
 @pytest.mark.slow

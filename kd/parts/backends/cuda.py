@@ -15,6 +15,8 @@ class Options:
 
     tf32: bool = True
     """Use TensorFloat-32 in float32 matrix products."""
+    cudnn_benchmark: bool = False
+    """Let cudnn time its convolutions at each new shape and keep the fastest. Two runs may then differ in last bits."""
 
 
 class CUDA(DDPBackend):
@@ -23,11 +25,12 @@ class CUDA(DDPBackend):
     kind = "cuda"
     init = "nccl"
 
-    def __init__(self, precision: str, timeout_seconds: float, tf32: bool) -> None:
+    def __init__(self, precision: str, timeout_seconds: float, options: Options) -> None:
         super().__init__(torch.device("cuda", 0), precision, timeout_seconds)
-        self.device = select_gpu(self.kind, self.local_rank, tf32)
+        self.device = select_gpu(self.kind, self.local_rank, options.tf32)
+        torch.backends.cudnn.benchmark = options.cudnn_benchmark
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CUDA:
     """Build the CUDA backend; `setup` joins the world."""
-    return CUDA(precision, timeout_seconds, options.tf32)
+    return CUDA(precision, timeout_seconds, options)

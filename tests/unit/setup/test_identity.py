@@ -326,6 +326,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "backend.kind": ("FR", "cuda"),
     "backend.threads [cpu]": ("FR", "2"),
     "backend.tf32 [cuda]": ("FR", "false", *CUDA),
+    "backend.cudnn_benchmark [cuda]": ("FR", "true", *CUDA),
     "backend.fallback [smddp]": ("FR", "gloo", *SMDDP, "backend.device=cpu"),
     "backend.device [smddp]": ("FR", "cpu", *SMDDP),
     "backend.tf32 [smddp]": ("FR", "false", *SMDDP),

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from kd.parts.backends import cuda
 
 JOIN = """
 import torch.distributed as dist
@@ -58,3 +61,17 @@ def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path, processe
     else:
         assert "accelerate was asked for several processes, and has started one" in text
         assert "torchrun" in text
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_cudnn_times_convolutions_only_where_asked(monkeypatch, on):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+    cudnn.benchmark = not on
+    try:
+        cuda.build(cuda.Options(cudnn_benchmark=on), "fp32", 60.0)
+        assert cudnn.benchmark == on
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
