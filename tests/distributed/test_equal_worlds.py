@@ -58,7 +58,7 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
 @pytest.mark.timeout(900)
 def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
     """Its own forward is compiled, inside of DDP's wrapper: DDP's hooks and buckets stay as they are."""
-    student = "student={kind: torch, model: 'outside.small:build', args: {width: 8}}"
+    student = "student={kind: torch, model: 'outside.small:build', args: {width: 8}, mean: [0, 0, 0], std: [1, 1, 1]}"
     keys = ("run.steps=4", "optimizer.lr=0.05", "backend.timeout_seconds=600", student)
     env, losses = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, []
     for name, compile in (("eager", "off"), ("compiled", "on")):
