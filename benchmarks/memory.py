@@ -144,7 +144,10 @@ def main() -> None:
         return
     rows = []
     cases = [(b, p, a) for p in given.precisions for a in ("unfused", "fused") for b in given.batches]
-    for batch, precision, attention in [*cases, *((b, "bf16", "fused") for b in given.counted)]:
+    for batch, precision, attention in [
+        *cases,
+        *((b, "bf16", "fused") for b in given.counted if (b, "bf16", "fused") not in cases),
+    ]:
         plan = recipe(batch, precision, attention, given.teacher, given.student)
         row: dict[str, Any] = {"batch": batch, "precision": precision, "attention": attention}
         row |= {name: round(value) for name, value in count(plan, batch, given.classes).items()}
