@@ -74,6 +74,8 @@ def test_the_table_and_the_picture_of_the_proof_take_the_best_arm_on_labels_alon
     assert picture.count("<polyline") == 4
     assert "every label" in picture
     assert "var(" not in picture
+    bars = proof.barred([row for row in rows if row["labels"] == 100])
+    assert [f"{score}.0 %" in bars for score in (50, 80, 75, 45)] == [True, True, True, False]
 
 
 def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_path):
