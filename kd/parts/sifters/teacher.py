@@ -26,12 +26,13 @@ LEAST = 0.15  # of the largest probability of a draw: no image is drawn less oft
 class Options:
     """What of the teacher's answer counts, and how much of an epoch is kept."""
 
-    score: Literal["loss", "entropy", "margin", "divergence", "learnable"] = "loss"
+    score: Literal["loss", "entropy", "margin", "divergence", "learnable"] = "learnable"
     """How hard a view is, by the teacher's stored answer: its loss against the label; its entropy; how little its first
     class leads; how far the answer is from the mean of those to all views of the image; or the student's last loss
     minus the teacher's (arXiv:2206.07137)."""
-    choose: Literal["hardest", "easiest", "middle", "drawn"] = "hardest"
-    """Which images are kept by that score. `drawn`: with a probability that grows with its rank."""
+    choose: Literal["hardest", "easiest", "middle", "drawn"] = "drawn"
+    """Which images are kept by that score. `drawn`: with a probability that grows with its rank. In our study no choice
+    was better than images drawn at random, see `sifter.kind: random`."""
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits; exact up to one global batch. Views without a stored answer are
     visited too, so an epoch that fills the cache visits everything."""

@@ -65,7 +65,7 @@ def hardness(score: str, view: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("score", SCORES)
 def test_the_hardest_are_those_of_the_formula_for_the_view_that_is_shown(score):
-    sifter = warm(Options(score=score, keep=0.25))
+    sifter = warm(Options(score=score, choose="hardest", keep=0.25))
     for epoch in (1, 2):
         expected = hardness(score, epoch % VIEWS).argsort(descending=True)[:100]
         assert set(sifter.plan(epoch, 0.3).ids.tolist()) == set(expected.tolist())
@@ -74,8 +74,8 @@ def test_the_hardest_are_those_of_the_formula_for_the_view_that_is_shown(score):
 def test_easiest_and_middle():
     by_loss = hardness("loss", 1).argsort()
     for options, expected in (
-        (Options(choose="easiest", keep=0.25), by_loss[:100]),
-        (Options(choose="middle", keep=0.25), by_loss[150:250]),
+        (Options(score="loss", choose="easiest", keep=0.25), by_loss[:100]),
+        (Options(score="loss", choose="middle", keep=0.25), by_loss[150:250]),
     ):
         plan = warm(options).plan(1, 0.3)
         assert set(plan.ids.tolist()) == set(expected.tolist())
@@ -116,7 +116,7 @@ def test_what_has_no_answer_is_visited():
 
 def test_a_draw_favours_the_hard_and_its_weights_undo_that():
     drawn, total = torch.zeros(IMAGES), torch.zeros(IMAGES)
-    sifter = warm(Options(choose="drawn", keep=0.5, reweight=True, refresh=10**6, anneal=0.0))
+    sifter = warm(Options(score="loss", choose="drawn", keep=0.5, reweight=True, refresh=10**6, anneal=0.0))
     sifter.plan(1, 0.3)
     epochs = range(1, 2001, 2)  # of one view
     for epoch in epochs:
@@ -166,4 +166,4 @@ def test_a_resumed_epoch_chooses_alike_whatever_was_stored_meanwhile():
 
 def test_weights_need_a_draw():
     with pytest.raises(ValueError, match="reweight=true needs choose=drawn"):
-        Options(reweight=True)
+        Options(choose="hardest", reweight=True)
