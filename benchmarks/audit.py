@@ -228,7 +228,7 @@ def scale(count: int) -> dict[str, Any]:
 
 def labels(run: Path) -> list[dict[str, Any]]:
     """Count planted wrong labels among those that lists name first; names say which dish was painted."""
-    from kd.data.batches import BATCH
+    from kd.data.loader import BATCH
     from kd.setup.data import open_sources
     from kd.setup.recipe import resolve
     from kd.study.finished import best_student, opened_run

@@ -1,4 +1,4 @@
-"""What others must know of a part before it is built: `facts(options)` of its module. And options that name files."""
+"""What others must know of a part before it is built: `facts` of its module. And options that name files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ class Intervals:
     """Evaluate on the validation split. 0: at the end of each epoch."""
     checkpoint: int = field(default=0, metadata={"low": 0})
     """Write a checkpoint. 0: at each evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoOptions:
+    """The `Options` of a part without keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

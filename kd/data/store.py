@@ -93,10 +93,9 @@ class StoredImage(NamedTuple):
 
 
 class Slots:
-    """A file of one record an image, for this process and those that it forks."""
+    """An open file of one record an image, for this process and those that it forks; others open its `path`, if any."""
 
     def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
-        """Take over an open file for images of at most `pixels`. Other processes open it by its `path`, if any."""
         self.pixels, self.path = pixels, path
         stop = Stop(f"{WHERE}: {name}", "Its images are used, the others are decoded each time.")
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
@@ -128,18 +127,18 @@ def slot_bytes(pixels: int) -> int:
 class Stored:
     """A source whose images are decoded once and stored as far as training needs them. See `kd.core.contracts.Source`.
 
-    An image is the same whether it comes out of its slot or has just been decoded. Not stored are images that cannot be
-    decoded, which raise as before, and those over 4 times as long as wide that have more pixels than a slot. Where the
-    source is not `Stamped`, an image replaced by one of the same size is noticed by `refresh` only, in a sample.
+    An image, `keep(image)`, is the same whether it comes out of its slot or has just been decoded; without slots none
+    is stored. Not stored are images that cannot be decoded, which raise as before, and those over 4 times as long as
+    wide that have more pixels than a slot. Where the source is not `Stamped`, an image replaced by one of the same size
+    is noticed by `refresh` only, in a sample.
     """
 
     def __init__(self, source: Source, keep: Shrunk | Cropped, slots: Slots | None = None) -> None:
-        """Store `keep(image)` of each image of a source. Without slots nothing is stored; the pixels are the same."""
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
         self._stamped = source if isinstance(source, Stamped) else None
-        # A byte an image: 1 where its bytes were compared in this run and are those of the slot; then one for `_warn`.
+        # A byte an image: 1 where its bytes were compared in this run and are those of the slot; then one to warn once.
         # Forked workers share it. Hosts with copies of the data share a store, but not the times of its files.
         self._same = mmap.mmap(-1, len(source) + 1)
 
@@ -166,18 +165,14 @@ class Stored:
             image, crc = decoded(self.source, id, self.keep.least)
             if slot is not None:
                 self._same[id] = crc == slot.crc
-                self._warn(id)
+                if not self._same[id] and not self._same[len(self)]:  # warn once
+                    self._same[len(self)] = 1
+                    text = "%s: '%s' has changed since it was decoded; it and all others that have are decoded again"
+                    log.warning(text, WHERE, self.name(id))
             slot = StoredImage(self.keep(image), crc, stamp)
             if self.slots is not None:
                 self.slots.write(id, slot)
         return Decoded(slot.image, slot.crc)
-
-    def _warn(self, id: int) -> None:
-        """Warn once where the file of an image changed since it was decoded."""
-        if not self._same[id] and not self._same[len(self)]:
-            self._same[len(self)] = 1
-            text = "%s: '%s' has changed since it was decoded; it and all others that have are decoded again"
-            log.warning(text, WHERE, self.name(id))
 
     def refresh(self, ids: Iterable[int]) -> int:
         """Read some images again and return how many have changed since they were stored.
@@ -201,15 +196,8 @@ class Stored:
 def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]:
     """Return all that the stored pixels depend on, by name; JSON values."""
     decoders = {name: features.version(name) for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
-    return {
-        "format": FORMAT,
-        "data": source.fingerprint,
-        "split": split,
-        "images": len(source),
-        "kept": rule,
-        "pillow": PIL.__version__,
-        "decoders": decoders,
-    }
+    listing = {"data": source.fingerprint, "split": split, "images": len(source)}
+    return {"format": FORMAT, **listing, "kept": rule, "pillow": PIL.__version__, "decoders": decoders}
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:

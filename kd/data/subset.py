@@ -36,8 +36,9 @@ def reduces(source: Source) -> TypeGuard[Reducing]:
 class Subset:
     """Images of a source, by their positions there. See `kd.core.contracts.Source`."""
 
+    known: np.ndarray | None = None  # which have a label, bool [N]; None: those of the source
+
     def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
-        """Take the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
         self.source, self.ids, self.classes = source, ids, source.classes
         self.notes: Sequence[str] = (*(source.notes if isinstance(source, Noted) else ()), *notes)
         content = source.fingerprint.encode() + ids.astype("<i8").tobytes()
@@ -47,7 +48,7 @@ class Subset:
         return len(self.ids)
 
     def label(self, id: int) -> Label:
-        return self.source.label(int(self.ids[id]))
+        return self.source.label(int(self.ids[id])) if self.known is None or self.known[id] else -1
 
     def name(self, id: int) -> str:
         return self.source.name(int(self.ids[id]))
@@ -76,23 +77,6 @@ def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
     return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids, *notes)
 
 
-class Hidden(Subset):
-    """All images of a source, of which those at `ids` alone have a label."""
-
-    def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
-        super().__init__(source, ids, *notes)
-        self.known = np.zeros(len(source), bool)
-        self.known[ids], self.ids = True, np.arange(len(source))
-        self.fingerprint = hashlib.sha256(b"hidden" + self.fingerprint.encode()).hexdigest()
-
-    def label(self, id: int) -> Label:
-        return self.source.label(id) if self.known[id] else -1
-
-
-class StampedHidden(Hidden, StampedSubset):
-    """The same of a source of files that may change. See `kd.core.contracts.Stamped`."""
-
-
 def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
     """Keep the labels of `number` images of each class, drawn by seed and name; `hide` the others', or leave them out.
 
@@ -115,7 +99,10 @@ def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
     note = f"{key}: {len(ids)} of {len(source)} training images keep their label"
     if not hide:
         return subset(source, ids, f"{note}, the others are left out")
-    return (StampedHidden if isinstance(source, Stamped) else Hidden)(source, ids, note)
+    made = subset(source, ids, note)
+    made.known, made.ids = np.isin(np.arange(len(source)), ids), np.arange(len(source))
+    made.fingerprint = hashlib.sha256(b"hidden" + made.fingerprint.encode()).hexdigest()
+    return made
 
 
 def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:

@@ -67,7 +67,6 @@ class Views:
         return len(self.source)
 
     def load(self, id: int, view: int) -> Sample:
-        """Return one view of one image."""
         rng = random.Random(seed_from(self.seed, "view", view, id))
         label = self.source.label(id)
         decoded = self._pixels(id, rng)
@@ -124,9 +123,6 @@ def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tu
     return mixed, 1 - (bottom - top) * (right - left) / (height * width)
 
 
-# ----------------------------------------------------------------------------------------------------- transforms
-
-
 @dataclass(frozen=True, slots=True)
 class Train:
     """Random resized crop, flip, colour jitter, a timm auto-augment policy if one is named, and random erasing."""
@@ -142,18 +138,18 @@ class Train:
     """Probability that a rectangle becomes noise."""
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
-        """Return an RGB image of `size` x `size`."""
         box = random_box(*image.size, self.crop, rng)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
         if rng.random() < self.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        if self.jitter:
-            image = _jitter(image, self.jitter, rng)
+        steps = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color] if self.jitter else []
+        rng.shuffle(steps)
+        for step in steps:
+            image = step(image).enhance(rng.uniform(1 - self.jitter, 1 + self.jitter))
         image = _auto_augment(image, self.policy, rng) if self.policy else image
         return erase(image, rng) if self.erase and rng.random() < self.erase else image
 
-    def least(self, width: int, height: int) -> float:
-        """Return the share of its sides that an image must keep; see `kd.files.pixels.reduce`."""
+    def least(self, width: int, height: int) -> float:  # see `kd.files.pixels.reduce`
         return least_of_random(width, height, self.size, self.crop)
 
 
@@ -166,11 +162,9 @@ class Evaluate:
     """Share of the shorter side that the crop keeps."""
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
-        """Return an RGB image of `size` x `size`."""
         return centre_crop(image, self.size, self.crop)
 
     def least(self, width: int, height: int) -> float:
-        """Return the share of its sides that an image must keep; see `kd.files.pixels.reduce`."""
         return least_of_centre(width, height, self.size, self.crop)
 
 
@@ -189,14 +183,6 @@ def random_box(width: int, height: int, smallest: float, rng: random.Random) -> 
     left, top = rng.uniform(0, width - crop_width), rng.uniform(0, height - crop_height)
     left, top = max(0.0, left), max(0.0, top)
     return left, top, min(width, left + crop_width), min(height, top + crop_height)
-
-
-def _jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Image:
-    steps = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
-    rng.shuffle(steps)
-    for step in steps:
-        image = step(image).enhance(rng.uniform(1 - strength, 1 + strength))
-    return image
 
 
 def erase(image: Image.Image, rng: random.Random) -> Image.Image:
@@ -233,12 +219,9 @@ def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.
 
 @functools.lru_cache
 def build_policy(policy: str, size: int) -> object:
-    """Build a timm auto-augment policy.
+    """Build a timm auto-augment policy; ValueError: timm does not know it.
 
     timm 1.0.31 may ask Pillow to posterize to 0 bits, which Pillow 13 refuses: at least one bit is kept.
-
-    Raises:
-        ValueError: timm does not know the policy.
     """
     from timm.data import auto_augment  # 0.5 s of imports that only a policy needs
 

@@ -52,10 +52,8 @@ def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunErr
 
 
 def _ended(pids: str, how: str) -> RunError:
-    remedy = (
-        "The system kills a process where memory is short: see `dmesg`, set fewer data.workers, or raise --shm-size of "
-        "a container. The same command resumes from the last checkpoint"
-    )
+    remedy = "The system kills a process where memory is short: see `dmesg`, set fewer data.workers, or raise "
+    remedy += "--shm-size of a container. The same command resumes from the last checkpoint"
     return RunError(WHERE, f"the worker process {pids} has ended ({how})", "", remedy)
 
 
@@ -69,12 +67,8 @@ class Watch(threading.Thread):
 
     def __init__(self, workers: Callable[[], Sequence[BaseProcess]], seconds: float) -> None:
         super().__init__(daemon=True, name="kd-watch")
-        self.waiting = True
-        """Whether the loop waits for a batch."""
-        self.number = 0
-        """Of that batch in the epoch."""
-        self.late = ""
-        """In the end, the worker that did not deliver it."""
+        self.waiting, self.number = True, 0  # whether the loop waits for a batch, and which one of the epoch
+        self.late = ""  # in the end, the worker that did not deliver it
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 
     def run(self) -> None:
@@ -102,17 +96,12 @@ class Watch(threading.Thread):
 
 def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
     """Name the late worker: those that the system shows as stopped, or else the one whose turn it is."""
-    states = [STATES.get(process_state(worker.pid or 0), "") for worker in workers]
+    states = [STATES.get(next(iter(process_stat(worker.pid or 0)), ""), "") for worker in workers]
     numbers = [i for i, state in enumerate(states) if state]
     if not numbers and workers:
         numbers = [number % len(workers)]  # torch deals the batches out in turns
     names = [f"worker {i} (process {', '.join(filter(None, [str(workers[i].pid), states[i]]))})" for i in numbers]
     return f"{' and '.join(names) or 'a worker'} made no batch within {seconds:g} seconds"
-
-
-def process_state(pid: int) -> str:
-    """Return the state of a process as one letter (`man 5 proc`); "" where the system does not report it."""
-    return next(iter(process_stat(pid)), "")
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError
 from kd.core.evaluation import Task
 from kd.core.facts import LossFacts
-from kd.core.types import Batch, Outputs, State
+from kd.core.types import Batch, Outputs
+from kd.engine.optim import Frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,10 @@ class Criterion(nn.Module):
     """
 
     def __init__(self, terms: Sequence[Term], labelled: float = 1.0) -> None:
-        """Combine terms.
+        """Combine terms. `labelled` is the share of the training images whose labels are known.
 
-        Args:
-            terms: the losses, with their weights.
-            labelled: share of the training images whose labels are known. Below 1, a term on labels is 0 for the
-                others and 1 / `labelled` times as large for these, so that its mean over an epoch is that over them.
+        Below 1, a term on labels is 0 for the others and 1 / `labelled` times as large for these, so that its mean over
+        an epoch is that over them.
         """
         super().__init__()
         self.labelled = labelled
@@ -51,14 +49,16 @@ class Criterion(nn.Module):
         self.terms = nn.ModuleList([term.loss for term in terms])
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Score a micro-batch.
+        """Return every term [B] by name, unweighted, `per_image` [B] and `loss` [B].
 
-        Returns:
-            Every term [B] by name, unweighted; `per_image` [B]: their weighted sum, detached, which is what sifters
-            remember; and `loss` [B]: the same times `batch.weight`, which is what is minimized.
+        `per_image` is their weighted sum, detached, which sifters remember; `loss`, which is minimized, the same times
+        `batch.weight`.
         """
         with torch.autocast(student.logits.device.type, enabled=False):
-            known = self._known(batch)
+            known = batch
+            if self.labelled < 1:  # class 0, or the empty set, stands for no label
+                labels = {name: getattr(batch, name).clamp_min(0) for name in ("label", "partner_label")}
+                known = replace(batch, **labels)
             scores = {
                 name: term.loss(student, teacher.of(term.teacher), known)
                 for name, term in zip(self.names, self.all, strict=True)
@@ -73,12 +73,6 @@ class Criterion(nn.Module):
             total = functools.reduce(torch.add, weighted)
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
 
-    def _known(self, batch: Batch) -> Batch:
-        """Return a batch whose labels are all known: class 0, or the empty set, stands for no label."""
-        if self.labelled == 1:
-            return batch
-        return replace(batch, label=batch.label.clamp_min(0), partner_label=batch.partner_label.clamp_min(0))
-
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
         """Return the agreement of the terms on features [B], -1 to 1, averaged with their weights."""
         able = [term for term in self.all if term.weight and term.facts.agreement]
@@ -91,13 +85,6 @@ class Criterion(nn.Module):
         able = (term for term in self.all if term.weight and not term.teacher and term.facts.projects)
         with torch.autocast(student.logits.device.type, enabled=False):
             return next((term.loss.projected(student) for term in able), None)
-
-
-class Frozen(Protocol):
-    """Layers of the student that do not move in some steps; which is a function of the state before a step."""
-
-    def held(self, state: State) -> AbstractContextManager[None]: ...
-    def statistics(self, state: State) -> Sequence[Tensor]: ...
 
 
 class Distillation(nn.Module):

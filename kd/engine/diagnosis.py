@@ -31,12 +31,9 @@ class Diverged(NonFiniteLoss):
 
 def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:
     """Return the error that names terms and steps."""
-    if len(steps) == 1:
-        text = f"step {steps[0]}"
-    elif len(steps) == steps[-1] - steps[0] + 1:
+    text = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+    if 1 < len(steps) == steps[-1] - steps[0] + 1:
         text = f"steps {steps[0]} to {steps[-1]}"
-    else:
-        text = f"steps {', '.join(map(str, steps))}"
     where = "losses" if terms != ["grad_norm"] else "optimizer"
     wrong = f"{', '.join(terms)} became NaN or infinite in {text}{more}"
     error = Diverged(where, wrong, "All terms must stay finite", AFTER_DIVERGING)

@@ -160,15 +160,9 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
 
 def advance(state: State, images: int, steps_in_epoch: int) -> State:
     """Return the state after one more step."""
-    done = state.step_in_epoch + 1
-    turn = done >= steps_in_epoch
-    return replace(
-        state,
-        step=state.step + 1,
-        images=state.images + images,
-        epoch=state.epoch + turn,
-        step_in_epoch=0 if turn else done,
-    )
+    turn = state.step_in_epoch + 1 >= steps_in_epoch
+    state = replace(state, step=state.step + 1, images=state.images + images, epoch=state.epoch + turn)
+    return replace(state, step_in_epoch=0 if turn else state.step_in_epoch + 1)
 
 
 def due(every: int, state: State) -> bool:

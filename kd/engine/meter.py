@@ -31,8 +31,7 @@ class Meter:
         self.teacher_images = run.teacher.images
         self.clock = time.perf_counter()
 
-    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:
-        """Keep the means of one step, the state before it and its epoch's plan."""
+    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:  # the state is that before the step
         self.rows.append(values)
         self.places.append((state, plan))
 
@@ -94,15 +93,9 @@ class Meter:
         """
         open_window = time.perf_counter() - self.clock if self.rows else 0.0
         weights_N = plan.weights.double()
-        self.run.store.log(
-            "epoch",
-            replace(state, seconds=state.seconds + open_window),
-            {
-                "candidates": float(len(plan.ids)),
-                "trained": float(steps * self.run.length.batch_size),
-                "effective": float(weights_N.sum() ** 2 / (weights_N**2).sum()),
-            },
-        )
+        values = {"candidates": float(len(plan.ids)), "trained": float(steps * self.run.length.batch_size)}
+        values["effective"] = float(weights_N.sum() ** 2 / (weights_N**2).sum())
+        self.run.store.log("epoch", replace(state, seconds=state.seconds + open_window), values)
 
     def resume(self) -> None:
         """Restart the clock where a flush ended the window: evaluation and checkpoints are not training."""

@@ -19,11 +19,8 @@ def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, 
     """Split trainable parameters into a group with weight decay and one without.
 
     Without decay: vectors (biases, norms, layer scales), and parameters that match a pattern of a timm model's
-    `no_weight_decay` (position embeddings, class and register tokens).
-
-    Returns:
-        Up to two parameter groups for a torch optimizer. An empty group is left out, because ZeroRedundancyOptimizer
-        does not accept one.
+    `no_weight_decay` (position embeddings, class and register tokens). An empty group, which ZeroRedundancyOptimizer
+    does not accept, is left out.
     """
     decayed, undecayed = [], []
     for module in modules:
@@ -102,28 +99,24 @@ class EMA:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Load the average into the module for an evaluation; restore the weights on exit."""
-        with torch.no_grad():
-            kept = {name: tensor.clone() for name, tensor in self._live.items()}
-            self._copy(self.average)
+        kept = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self.apply()
         try:
             yield
         finally:
-            with torch.no_grad():
-                self._copy(kept)
+            self._copy(kept, self._live)
 
     def apply(self) -> None:
         """Load the average into the module permanently."""
-        with torch.no_grad():
-            self._copy(self.average)
-
-    def _copy(self, tensors: dict[str, Tensor]) -> None:
-        torch._foreach_copy_(list(self._live.values()), [tensors[name] for name in self._live])
+        self._copy(self.average, self._live)
 
     def load(self, average: dict[str, Tensor]) -> None:
         """Restore the average from a checkpoint."""
-        with torch.no_grad():
-            for name, tensor in self.average.items():
-                tensor.copy_(average[name])
+        self._copy(average, self.average)
+
+    @torch.no_grad()
+    def _copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+        torch._foreach_copy_(list(into.values()), [tensors[name] for name in into])
 
 
 class Frozen:
@@ -158,8 +151,7 @@ class Frozen:
         """Those that are held, as they are now: a network that moves to an XLA device gets others."""
         return [parameter for name, parameter in self.network.named_parameters() if name in self.names]
 
-    def holds(self, state: State) -> bool:
-        """Return whether it is frozen in the step after this state."""
+    def holds(self, state: State) -> bool:  # in the step after this state
         return not self.epochs or state.epoch < self.epochs
 
     def statistics(self, state: State) -> list[Tensor]:

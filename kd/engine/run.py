@@ -18,6 +18,7 @@ from kd.core.evaluation import Evaluator
 from kd.core.facts import Intervals
 from kd.core.types import Batch, State, TeacherOutputs
 from kd.engine.criterion import Distillation
+from kd.engine.optim import EMA, Schedule
 
 STOP_SECONDS = 1.0
 """About how long a rank waits before it tells the others. torchrun kills 30 s after its signal."""
@@ -29,16 +30,6 @@ Span = Callable[[str], AbstractContextManager[object]]
 checkpoint. Spans may be nested."""
 Window = Callable[[State], Mapping[str, float]]
 """Called where a log window ends, after the device was waited for; returns what to add to the training row."""
-
-
-def no_span(name: str) -> AbstractContextManager[object]:
-    """Mark nothing."""
-    return nullcontext()
-
-
-def no_window(state: State) -> Mapping[str, float]:
-    """Add nothing."""
-    return {}
 
 
 def never() -> bool:
@@ -74,23 +65,6 @@ class RunStore(Protocol):
         ...
 
 
-class Schedule(Protocol):
-    """Sets the learning rate from the share of the run that is done."""
-
-    def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float: ...
-
-
-class Average(Protocol):
-    """Averaged weights."""
-
-    average: dict[str, torch.Tensor]
-
-    def update(self, step: int) -> None: ...
-    def apply(self) -> None: ...
-    def applied(self) -> AbstractContextManager[None]: ...
-    def load(self, average: dict[str, torch.Tensor]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RunLength:
     """How long the run is and how often things happen."""
@@ -119,17 +93,13 @@ class RunLength:
         return state.epoch / self.epochs
 
     def gave_up(self, state: State) -> bool:
-        """Return whether the score has not become better for too long."""
         return 0 < self.patience <= state.no_better
 
     def finished(self, state: State) -> bool:
-        """Return whether nothing is left to train."""
-        if self.gave_up(state):
-            return True
-        return state.step >= self.steps if self.steps else state.epoch >= self.epochs
+        done = state.step >= self.steps if self.steps else state.epoch >= self.epochs
+        return done or self.gave_up(state)
 
     def view(self, epoch: int) -> int:
-        """Return which view of the images an epoch sees."""
         return epoch % self.views if self.views else epoch
 
 
@@ -151,15 +121,15 @@ class Run:
     sifter: Sifter
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    average: Average | None
+    average: EMA | None
     evaluator: Evaluator
     store: RunStore
     logger: Logger
     skip_nonfinite: bool = False
     """Go on after a step whose gradient is not finite; such a step is never applied."""
-    span: Span = no_span
+    span: Span = nullcontext
     """Marks what the loop is doing; free unless somebody listens."""
-    window: Window = no_window
+    window: Window = lambda state: {}
     """Ends a log window of whoever listens."""
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
@@ -229,7 +199,6 @@ class Scoring:
             return total.flatten(), scored
 
     def cut(self) -> None:
-        """Cut the graph."""
         self.run.backend.end_step()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,16 +67,12 @@ def snapshot(run: Run, state: State, best: bool) -> None:
 def restore(run: Run) -> State:
     """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
     found = run.store.restore()
-    step = found[0].step if found is not None else 0
     content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
     if not agree(run.backend, content):
-        raise RunError(
-            "run.folder",
-            f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds "
-            + (f"one of step {step}" if found is not None else "none"),
-            "All ranks resume from one run folder",
-            "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each",
-        )
+        own = f"one of step {found[0].step}" if found is not None else "none"
+        wrong = f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds {own}"
+        remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
+        raise RunError("run.folder", wrong, "All ranks resume from one run folder", remedy)
     if found is None:
         return State()
     state, tensors, info = found
@@ -89,20 +84,17 @@ def restore(run: Run) -> State:
     if run.average is not None:
         run.average.load(_under("average.", tensors))
     run.sifter.load_state_dict(_under("sifter.", tensors))
-    run.backend.load_optimizer_state(run.optimizer, _optimizer_state(tensors, info))
+    entries: dict[int, dict[str, Tensor]] = {}
+    for name, value in _under("optimizer.", tensors).items():
+        index, _, key = name.partition(".")
+        entries.setdefault(int(index), {})[key] = value
+    saved = {"state": entries, "param_groups": info["optimizer_groups"]}
+    run.backend.load_optimizer_state(run.optimizer, saved)
     return state
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _optimizer_state(tensors: dict[str, Tensor], info: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in _under("optimizer.", tensors).items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = value
-    return {"state": state, "param_groups": info["optimizer_groups"]}
 
 
 def agree(backend: Backend, content: str) -> bool:

@@ -16,8 +16,7 @@ from kd.config import Config
 from kd.core.contracts import Source
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
-from kd.data.batches import ask
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, ask
 from kd.jobs.train import obtain_teachers, opened
 from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store

@@ -19,7 +19,7 @@ from kd import config
 from kd.core.contracts import Source
 from kd.core.errors import CorruptImage, RunError
 from kd.core.scores import Scored
-from kd.data.batches import ask, batches_of
+from kd.data.loader import ask, batches_of
 from kd.data.views import Views
 from kd.engine.run import Run
 from kd.files.storage import write_text

@@ -67,7 +67,7 @@ def read(path: str, where: str) -> AnswerTable:
             remedy = "It names no images: write np.savez('FILE.npz', logits=..., names=..., classes=...)"
         raise ModelError(where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", remedy)
     try:
-        found = {".safetensors": _safetensors, ".npz": _npz, ".csv": _csv, ".tsv": _csv}[ending](file)
+        found = (_csv if ending in (".csv", ".tsv") else _binary)(file)
     except FAILURES as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         allowed = "logits or embeddings, with names; see docs/guide.md"
@@ -132,47 +132,42 @@ def _joined(names: Sequence[str]) -> Tensor:
     return torch.frombuffer(bytearray("\0".join(names).encode("utf-8", "surrogateescape")), dtype=torch.uint8)
 
 
-def _safetensors(file: Path) -> AnswerTable:
+def _arrays(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arrays of a .npz file, or the tensors of a .safetensors file and its metadata."""
+    if file.suffix.lower() == ".npz":
+        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy leaves a damaged file open
+            return {name: opened[name] for name in opened.files}, {}
     with safe_open(str(file), framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        text = opened.metadata() or {}
-    meaning = _meaning(tensors)
-    names, other = (_split(tensors.get(f"{prefix}names")) for prefix in ("", "validation."))
-    values = tensors[meaning]
-    return AnswerTable(
-        meaning,
-        names,
-        values if values.ndim == 3 else values[None],
-        json.loads(text.get("classes", "[]")),
-        other,
-        tensors.get(f"validation.{meaning}"),
-        json.loads(text.get("made_for", "{}")),
-        text.get("problem_type", ""),
-    )
+        return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
 
 
-def _split(joined: Tensor | None) -> list[str]:
-    if joined is None or not joined.numel():
-        return []
-    return joined.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0")
+def _tensor(found: Any) -> Tensor:
+    return found if isinstance(found, Tensor) else torch.from_numpy(np.ascontiguousarray(found))
 
 
-def _npz(file: Path) -> AnswerTable:
-    with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy leaves a damaged file open
-        arrays = {name: opened[name] for name in opened.files}
-    meaning = _meaning(arrays)
-    values = torch.from_numpy(np.ascontiguousarray(arrays[meaning]))
-    classes = [str(name) for name in arrays.get("classes", ())]
-    return AnswerTable(
-        meaning, [str(n) for n in arrays["names"]], values if values.ndim == 3 else values[None], classes
-    )
+def _texts(found: Any) -> list[str]:
+    """Return the texts of an array, or of a tensor of their bytes; none where there is neither."""
+    if isinstance(found, Tensor):
+        return found.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0") if found.numel() else []
+    return [] if found is None else [str(one) for one in found]
 
 
-def _meaning(found: Mapping[str, Any]) -> str:
+def _binary(file: Path) -> AnswerTable:
+    found, text = _arrays(file)
     there = [meaning for meaning in MEANINGS if meaning in found]
     if len(there) != 1:
         raise ValueError(f"it has {', '.join(found) or 'nothing'}; one of logits and embeddings is expected")
-    return there[0]
+    values, val_values = _tensor(found[there[0]]), found.get(f"validation.{there[0]}")
+    return AnswerTable(
+        there[0],
+        _texts(found.get("names")),
+        values if values.ndim == 3 else values[None],
+        _texts(found.get("classes")) or json.loads(text.get("classes", "[]")),
+        _texts(found.get("validation.names")),
+        None if val_values is None else _tensor(val_values),
+        json.loads(text.get("made_for", "{}")),
+        text.get("problem_type", ""),
+    )
 
 
 def _csv(file: Path) -> AnswerTable:
@@ -196,16 +191,10 @@ def _csv(file: Path) -> AnswerTable:
 
 def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
     """Return class names (empty: the file has none) and vectors [C, D] of a .safetensors or .npz file."""
-    file = Path(path).expanduser()
     try:
-        if file.suffix == ".npz":
-            with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:
-                vectors = torch.from_numpy(np.ascontiguousarray(opened["vectors"]))
-                names = [str(name) for name in opened["classes"]] if "classes" in opened.files else []
-        else:
-            with safe_open(str(file), framework="pt") as opened:
-                vectors = opened.get_tensor("vectors")
-                names = json.loads((opened.metadata() or {}).get("classes", "[]"))
+        found, text = _arrays(Path(path).expanduser())
+        vectors = _tensor(found["vectors"])
+        names = _texts(found.get("classes")) or json.loads(text.get("classes", "[]"))
     except FAILURES as error:
         reason = " ".join(str(error).split())[:200]
         allowed = "A .safetensors or .npz file with `vectors` [classes, width]"

@@ -45,11 +45,7 @@ class Codec:
     def __init__(
         self, num_classes: int, dtype: str, topk: int, features: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
-        """Lay out a record.
-
-        `num_classes` is C, 0: no logits are kept; `dtype` "fp16" or "fp32"; `topk` K, 0: all logits; `features` the
-        shape of one image's, by name.
-        """
+        """Lay out a record: `num_classes` C, 0: no logits are kept; `topk` K, 0: all; shapes of `features` by name."""
         self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
         self.kind = getattr(torch, self.dtype.name)
         self.features = dict(features or {})
@@ -67,10 +63,8 @@ class Codec:
 
     def unpack(self, parts: Sequence[Tensor]) -> Outputs:
         """Return the outputs that a record stands for, in their stored dtype."""
-        features = dict(zip(self.features, parts[self.of_logits :], strict=True))
-        if self.num_classes:
-            return Outputs(self.expand(parts[: self.of_logits]), features)
-        return Outputs(parts[0].new_zeros(len(parts[0]), 0), features)
+        logits = self.expand(parts[: self.of_logits]) if self.num_classes else parts[0].new_zeros(len(parts[0]), 0)
+        return Outputs(logits, dict(zip(self.features, parts[self.of_logits :], strict=True)))
 
     def differences(self, parts: Sequence[Tensor], outputs: Outputs) -> dict[str, tuple[float, float]]:
         """Return for each array the largest |stored - given| and the largest |given|; NaN if one is NaN."""
@@ -119,8 +113,7 @@ class Store:
         self._views: dict[int, Records] = {}
 
     @property
-    def stopped(self) -> str:
-        """Why nothing is written any more; empty before that."""
+    def stopped(self) -> str:  # why nothing is written any more; empty before that
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -139,10 +132,9 @@ class Store:
         return records, whole
 
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return what the records [B] hold, as `Codec.expand` takes it.
+        """Return what the records [B] hold, as `Codec.expand` takes it, and which are of these images, bool [B].
 
-        Also which of them are of these images, bool [B], and how many are of images that have changed since, by the
-        `crc` of each image's encoded bytes now; empty, or 0: unknown.
+        Also how many are of images that have changed since, by the `crc` of each one's encoded bytes now; 0: unknown.
         """
         records, whole = self.read(view, ids)
         now = np.array(crc or [0] * len(ids), np.uint32)
@@ -150,10 +142,7 @@ class Store:
         return [_tensor(records[name]) for name in self.codec.names], whole & ~stale, int(stale.sum())
 
     def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray], crc: Sequence[int]) -> None:
-        """Write records, with the CRC of each image's encoded bytes (0: unknown).
-
-        If the disk is full, warn once and write no more (`stopped`); what is written stays good.
-        """
+        """Write records, with the CRC of each image's encoded bytes (0: unknown); warn once where the disk is full."""
         content = np.zeros(len(ids), self.codec.record)
         content["crc"] = crc
         for name, part in zip(self.codec.names, parts, strict=True):
@@ -165,8 +154,7 @@ class Store:
         for id, record in zip(ids, content, strict=True):
             records.write(id, record.tobytes())
 
-    def missing(self, view: int) -> np.ndarray:
-        """Return the ids that have no whole record, ascending."""
+    def missing(self, view: int) -> np.ndarray:  # ids, ascending
         return np.flatnonzero(~self.whole(view, range(self.num_images)))
 
     def whole(self, view: int, ids: Sequence[int]) -> np.ndarray:
@@ -194,10 +182,7 @@ class CachedTeacher:
     """
 
     def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False) -> None:
-        """Put a store before a live teacher.
-
-        `fixed_shape`: run it on whole micro-batches only, since a compiler would make a graph a shape.
-        """
+        """Put a store before a live teacher; `fixed_shape`: it is compiled, so run it on whole micro-batches only."""
         self.live, self.store, self.fixed_shape = live, store, fixed_shape
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
         self._bytes = 0
@@ -224,8 +209,7 @@ class CachedTeacher:
                 text = "teacher.cache: view %d: %d records are of images that have changed; they are computed again"
                 log.warning(text, view, changed)
 
-    def _found(self, batch: Batch) -> tuple[Batch, int]:
-        """Add the stored outputs to a batch; return how many of its records are of images that have changed."""
+    def _found(self, batch: Batch) -> tuple[Batch, int]:  # with its stored outputs, and the number of changed images
         ids = batch.ids.tolist()
         parts, whole, stale = self.store.parts(batch.view, ids, batch.crc)
         outputs = self.store.codec.unpack(parts)

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError
 from kd.core.types import Outputs
 
-Average = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
@@ -52,12 +50,11 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`, whose parameter names get the prefix `network.`.
+        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features.
 
-        `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features. `input_size` in pixels; 0:
-        any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are `features`, as `Outputs.features`
-        names them, of a timm network. `architecture`: its arguments as JSON values; weights alone do not determine the
-        number of heads.
+        `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are
+        `features`, as `Outputs.features` names them, of a timm network. `architecture`: its arguments as JSON values;
+        weights alone do not determine the number of heads.
         """
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
@@ -70,7 +67,6 @@ class Classifier(nn.Module):
         self.register_buffer("shift", shift, persistent=False)
 
     def forward(self, image: Tensor) -> Outputs:
-        """Classify uint8 images [B, 3, H, W]."""
         return self.outputs(self.normalize(image))
 
     def outputs(self, pixels: Tensor) -> Outputs:
@@ -81,8 +77,7 @@ class Classifier(nn.Module):
         inner = network.forward_features(pixels)
         pooled_BD = network.forward_head(inner, pre_logits=True)
         features = {"pooled": pooled_BD} if "pooled" in self.features else {}
-        if "tokens" in self.features:
-            features["tokens"] = tokens_of(network, inner)
+        features |= {"tokens": tokens_of(network, inner)} if "tokens" in self.features else {}
         if not self.num_classes:
             return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), features)
         head = network.get_classifier()
@@ -94,8 +89,7 @@ class Classifier(nn.Module):
         """Return what its export returns for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
         return self.head(self.normalize(image))
 
-    def head(self, pixels: Tensor) -> Tensor:
-        """Return the same for normalized images [B, 3, S, S]."""
+    def head(self, pixels: Tensor) -> Tensor:  # the same for normalized images
         output = self.network(pixels)
         if self.num_classes:
             return output
@@ -108,7 +102,6 @@ class Classifier(nn.Module):
         return pixels.to(next(self.network.parameters(), pixels).dtype)
 
     def identity(self) -> dict[str, Any]:
-        """Return all that determines the outputs, as JSON values: weights, architecture, normalization, input size."""
         input_spec = [self.input_size, *self.scale.flatten().tolist(), *self.shift.flatten().tolist()]  # type: ignore
         return {"teacher": digest(self.network), "architecture": self.architecture, "input": input_spec}
 
@@ -130,7 +123,6 @@ class Network(nn.Module):
         self.pick: nn.Module = nn.Identity()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits [B, C] for normalized images [B, 3, S, S]."""
         answer = main_output(self.inner(pixels), "model")
         return self.pick(answer if self.change is None else self.change(answer))
 
@@ -196,7 +188,6 @@ class Pick(nn.Module):
         self.register_buffer("columns", torch.tensor(columns))
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Return [B, K] of logits [B, C]."""
         return logits[:, self.columns]  # type: ignore[index]
 
 
@@ -214,7 +205,6 @@ class LogitsModel(nn.Module):
         self.network, self.where = network, where
 
     def forward(self, image: Tensor) -> Outputs:
-        """Classify images [B, ...]."""
         weight = next((one for one in self.network.parameters() if one.is_floating_point()), image)
         pixels = image.to(weight.dtype) if image.is_floating_point() else image
         return Outputs(main_output(self.network(pixels), self.where).float())
@@ -231,11 +221,10 @@ class Ensemble(nn.Module):
     each model's stand in the outputs under their own names (see `Outputs.of`).
     """
 
-    def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Average) -> None:
-        """Combine K teachers of the same classes, each a `kd.core.contracts.TeacherModel` or a LogitsModel.
+    def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Callable[..., Tensor]) -> None:
+        """Combine K teachers of the same classes; only the ratios of their `weights`, each above 0, matter.
 
-        Only the ratios of the K `weights`, each above 0, matter. `average` is the task's: (logits [K, B, C], shares
-        [K]) -> logits [B, C] of the averaged probabilities.
+        `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
         """
         super().__init__()
         self.members, self.average = nn.ModuleList(members), average
@@ -290,19 +279,15 @@ def set_attention(module: nn.Module, fused: bool) -> int:
     timm chooses when a layer is built. The faster kernel depends on device and shape, so it is set again here (on one
     CPU unfused was 1.4 times faster in training).
     """
-    layers = _attention_layers(module)
-    for layer in layers:
-        layer.fused_attn = fused  # type: ignore[assignment]
-    return len(layers)
+    for layer in module.modules():
+        if isinstance(getattr(layer, "fused_attn", None), bool):
+            layer.fused_attn = fused  # type: ignore[assignment]
+    return count_attention(module)
 
 
 def count_attention(module: Any) -> int:
     """Return the number of attention layers that support both kernels."""
-    return len(_attention_layers(module))
-
-
-def _attention_layers(module: nn.Module) -> list[nn.Module]:
-    return [layer for layer in module.modules() if isinstance(getattr(layer, "fused_attn", None), bool)]
+    return sum(isinstance(getattr(layer, "fused_attn", None), bool) for layer in module.modules())
 
 
 def trained_network(student: Any) -> nn.Module:
@@ -312,10 +297,7 @@ def trained_network(student: Any) -> nn.Module:
 
 
 def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
-    """Return timm's parameter groups of a network: `lr_scale` is `layer_decay` to the power of a layer's depth.
-
-    Frozen parameters are left out. timm's patterns say what does not decay, as in `kd.engine.optim.groups`.
-    """
+    """Return timm's parameter groups: `lr_scale` is `layer_decay` to the power of a layer's depth; none is frozen."""
     from timm.optim import param_groups_layer_decay  # only where layers differ
 
     exempt = getattr(network, "no_weight_decay", set)()

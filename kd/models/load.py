@@ -17,29 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError, did_you_mean
+from kd.models import timm_folder
 from kd.models.classifier import Classifier, Preprocessing
 from kd.models.spec import Spec
-from kd.models.timm_folder import (
-    ARCHITECTURE,
-    WEIGHTS,
-    data_config,
-    folder_classes,
-    folder_config,
-    in_order,
-    require_fetched,
-    require_same_tensors,
-    unpickled,
-    unwrapped,
-)
 
 FITTED = "Use a teacher fitted on this data, or `kd-teach` to fit one"
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
-    """Build a model and load its weights.
-
-    `image_size` is what the data delivers, taken as the model's input size where the model can choose it.
-    """
+    """Build a model with its weights; `image_size`, what the data delivers, is its input size where that is free."""
     if not spec.logits:
         spec = replace(spec, exact_head=False)
     source = _source(spec)
@@ -52,16 +38,19 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     classes = spec.classes if spec.classes is not None else own or _numbered(network)
     if spec.exact_head and (spec.checkpoint or source.startswith("local-dir:")):
         folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
-        spec.require_meaning(folder_config(folder if folder.is_dir() else folder.parent).get("problem_type") or "")
+        content = timm_folder.folder_config(folder if folder.is_dir() else folder.parent)
+        spec.require_meaning(content.get("problem_type") or "")
     if pretrained and spec.classes:
         _settle_pretrained_head(spec, network)
     if weights is not None:
         _load_weights(spec, network, *weights)
-    config = data_config(network)
+    config = timm_folder.data_config(network)
+    described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
+    free = sized if getattr(network, "pretrained_cfg", {}).get("fixed_input_size") else spec.free_size
     made = Classifier(
         _laid_out(network),
         num_classes=len(classes),
-        input_size=_input_size(spec, network, config, image_size, sized),
+        input_size=image_size if free and not described else config["input_size"][-1],
         mean=config["mean"],
         std=config["std"],
         features=features,
@@ -72,16 +61,6 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         made.notes = (f"the tensors of '{spec.checkpoint}' were taken by their order, whatever their names",)
     made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made
-
-
-def _input_size(spec: Spec, network: nn.Module, config: dict[str, Any], image_size: int, sized: bool) -> int:
-    """Return the size of the images that a network sees: that of its weights, or the data's where it is free.
-
-    `sized`: it was built for `image_size`, which a network of one size then needs.
-    """
-    described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
-    free = sized if getattr(network, "pretrained_cfg", {}).get("fixed_input_size") else spec.free_size
-    return image_size if free and not described else config["input_size"][-1]
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
@@ -141,24 +120,21 @@ def require_weights(spec: Spec) -> None:
 def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
     if source.startswith("local-dir:"):
         if pretrained or spec.args.get("pretrained"):
-            _require_safetensors(spec, Path(source.removeprefix("local-dir:")))
+            folder = Path(source.removeprefix("local-dir:"))
+            if not (folder / "model.safetensors").is_file():  # other weights are pickles: loading may run their code
+                allowed = "Weights as safetensors; other formats may run code when they are loaded"
+                remedy = "Write it anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
+                raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
     elif pretrained or ":" in source:
-        require_fetched(f"{spec.where}.model", source, WEIGHTS if pretrained else ARCHITECTURE)
-
-
-def _require_safetensors(spec: Spec, folder: Path) -> None:
-    """Refuse a folder whose weights are not safetensors: others are pickles, and loading one may run its code."""
-    if not (folder / "model.safetensors").is_file():
-        allowed = "Weights as safetensors; other formats may run code when they are loaded"
-        remedy = "Write the folder anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
-        raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
+        wanted = timm_folder.WEIGHTS if pretrained else timm_folder.ARCHITECTURE
+        timm_folder.require_fetched(f"{spec.where}.model", source, wanted)
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
     """Return what the network is built from, wherever its folder lies: the model's name and its arguments."""
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
-    content = folder_config(Path(source.removeprefix("local-dir:")), f"{spec.where}.model")
+    content = timm_folder.folder_config(Path(source.removeprefix("local-dir:")), f"{spec.where}.model")
     return {"model": content.get("architecture"), "args": {**content.get("model_args", {}), **spec.args}}
 
 
@@ -168,7 +144,7 @@ def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
 
     tensors, names = weights or ({}, None)
     folder = Path(source.removeprefix("local-dir:"))
-    names = names or (folder_classes(folder) if source.startswith("local-dir:") else None)
+    names = names or (timm_folder.folder_classes(folder) if source.startswith("local-dir:") else None)
     if names:
         return names
     config = None if source.startswith("local-dir:") or ":" in source else timm.get_pretrained_cfg(source)
@@ -187,10 +163,8 @@ def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
 
 
 def _numbered(network: nn.Module) -> list[str]:
-    """Return names for the classes of a network that timm built with its own head."""
-    config = getattr(network, "pretrained_cfg", None) or {}
-    count = int(getattr(network, "num_classes", 0))
-    return list(config.get("label_names") or [f"class_{label}" for label in range(count)])
+    names = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
+    return list(names or [f"class_{label}" for label in range(int(getattr(network, "num_classes", 0)))])
 
 
 def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
@@ -234,7 +208,7 @@ def read_tensors(spec: Spec) -> Any:
         return None
     file, where = _weights_file(spec), f"{spec.where}.checkpoint"
     if file.suffix != ".safetensors":
-        return unpickled(file, where), folder_classes(file.parent, where)
+        return timm_folder.unpickled(file, where), timm_folder.folder_classes(file.parent, where)
     if spec.by_order:
         wrong = f"'{file}' is safetensors, which keep no order, but {spec.where}.weights is by_order"
         raise ModelError(where, wrong, "A .pth file", f"Name that, or leave {spec.where}.weights out")
@@ -242,7 +216,7 @@ def read_tensors(spec: Spec) -> Any:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ModelError(where, f"'{file}' is not whole safetensors ({error})", "", "Write the file anew") from error
-    return tensors, folder_classes(file.parent, where)
+    return tensors, timm_folder.folder_classes(file.parent, where)
 
 
 def _weights_file(spec: Spec) -> Path:
@@ -255,24 +229,20 @@ def _weights_file(spec: Spec) -> Path:
     return file
 
 
-def _pretrained_names(spec: Spec, network: nn.Module) -> list[str] | None:
-    folder = Path(spec.model.removeprefix("local-dir:"))
-    names = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
-    return list(names) if names else folder_classes(folder) if folder.is_dir() else None
-
-
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on.
 
     A student of other classes gets a head of zeros: timm's random one starts an EfficientNet at a cross-entropy of 9.4.
     """
-    classes, names = spec.classes or (), _pretrained_names(spec, network)
-    count = (getattr(network, "pretrained_cfg", None) or {}).get("num_classes")
+    classes, config = spec.classes or (), getattr(network, "pretrained_cfg", None) or {}
+    count, names = config.get("num_classes"), config.get("label_names")
+    folder = Path(spec.model.removeprefix("local-dir:"))
+    names = names or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
     if spec.exact_head:
         _check_count(f"{spec.where}.model", count, classes)
         if names:
             check_classes(f"{spec.where}.model", names, classes)
-    elif (names and names != list(classes)) or (count is not None and count != len(classes)):
+    elif (names and list(names) != list(classes)) or (count is not None and count != len(classes)):
         for name, tensor in network.state_dict().items():
             if name in _head_names(network):
                 tensor.zero_()
@@ -300,12 +270,14 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
     where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
     own = network.state_dict()
-    tensors = unwrapped(tensors, own)
+    tensors = timm_folder.unwrapped(tensors, own)
     if spec.by_order:
         free = ["pos_embed", *_head_names(network)]  # these are looked at below
-        tensors = in_order(where, spec.model, own, tensors, free, 0 if spec.logits else 2)
-    if not spec.logits:
-        tensors = {name: tensor for name, tensor in tensors.items() if name in own or not _of_a_head(name, network)}
+        tensors = timm_folder.in_order(where, spec.model, own, tensors, free, 0 if spec.logits else 2)
+    if not spec.logits:  # without those of a classifier, as timm's configuration of the network names it
+        heads = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
+        prefixes = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
+        tensors = {name: t for name, t in tensors.items() if name in own or not name.startswith(prefixes)}
     tensors = _at_this_size(tensors, own, network)
     head = next((name for name in _head_names(network) if name in tensors), None)
     if head is not None and spec.exact_head and spec.classes:
@@ -317,7 +289,7 @@ def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], na
         fresh = {name: torch.zeros_like(own[name]) for name in _head_names(network) if name in own}
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
-    require_same_tensors(where, spec.model, own, tensors)
+    timm_folder.require_same_tensors(where, spec.model, own, tensors)
     with without_meta_warnings():
         network.load_state_dict(tensors)
 
@@ -336,15 +308,7 @@ def _at_this_size(tensors: dict[str, Tensor], own: dict[str, Tensor], network: n
     return {**tensors, "pos_embed": resample_abs_pos_embed(given, list(grid), num_prefix_tokens=kept)}
 
 
-def _of_a_head(name: str, network: nn.Module) -> bool:
-    """Return whether a tensor belongs to a classifier, as timm's configuration of the network names it."""
-    heads = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
-    return name.startswith(tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads)))
-
-
 def _head_names(network: nn.Module) -> list[str]:
-    get = getattr(network, "get_classifier", None)
-    head = get() if get else None
-    modules = {id(module): name for name, module in network.named_modules()}
-    prefix = modules.get(id(head), "head") if head is not None else "head"
+    head = getattr(network, "get_classifier", lambda: None)()
+    prefix = next((name for name, module in network.named_modules() if module is head), "head")
     return [f"{prefix}.weight", f"{prefix}.bias"]

@@ -13,10 +13,13 @@ import copy
 import importlib.util
 import logging
 import math
+import statistics
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ OPSET = 20  # of ONNX: the first in which GELU is one operator
 OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
 LARGEST_BATCH = 4096  # upper bound of the dynamic batch: torch.export wants one; kd never sends so many
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
+ROUNDS = 30
+"""Timed calls of each, at most: a median of 30 stands though a third of them met a busy neighbour."""
 
 
 class Graph(nn.Module):
@@ -104,16 +109,9 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = 
         require(name, "--onnx")
     try:
         with quiet():
-            torch.onnx.export(
-                program,
-                f=path,
-                opset_version=OPSET,
-                dynamo=True,
-                external_data=False,
-                input_names=[INPUT],
-                output_names=[output],
-                verbose=False,
-            )
+            names = {"input_names": [INPUT], "output_names": [output]}
+            options = {"opset_version": OPSET, "dynamo": True, "external_data": False, "verbose": False}
+            torch.onnx.export(program, f=path, **names, **options)
     except Exception as error:  # the exporter raises many types, all caused by the network
         raise _failed("torch.onnx.export", error) from error
 
@@ -155,31 +153,43 @@ def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Ca
 
     `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
     """
-    runtime = require("onnxruntime", "--onnx")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    if not spin:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    model = source if isinstance(source, bytes) else str(source)
-    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    session = open_session(source, threads, "--onnx", spin)
     return lambda image: session.run(None, {INPUT: image})[0]
 
 
-def open_session(path: Path, threads: int, where: str) -> Any:
-    """Open somebody's graph on the CPU."""
+def open_session(source: Path | bytes, threads: int, where: str, spin: bool = False) -> Any:
+    """Open a graph on the CPU."""
     runtime = require("onnxruntime", where)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch's threads use the cores too
+    if not spin:  # torch's threads use the cores too
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    model = source if isinstance(source, bytes) else str(source)
     try:
-        return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has its own types, one for each kind of damage
-        raise _no_graph(where, path, error) from error
+        raise _no_graph(where, source, error) from error
 
 
-def _no_graph(where: str, path: Path, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())[:200]
-    return ModelError(where, f"'{path}' is no graph that onnxruntime can run ({reason})", "", "Export it anew")
+def _no_graph(where: str, source: Path | bytes, error: Exception) -> ModelError:
+    reason, name = " ".join(str(error).split())[:200], "it" if isinstance(source, bytes) else f"'{source}'"
+    return ModelError(where, f"{name} is no graph that onnxruntime can run ({reason})", "", "Export it anew")
+
+
+class Sessions:
+    """A graph's sessions, each of a fixed number of threads: called, the one of torch's number now.
+
+    Two are kept, since `--check` alternates between two numbers.
+    """
+
+    def __init__(self, start: Callable[[int], Any]) -> None:
+        self._start, self.open = start, dict[int, Any]()
+
+    def __call__(self) -> Any:
+        threads = torch.get_num_threads()
+        if threads not in self.open:
+            self.open = {**dict([*self.open.items()][-1:]), threads: self._start(threads)}
+        return self.open[threads]
 
 
 def graph_files(path: Path, where: str) -> list[Path]:
@@ -246,12 +256,7 @@ def has_bf16() -> bool:
 def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C]."""
     module = torch.export.load(path).module()
-
-    def run(image: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return module(torch.from_numpy(image)).numpy()
-
-    return run
+    return torch.no_grad()(lambda image: module(torch.from_numpy(image)).numpy())
 
 
 def require(name: str, option: str, extra: str = "") -> Any:
@@ -285,8 +290,7 @@ def quiet() -> Iterator[None]:
 class Exported(nn.Module):
     """A classifier as an exported graph, from uint8 [B, 3, S, S] on the CPU to logits [B, C]; no features or gradients.
 
-    It has no torch weights and no files: the graph stays in memory. A session has a fixed number of threads, so another
-    one is made when torch's number changes. Two are kept, since trials alternate between two numbers.
+    It has no torch weights and no files: the graph stays in memory.
     """
 
     classes, reads_ids = (), False
@@ -298,22 +302,12 @@ class Exported(nn.Module):
         the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino.
         """
         super().__init__()
-        self.runtime, self.bf16 = runtime, precision == "bf16"
-        self.graph = exported(model, size, precision == "int8")
-        self._sessions: dict[int, Callable[[np.ndarray], np.ndarray]] = {}
+        self.runtime, self.graph = runtime, exported(model, size, precision == "int8")
+        start = partial(openvino_runner, self.graph, bf16=precision == "bf16")
+        self.sessions = Sessions(start if runtime == "openvino" else partial(onnx_runner, self.graph, spin=False))
 
     def forward(self, image: Tensor) -> Outputs:
-        """Classify uint8 images [B, 3, S, S]; return float32 logits [B, C]."""
-        threads = torch.get_num_threads()
-        if threads not in self._sessions:
-            latest = dict(list(self._sessions.items())[-1:])
-            self._sessions = {**latest, threads: self._start(threads)}
-        return Outputs(torch.from_numpy(self._sessions[threads](image.contiguous().numpy())))
-
-    def _start(self, threads: int) -> Callable[[np.ndarray], np.ndarray]:
-        if self.runtime == "openvino":
-            return openvino_runner(self.graph, threads, self.bf16)
-        return onnx_runner(self.graph, threads, spin=False)  # torch's threads use the cores between two calls
+        return Outputs(torch.from_numpy(self.sessions()(image.contiguous().numpy())))
 
 
 def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
@@ -325,3 +319,23 @@ def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
             write_int8(path, path.with_suffix(".int8.onnx"))
             path = path.with_suffix(".int8.onnx")
         return path.read_bytes()
+
+
+def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Return the CPU milliseconds of each call with one thread, in turns, as medians: 30, or four and `seconds`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        took: dict[str, list[float]] = {name: [] for name in calls}
+        begin = time.perf_counter()
+        for turn in range(ROUNDS + 2):
+            for name, call in calls.items():
+                start = time.process_time()
+                call()
+                if turn >= 2:
+                    took[name].append(1000 * (time.process_time() - start))
+            if turn > 4 and time.perf_counter() - begin > seconds:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return {name: statistics.median(times) for name, times in took.items()}

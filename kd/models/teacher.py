@@ -29,8 +29,7 @@ class Uncached:
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         yield from batches
 
-    def flush(self) -> None:
-        """Do nothing: no outputs are stored."""
+    def flush(self) -> None: ...
 
     def validation(self, test: bool = False) -> Any:
         """Return the teacher of the validation images, or of the test images; the same one where it looks at pixels."""
@@ -53,7 +52,7 @@ class LiveTeacher(Uncached):
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
         remake: Callable[[Any], nn.Module] | None = None,
     ) -> None:
-        """Freeze a copy of `model`, as a part of kd/teachers builds it, on `device`; normalization stays float32.
+        """Freeze a copy of `model`, as a part of `networks/` builds it, on `device`; normalization stays float32.
 
         `micro_batch`: images per forward; 0: the whole batch. `shard` shards the model over the ranks, of which rank
         0's alone needs weights, `pipeline` splits it into stages: with either, all ranks must call the teacher equally
@@ -78,7 +77,6 @@ class LiveTeacher(Uncached):
         self.micro_batch = micro_batch
 
     def validation(self, test: bool = False) -> LiveTeacher:
-        """Return the teacher of other images: where it answers by ids, they are those of another listing."""
         if not self.reads_ids:
             return self
         other = copy.copy(self)

@@ -48,8 +48,7 @@ def data_config(network: nn.Module) -> dict[str, Any]:
     from timm.data import resolve_model_data_config
 
     config = resolve_model_data_config(network)
-    embed = getattr(network, "patch_embed", None)
-    size = getattr(embed, "img_size", None)
+    size = getattr(getattr(network, "patch_embed", None), "img_size", None)
     if size is not None:  # what the model was built for, not what its pretrained weights were
         config["input_size"] = (3, *size)
     return config
@@ -83,12 +82,9 @@ def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> di
     config = {**data_config(network), "input_size": (3, size, size)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        save_config_for_hf(
-            network,
-            str(path),
-            model_config={"num_classes": len(classes), "label_names": list(classes)},
-            data_config={**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop},
-        )
+        model = {"num_classes": len(classes), "label_names": list(classes)}
+        data = {**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop}
+        save_config_for_hf(network, str(path), model_config=model, data_config=data)
         content = json.loads(path.read_text())
     for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
         content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
@@ -99,14 +95,10 @@ def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dic
     """Return the same of a network that timm does not know, in timm's form."""
     scale, shift = (getattr(student, name).flatten().double() for name in ("scale", "shift"))
     std, mean = 1 / (255 * scale), -shift / (255 * scale)
-    pixels = {"mean": [round(value, 6) for value in mean.tolist()], "std": [round(value, 6) for value in std.tolist()]}
-    size = student.input_size
-    return {
-        "architecture": student.architecture,
-        "num_classes": len(classes),
-        "label_names": list(classes),
-        "pretrained_cfg": {"input_size": [3, size, size], **pixels, "crop_pct": crop},
-    }
+    pixels: dict[str, Any] = {"input_size": [3, student.input_size, student.input_size], "crop_pct": crop}
+    pixels |= {name: [round(one, 6) for one in values.tolist()] for name, values in (("mean", mean), ("std", std))}
+    own = {"architecture": student.architecture, "num_classes": len(classes), "label_names": list(classes)}
+    return {**own, "pretrained_cfg": pixels}
 
 
 HUB_SECONDS = 2.0  # how long a hub may take to answer

@@ -25,7 +25,7 @@ FACTS: dict[str, type[Any]] = {
     "networks": NetworkFacts,
     "backends": BackendFacts,
 }
-"""What the function `facts` of a part returns. A part without one has the defaults; a loss must have one."""
+"""What the `facts` of a part are. A part without any has the defaults; a loss must have some."""
 
 
 def names(folder: str) -> list[str]:
@@ -106,14 +106,13 @@ def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> A
 
 
 def facts(folder: str, kind: str, options: Any, where: str) -> Any:
-    """Return what others must know of a part with these options: what its `facts(options)` returns, or the defaults."""
-    function, cls = getattr(find(folder, kind, where), "facts", None), FACTS[folder]
-    if function is None and cls is not LossFacts:
-        return cls()
-    value = None if function is None else function(options)
+    """Return what others must know of a part with these options: its `facts`, or what `facts(options)` returns."""
+    cls = FACTS[folder]
+    value = getattr(find(folder, kind, where), "facts", None if cls is LossFacts else cls())
+    value = value(options) if callable(value) else value
     if not isinstance(value, cls):
-        wrong = f"'{kind}' does not say what it reads" if function is None else f"facts of '{kind}' returns {value!r}"
-        allowed = f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__}"
+        wrong = f"'{kind}' does not say what it reads" if value is None else f"facts of '{kind}' returns {value!r}"
+        allowed = f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__}, or one as `facts`"
         raise PartNotFound(where, wrong, allowed, "Add it; CONTRIBUTING.md has an example")
     return value
 

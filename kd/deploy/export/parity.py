@@ -15,10 +15,10 @@ from kd.core.evaluation import Task
 from kd.core.intervals import around, paired, resampled, wilson
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
-from kd.data.batches import batches_of
+from kd.data.loader import batches_of
 from kd.deploy.shift import Measures, Reference, measure
 from kd.models.classifier import Classifier
-from kd.models.speed import cpu_ms
+from kd.models.runtimes import cpu_ms
 from kd.setup.data import Data
 
 Runner = Callable[[np.ndarray], np.ndarray]

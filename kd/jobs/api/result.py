@@ -19,8 +19,7 @@ from kd.core.host import environment
 from kd.core.seeds import evenly_spaced
 from kd.core.text import html_table
 from kd.core.types import State
-from kd.data.batches import batches_of
-from kd.data.loader import evaluation_plan
+from kd.data.loader import batches_of, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.jobs.api.arguments import Arguments, batch_of
 from kd.models.classifier import Classifier, Network, digest, resized

@@ -23,18 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from kd.core.errors import BackendError, KdError
 from kd.core.host import bf16_units
 from kd.core.types import Batch
+from kd.parts.backends import _optimizers as states
 from kd.parts.backends._launch import read_launch, set_rendezvous
-from kd.parts.backends._optimizers import (
-    copy_before_step,
-    gather,
-    is_divided,
-    load_state,
-    mib,
-    parameters,
-    scatter,
-    skip_fused_unless_finite,
-    state_tensors,
-)
 
 
 class DDPBackend:
@@ -134,13 +124,14 @@ class DDPBackend:
             raise BackendError("teacher.shard", wrong, allowed, remedy)
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
+        self.check_divided(0)
         from kd.parts.backends._divided import shard  # older torch lacks what it imports
 
-        self.check_divided(0)
         self._teacher = shard(module, source, self.device)
         return self._teacher
 
     def pipeline(self, module: nn.Module) -> nn.Module:
+        self.check_divided(self.world_size)
         from kd.parts.backends._divided import Pipelined  # older torch lacks what it imports
 
         self._teacher = Pipelined(module, self.device)
@@ -175,37 +166,38 @@ class DDPBackend:
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
-        with_gradient = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
+        with_gradient = [parameter for parameter in states.parameters(optimizer) if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
-        inner = optimizer.optim if is_divided(optimizer) else optimizer
+        inner = optimizer.optim if states.is_divided(optimizer) else optimizer
         if inner.defaults.get("fused"):
-            skip_fused_unless_finite(inner, norm)
+            states.skip_fused_unless_finite(inner, norm)
             optimizer.step()
         else:
-            restore_unless_finite = copy_before_step(inner)
+            restore_unless_finite = states.copy_before_step(inner)
             optimizer.step()
             restore_unless_finite(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm.detach()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        if is_divided(optimizer):
-            return gather(optimizer, self.device)
+        if states.is_divided(optimizer):
+            return states.gather(optimizer, self.device)
         return optimizer.state_dict() if self.rank == 0 else {}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if is_divided(optimizer):
-            scatter(optimizer, state)
+        if states.is_divided(optimizer):
+            states.scatter(optimizer, state)
         else:
-            load_state(optimizer, state)
+            states.load_state(optimizer, state)
 
     def counters(self) -> dict[str, float]:
         """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
-        memory = {"optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0}
+        own = states.state_tensors(self._optimizer) if self._optimizer is not None else []
+        memory = {"optimizer_mib": states.mib(own)}
         if self._teacher is not None:
             from kd.parts.backends._divided import local_tensors
 
-            memory["teacher_mib"] = mib(local_tensors(self._teacher))
+            memory["teacher_mib"] = states.mib(local_tensors(self._teacher))
         return memory
 
     def communication_ms(self) -> float:
@@ -234,8 +226,7 @@ class DDPBackend:
             dist.all_reduce(total)
         return total
 
-    def reduce_mean(self, tensor: Tensor) -> Tensor:
-        """Return the mean over ranks: SUM, then divide (smddp refuses AVG)."""
+    def reduce_mean(self, tensor: Tensor) -> Tensor:  # smddp refuses AVG
         return self.reduce_sum(tensor) / self.world_size
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:

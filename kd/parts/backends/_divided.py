@@ -11,6 +11,7 @@ group is created: rank 0 broadcasts one tensor at a time in the default group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,17 +91,12 @@ class _Flat(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        for container in _chains(module):
-            for block in container:
-                block.register_forward_hook(_contiguous)
+        for block in chain.from_iterable(_chains(module)):
+            block.register_forward_hook(lambda _, inputs, o: o.contiguous() if isinstance(o, Tensor) else o)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         outputs = self.module(image)
         return tuple(output.float() for output in (outputs.logits, *outputs.features.values()))
-
-
-def _contiguous(block: nn.Module, inputs: Any, output: Any) -> Any:
-    return output.contiguous() if isinstance(output, Tensor) else output
 
 
 def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
@@ -117,7 +113,7 @@ def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
 def cut_points(module: nn.Module, stages: int) -> list[str]:
     """Return the names of the blocks that begin a stage, so that all stages have about equally many parameters."""
     names = {id(child): name for name, child in module.named_modules()}
-    blocks = [names[id(block)] for chain in _chains(module) for block in list(chain)[1:]]
+    blocks = [names[id(block)] for listed in _chains(module) for block in list(listed)[1:]]
     starts: dict[str, int] = {}  # number of parameters before each block
     total = 0
     for name, parameter in module.named_parameters():
@@ -179,16 +175,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _units(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a network, inner ones first.
 
-    A block is an element of a ModuleList or Sequential that holds another element of its class, as in transformers
-    and convolutional networks. Blocks below SMALLEST_SHARE are not listed.
+    A block is an element of a ModuleList or Sequential that holds another element of its class. Those below
+    SMALLEST_SHARE are not listed.
     """
     smallest = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
     units = []
     for container in module.modules():
-        if not isinstance(container, (nn.Sequential, nn.ModuleList)):
-            continue
-        kinds = [type(child) for child in container]
-        for child in container:
+        children = list(container) if isinstance(container, (nn.Sequential, nn.ModuleList)) else []
+        kinds = [type(child) for child in children]
+        for child in children:
             size = sum(parameter.numel() for parameter in child.parameters())
             if kinds.count(type(child)) > 1 and size and size >= smallest:
                 units.append(child)

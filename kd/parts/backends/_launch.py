@@ -28,12 +28,7 @@ class Launch:
 # Variables of each launcher: rank, world size, local rank, local world size. The first whose rank is set wins.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
 
 
@@ -42,8 +37,7 @@ def read_launch() -> Launch:
     with_rank = [launcher for launcher, names in _LAUNCHERS.items() if names[0] in os.environ]
     with_world = [launcher for launcher, names in _LAUNCHERS.items() if os.environ.get(names[1], "1") != "1"]
     if not with_rank and not with_world:
-        _refuse_a_lone_accelerate()
-        return _sagemaker()
+        return _without_a_rank()
     launcher = (with_rank or with_world)[0]
     names = _LAUNCHERS[launcher]
     try:
@@ -60,9 +54,10 @@ def read_launch() -> Launch:
     return Launch(launcher, rank, world_size, local_rank, local_world_size)
 
 
-def _refuse_a_lone_accelerate() -> None:
-    """Refuse a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this one.
+def _without_a_rank() -> Launch:
+    """Return one process per host where SageMaker runs the script on several hosts; else a single process.
 
+    Refused is a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this one.
     With N above 1 it sets where the ranks meet, but no rank and no world size.
     """
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
@@ -70,10 +65,6 @@ def _refuse_a_lone_accelerate() -> None:
         allowed = "On CPUs it starts several with --mpirun_hostfile alone"
         remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`, or --num_processes 1"
         raise BackendError("backend", wrong, allowed, remedy)
-
-
-def _sagemaker() -> Launch:
-    """Return one process per host where SageMaker runs the script on several hosts; else a single process."""
     hosts = _hosts()
     if len(hosts) < 2:
         return Launch("none", 0, 1, 0, 1)

@@ -73,21 +73,18 @@ def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Non
 
     A compiler makes one kernel of the update and the choice. State that is made in this step becomes 0, as it begins.
     """
-    before = {id(tensor): tensor.detach().clone() for tensor in _tensors(optimizer)}
+    moving = [*parameters(optimizer), *state_tensors(optimizer)]
+    before = {id(tensor): tensor.detach().clone() for tensor in moving}
 
     @torch.no_grad()
     def restore_unless_finite(norm: Tensor) -> None:
         finite = norm.isfinite()
-        for tensor in _tensors(optimizer):
+        for tensor in [*parameters(optimizer), *state_tensors(optimizer)]:
             if tensor.device == norm.device:  # a step counter on the host would have to wait for the device
                 old = before.get(id(tensor))
                 tensor.copy_(torch.where(finite, tensor, torch.zeros_like(tensor) if old is None else old))
 
     return restore_unless_finite
-
-
-def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [*parameters(optimizer), *state_tensors(optimizer)]
 
 
 State = dict[int, dict[str, Tensor]]
@@ -108,7 +105,6 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
     state = _owned(optimizer)
     for owner in range(1, dist.get_world_size()):
         header, payload = _pack(_owned(optimizer), device) if rank == owner else (_empty(0, device), _empty(0, device))
-        # float32 is exact for integers up to 2**24 only: a length is sent as two digits of base 2**20
         digits = [digit for part in (header, payload) for digit in divmod(part.numel(), _BASE)]
         lengths = torch.tensor(digits, dtype=torch.float32, device=device)
         dist.broadcast(lengths, owner)
@@ -131,7 +127,7 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
 
 def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
     """Load this rank's share of an unsharded optimizer's state, which any number of ranks may have saved."""
-    position = _positions(optimizer)
+    position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
     local: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for inner, saved in zip(optimizer.optim.param_groups, state["param_groups"], strict=True):
@@ -147,13 +143,9 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
     set_group_options(optimizer, state["param_groups"])
 
 
-def _positions(optimizer: ZeroRedundancyOptimizer) -> dict[int, int]:
-    return {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
-
-
 def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
     """Return the state of the parameters that this rank updates, by their position in the whole optimizer."""
-    position = _positions(optimizer)
+    position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
     return {
         position[id(parameter)]: {name: torch.as_tensor(value) for name, value in entries.items() if value is not None}
         for parameter, entries in optimizer.optim.state.items()

@@ -8,19 +8,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kd.core.errors import BackendError, MissingExtra
 from kd.core.facts import BackendFacts
+from kd.core.facts import NoOptions as Options
 from kd.parts.backends._ddp import DDPBackend
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options."""
+facts = BackendFacts(compiles=True)
 
 
 class Neuron(DDPBackend):
@@ -44,11 +41,6 @@ class Neuron(DDPBackend):
             allowed = "Allowed: false; Neuron compiles a broadcast for each shape"
             raise BackendError("optimizer.zero", wrong, allowed, "Set optimizer.zero=false")
         return super().optimizer(list(groups), cls, False, **options)
-
-
-def facts(options: Options) -> BackendFacts:
-    """Return what others must know of it."""
-    return BackendFacts(compiles=True)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> Neuron:

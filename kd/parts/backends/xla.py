@@ -1,4 +1,4 @@
-"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device.
+"""AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device (PJRT_DEVICE).
 
 There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, lets them be clipped, and
 steps. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
@@ -12,10 +12,8 @@ import importlib
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,11 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kd.core.errors import BackendError, KdError, MissingExtra
+from kd.core.errors import BackendError, MissingExtra
 from kd.core.facts import BackendFacts
+from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch
-from kd.parts.backends._launch import read_launch, set_rendezvous
-from kd.parts.backends._optimizers import copy_before_step, mib, parameters, set_group_options, state_tensors
+from kd.parts.backends._ddp import DDPBackend
+from kd.parts.backends._launch import set_rendezvous
+from kd.parts.backends._optimizers import copy_before_step, parameters, set_group_options
 
 try:
     import torch_xla
@@ -43,28 +43,20 @@ else:
 
 NEVER = 2**31  # batches between the device loader's own graph cuts; practically none
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options. PJRT_DEVICE (NEURON, CPU) selects the device of torch_xla."""
+facts = BackendFacts(compiles=True)
 
 
-class XLA:
-    """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`."""
+class XLA(DDPBackend):
+    """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`.
 
-    kind = "xla"
+    Its device is the CPU until `setup`: on Neuron the runtime must not start before the process group.
+    """
 
-    def __init__(self, precision: str, timeout_seconds: float) -> None:
-        self.launch = read_launch()
-        self.rank, self.world_size = self.launch.rank, self.launch.world_size
-        self.local_rank, self.local_world_size = self.launch.local_rank, self.launch.local_world_size
-        self.autocast_dtype = torch.bfloat16 if precision == "bf16" else None
-        self.timeout_seconds = timeout_seconds
-        self.device = torch.device("cpu")
-        """The CPU until `setup`: on Neuron the runtime must not start before the process group."""
-        self.auto_mode, self.compiles = "fp32+unfused", True
-        self._joined = False
-        self._optimizer: torch.optim.Optimizer | None = None
+    kind, compiles = "xla", True
+
+    @property
+    def auto_mode(self) -> str:
+        return "bf16+unfused" if self.device.type == "xla" and xr.device_type() != "CPU" else "fp32+unfused"
 
     def setup(self) -> None:
         """Join the world and check that it reduces; on the CPU torch_xla joins but silently does not reduce."""
@@ -78,18 +70,14 @@ class XLA:
         if self.world_size > 1:
             set_rendezvous(self.launch)
             importlib.import_module("torch_xla.distributed.xla_backend")  # registers the process group
-            dist.init_process_group("xla", timeout=timedelta(seconds=self.timeout_seconds))
+            dist.init_process_group("xla", timeout=self.timeout)
             self._joined = True
         self.device = torch_xla.device()
-        if xr.device_type() != "CPU":
-            self.auto_mode = "bf16+unfused"
         present = self.reduce_sum(torch.ones(1, device=self.device))
         if int(present.item()) != self.world_size or xr.world_size() != self.world_size:
             self.close()
-            wrong = (
-                f"is 'xla', but {int(present.item())} of the {self.world_size} processes that {self.launch.launcher} "
-                f"started take part in an all-reduce on device {xr.device_type()}"
-            )
+            started = f"{int(present.item())} of the {self.world_size} processes that {self.launch.launcher} started"
+            wrong = f"is 'xla', but {started} take part in an all-reduce on device {xr.device_type()}"
             allowed = "All ranks must take part; torch_xla reduces between processes on Neuron, not on the CPU"
             raise BackendError("backend.kind", wrong, allowed, "Start one process, or set backend.kind=cpu")
 
@@ -124,18 +112,6 @@ class XLA:
         why = "torch_xla ends with torch 2.9, and this needs 2.13" if stages else "torch_xla does not support FSDP2"
         remedy = "Remove the key; set teacher.micro_batch where the activations do not fit"
         raise BackendError(key, f"is {value}, but {why}", "Backends that support it: cpu, cuda, neuron", remedy)
-
-    def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
-        self.check_divided(0)
-        return module
-
-    def pipeline(self, module: nn.Module) -> nn.Module:
-        self.check_divided(2)
-        return module
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: gradients are reduced in `step`."""
-        return nullcontext()
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("xla", torch.bfloat16) if self.autocast_dtype is not None else nullcontext()
@@ -217,12 +193,8 @@ class XLA:
         return {
             "compiles": float(_samples("CompileTime")),
             "executions": float(_samples("ExecuteTime")),
-            "optimizer_mib": mib(state_tensors(self._optimizer)) if self._optimizer is not None else 0.0,
+            **super().counters(),
         }
-
-    def communication_ms(self) -> float:
-        """Return 0.0: the reduction is a part of the graph, whose times are not known here."""
-        return 0.0
 
     def end_step(self) -> None:
         """Cut the graph: compile it if it is new, and start it."""
@@ -234,9 +206,6 @@ class XLA:
             xm.all_reduce(xm.REDUCE_SUM, [total])
         return total
 
-    def reduce_mean(self, tensor: Tensor) -> Tensor:
-        return self.reduce_sum(tensor) / self.world_size
-
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         if self._joined:
             xm.collective_broadcast([tensor.data for tensor in tensors])
@@ -245,15 +214,6 @@ class XLA:
     def barrier(self) -> None:
         if self._joined:
             xm.rendezvous("kd")
-
-    def explain(self, error: Exception) -> KdError | None:
-        """Return None: how torch_xla reports a lost rank is not known."""
-        return None
-
-    def close(self) -> None:
-        if self._joined:
-            self._joined = False
-            dist.destroy_process_group()
 
 
 class Uploads:
@@ -331,15 +291,10 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": entries}
 
 
-def facts(options: Options) -> BackendFacts:
-    """Return what others must know of it."""
-    return BackendFacts(compiles=True)
-
-
 def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
     """Build the torch_xla backend; `setup` joins the world."""
     if _import_error is not None:
         wrong = f"is 'xla', but torch_xla cannot be imported ({_import_error})"
         allowed = "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron"
         raise MissingExtra("backend.kind", wrong, allowed, "Run: pip install 'kd[xla]' in an environment of its own")
-    return XLA(precision, timeout_seconds)
+    return XLA(torch.device("cpu"), precision, timeout_seconds)

@@ -10,23 +10,25 @@ import warnings
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.types import Decoded, Label
+from kd.files import pixels
 from kd.files.pixels import MAX_BYTES, Least, reduce, to_rgb
 from kd.files.storage import REMEDY, retried
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
+ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
+"""Of the names of image files."""
 PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
@@ -76,7 +78,10 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
-                _check_size(image)
+                most = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
+                if most and image.width * image.height > most:
+                    found = f"{image.width} x {image.height} pixels; at most {most} in all are read"
+                    raise Image.DecompressionBombError(found)
                 reduce(image, least)
                 image.load()
                 return Decoded(to_rgb(image), zlib.crc32(data))
@@ -87,7 +92,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
         raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
-    except (_TooLarge, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:
         raise refuse(subject, where, f"the image is too large ({error})") from error
     except MemoryError:
         raise  # of the machine, not of the image
@@ -107,23 +112,9 @@ def _formats(data: bytes) -> tuple[str, ...]:
     """Return the formats to try. pillow-heif is loaded by the first image that needs it: 26 MB of libraries."""
     if not HEIF or data[4:8] != b"ftyp" or data[8:12] in AVIF_BRANDS:
         return tuple(name for name in FORMATS if name != "HEIF")
-    _load_heif()
+    if "HEIF" not in Image.OPEN:
+        import_module("pillow_heif").register_heif_opener()
     return FORMATS
-
-
-@cache
-def _load_heif() -> None:
-    import_module("pillow_heif").register_heif_opener()
-
-
-class _TooLarge(ValueError):
-    """More pixels than Pillow's limit, beyond which a small file may fill the memory."""
-
-
-def _check_size(image: Image.Image) -> None:
-    limit = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
-    if limit and image.width * image.height > limit:
-        raise _TooLarge(f"{image.width} x {image.height} pixels; at most {limit} in all are read")
 
 
 class Names:
@@ -159,8 +150,7 @@ class Names:
         for block in range(len(self._starts) - 1):
             yield from self._joined(block).split(b"\0")
 
-    def joined(self) -> Iterator[bytes]:
-        """Yield all names with a zero byte between two, `size` bytes in pieces."""
+    def joined(self) -> Iterator[bytes]:  # all names with a zero byte between two, `size` bytes in pieces
         for block in range(len(self._starts) - 1):
             yield b"\0" * bool(block) + self._joined(block)
 
@@ -236,7 +226,6 @@ def label_images(
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Return the first eight names, for messages."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
@@ -260,6 +249,18 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
     return held
 
 
+def check_splits(options: Any, kind: str) -> None:
+    """Check the keys `train_split`, `val_split`, `test_split` and `val_fraction` of options."""
+    train, val, test, fraction = options.train_split, options.val_split, options.test_split, options.val_fraction
+    if not 0 <= fraction < 1:
+        raise ValueError(f"val_fraction is {fraction}; it must be at least 0 and below 1")
+    if not train or not val or (train == val and not fraction):
+        raise ValueError(f"train_split and val_split must be two different {kind}s; to share one, set val_fraction")
+    if test and test in (train, "" if fraction else val):
+        wrong = f"test_split must be another {kind} than train_split and val_split; or set test_fraction"
+        raise ValueError(wrong)
+
+
 def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str) -> np.ndarray:
     """Return the ids of the images of "train" or "val", where validation images are held out; see `hold_out`."""
     ids = np.flatnonzero(hold_out(keys, labels, fraction) == (split == "val"))
@@ -270,7 +271,7 @@ def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str)
 
 
 class Listed:
-    """A listing of images that are there: what all sources of files have in common."""
+    """A listing of images that are there: what all sources of files have in common. See `kd.core.contracts.Source`."""
 
     classes: tuple[str, ...]
     _labels: np.ndarray  # a class each, or int8 [N, C] of sets
@@ -291,8 +292,7 @@ class Listed:
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
         raise NotImplementedError
 
-    def prepare(self) -> None:
-        """Do nothing: the images are there."""
+    def prepare(self) -> None: ...
 
 
 def stamp(status: os.stat_result) -> int:
@@ -310,17 +310,10 @@ def fingerprint(classes: Sequence[str], names: Names | bytes, labels: np.ndarray
     """
     digest = hashlib.sha256()
     title = "\0".join(classes).encode("utf-8", "surrogatepass")
-    parts = (
-        (len(title), [title]),
-        (names.size, names.joined()) if isinstance(names, Names) else (len(names), [names]),
-        *((array.nbytes, [array.data]) for array in (_packed(labels, "<i4"), _packed(sizes, "<i8"))),
-    )
-    for length, pieces in parts:
+    arrays = [np.ascontiguousarray(labels, "<i4").reshape(-1), np.ascontiguousarray(sizes, "<i8").reshape(-1)]
+    listed = (names.size, names.joined()) if isinstance(names, Names) else (len(names), [names])
+    for length, pieces in ((len(title), [title]), listed, *((one.nbytes, [one.data]) for one in arrays)):
         digest.update(length.to_bytes(8, "little"))
         for piece in pieces:
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _packed(array: np.ndarray, kind: str) -> np.ndarray:
-    return np.ascontiguousarray(array, kind).reshape(-1)

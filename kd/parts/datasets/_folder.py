@@ -13,25 +13,11 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.types import Decoded
-from kd.files import pixels
 from kd.files.pixels import Least
 from kd.files.storage import retried
-from kd.parts.datasets._decode import (
-    AVIF,
-    HEIF,
-    MAGIC,
-    READ_BY,
-    Listed,
-    Names,
-    fingerprint,
-    first_few,
-    read_file,
-    stamp,
-)
+from kd.parts.datasets._decode import ENDINGS, MAGIC, READ_BY, Listed, Names, fingerprint, first_few, read_file, stamp
 
 WHERE = "data.root"
-MORE = [*(["avif"] if AVIF else []), *(["heic", "heif"] if HEIF else [])]
-ENDINGS = tuple(f".{ending}".encode() for ending in [*pixels.ENDINGS, *MORE])
 MOST_KINDS = 6  # endings that a line names
 
 
@@ -67,82 +53,50 @@ class ImageFolder(Listed):
     """A listing of image files. Its memory is a few arrays, cheap to pickle and to share with forked workers."""
 
     def __init__(
-        self,
-        root: str,
-        files: Files,
-        labels: np.ndarray,
-        classes: Sequence[str],
-        notes: Sequence[str],
+        self, root: str, files: Files, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str]
     ) -> None:
         """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets."""
         self.classes, self.notes = tuple(classes), tuple(notes)
         self._root = os.fsencode(root)
-        self._names, self._labels, self._stamps = files.names, labels, files.stamps
+        self.names, self._labels, self._stamps = files.names, labels, files.stamps
         self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
 
-    @property
-    def names(self) -> Names:
-        return self._names
-
-    @property
-    def labels(self) -> np.ndarray:
-        return self._labels
-
-    @property
-    def stamps(self) -> np.ndarray:
-        return self._stamps
-
     def name(self, id: int) -> str:
-        return text(self._names[id])
+        return text(self.names[id])
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
-        path = os.path.join(self._root, self._names[id])
+        path = os.path.join(self._root, self.names[id])
         return read_file(path, f"file '{self.name(id)}'", WHERE, least)
-
-
-class Listing(NamedTuple):
-    files: Files  # the images, by the bytes of their paths: the same order on every machine, whatever its locale
-    folders: list[bytes]  # those that directly hold images, as paths in the root
-    folder_of: np.ndarray  # the position of each image's folder, int32 [N]
-    notes: tuple[str, ...]  # what is left out, a line each
-
-
-def scan(root: str, folder: bytes) -> Listing:
-    """List the image files below `folder`, with their sizes and times, and say what is left out.
-
-    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
-    request to the storage, which NFS answers from the same listing.
-    """
-    scanned = _Scan(root)
-    files = Files.of(scanned.images(folder))
-    folder_of = np.asarray(scanned.folder_of)
-    notes = (*_unread(scanned.other), *scanned.without_images())
-    return Listing(files, [*scanned.holding], folder_of, notes)
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
 """A folder, the folders that lead to what it holds, and that: names in order, of folders with "/" and no file."""
 
 
-class _Scan:
-    """What one pass over a folder finds beside its files."""
+class Listing:
+    """The image files below `folder`, with their sizes and times, and what is left out.
 
-    def __init__(self, root: str) -> None:
-        self._root = os.fsencode(root)
-        self.folders: list[bytes] = []
-        self.holding: dict[bytes, int] = {}
-        """Folders that directly hold images, and their position."""
-        self.folder_of = array("i")
-        self.other: Counter[str] = Counter()
+    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
+    request to the storage, which NFS answers from the same listing.
+    """
 
-    def images(self, folder: bytes) -> Iterator[tuple[bytes, File]]:
+    def __init__(self, root: str, folder: bytes) -> None:
+        self._root, self._all, self._other = os.fsencode(root), list[bytes](), Counter[str]()
+        self.folders: dict[bytes, int] = {}  # those that directly hold images, as paths in the root, and their position
+        folder_of = array("i")
+        self.files = Files.of(self._images(folder, folder_of))
+        """By the bytes of their paths: the same order on every machine, whatever its locale."""
+        self.folder_of = np.asarray(folder_of)  # the position of each image's folder, int32 [N]
+        self.notes = (*_unread(self._other), *self._without_images())
+
+    def _images(self, folder: bytes, folder_of: array[int]) -> Iterator[tuple[bytes, File]]:
         """Yield the images below a folder by the bytes of their paths; one folder at a time is held as objects."""
         todo = [self._listed(folder, frozenset())]
         while todo:
             relative, above, found = todo[-1]
             name, file = next(found, (b"", None))
             if file is not None:
-                self.folder_of.append(self.holding.setdefault(relative, len(self.holding)))
+                folder_of.append(self.folders.setdefault(relative, len(self.folders)))
                 yield _join(relative, name), file
             elif name:
                 todo.append(self._listed(_join(relative, name[:-1]), above))
@@ -153,7 +107,7 @@ class _Scan:
         """List a folder; `above`: the folders that lead here."""
         path = os.path.join(self._root, relative) if relative else self._root
         entries, status = entries_of(path)
-        self.folders.append(relative)
+        self._all.append(relative)
         here = status.st_dev, status.st_ino
         if here in above:
             raise DataError(WHERE, f"the folder '{text(path)}' is a link to a folder above it", "", "Remove the link")
@@ -164,17 +118,17 @@ class _Scan:
             elif is_image(entry):
                 found.append((entry.name, file_of(entry)))
             else:
-                self.other[text(posixpath.splitext(entry.name)[1])] += 1
+                self._other[text(posixpath.splitext(entry.name)[1])] += 1
         return relative, above | {here}, iter(sorted(found))  # with its "/" a folder stands where its images do
 
-    def without_images(self) -> list[str]:
+    def _without_images(self) -> list[str]:
         """Name the folders without an image in them or below; of such a folder in another one, the upper alone."""
         holding: set[bytes] = set()
-        for folder in self.holding:
+        for folder in self.folders:
             while folder not in holding:
                 holding.add(folder)
                 folder = posixpath.dirname(folder)
-        bare = sorted(name for name in self.folders[1:] if name not in holding and posixpath.dirname(name) in holding)
+        bare = sorted(name for name in self._all[1:] if name not in holding and posixpath.dirname(name) in holding)
         if not bare:
             return []
         words = "1 folder has" if len(bare) == 1 else f"{len(bare)} folders have"

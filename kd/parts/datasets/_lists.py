@@ -6,8 +6,7 @@ import csv
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TextIO
 
@@ -35,15 +34,16 @@ class Listed(NamedTuple):
     file: File
 
 
-@dataclass(frozen=True, slots=True)
 class Lists:
-    root: str
-    keys: Mapping[str, str]  # of the configuration: where the list of each split is named; of "train", "val" and "test"
-    files: Mapping[str, str]
-    """The list of each split, absolute, or relative to `root`. "" of val: `val_fraction` of the training list."""
-    val_fraction: float
+    """The lists of options whose keys are `train_ENDING`, `val_ENDING` and `test_ENDING`.
 
-    def __post_init__(self) -> None:
+    They are absolute, or relative to `root`; without one of val, `val_fraction` of the training list is held out.
+    """
+
+    def __init__(self, options: Any, ending: str) -> None:
+        self.keys = {split: f"{split}_{ending}" for split in ("train", "val", "test")}
+        self.files = {split: getattr(options, key) for split, key in self.keys.items()}
+        self.root, self.val_fraction = options.root, options.val_fraction
         if not self.root or not self.files["train"]:
             wrong = f"root and {self.keys['train']} must be set: the folder of the images, and the file that lists them"
             raise ValueError(wrong)
@@ -52,15 +52,7 @@ class Lists:
         if bool(self.files["val"]) == bool(self.val_fraction):
             raise ValueError(f"{self.keys['val']} or val_fraction is needed; set one of them")
 
-    @classmethod
-    def of(cls, options: Any, ending: str) -> Lists:
-        """Return the lists of options whose keys are `train_ENDING`, `val_ENDING` and `test_ENDING`."""
-        keys = {split: f"{split}_{ending}" for split in ("train", "val", "test")}
-        files = {split: getattr(options, key) for split, key in keys.items()}
-        return cls(options.root, keys, files, options.val_fraction)
-
-    def key(self, split: str) -> str:
-        """Return the config path of the list that has the images of a split."""
+    def key(self, split: str) -> str:  # the config path of the list that has the images of a split
         return f"data.{self.keys[split if self.files[split] else 'train']}"
 
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
@@ -88,9 +80,7 @@ class Lists:
             return own, []  # some of the lists alone say nothing of the others
         beside = (posixpath.join(folder, name) for folder, one in folders.items() for name in one.images)
         unlisted = sum(all(name not in one for one in (own, *others.values())) for name in beside)
-        if not unlisted:
-            return own, []
-        return own, [f"{unlisted} images beside the listed ones are in no list"]
+        return own, [f"{unlisted} images beside the listed ones are in no list"] if unlisted else []
 
     def held(self, names: Sequence[bytes], labels: np.ndarray, split: str) -> np.ndarray:
         """Return the positions of the images of a split among those of its list, by `val_fraction` of each class."""
@@ -129,17 +119,14 @@ def table(opened: TextIO) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
         raise ValueError(f"its first line names '{twice[0]}' twice")
     if os.fsencode(header[0].lower()).endswith(ENDINGS):
         raise ValueError(f"its first line is an image, '{header[0]}'; it must name the columns")
-    return header, _rows(reader, len(header))
 
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        for row in filter(None, reader):
+            if len(row) != len(header):
+                raise ValueError(f"line {reader.line_num} has {len(row)} fields, the first line has {len(header)}")
+            yield reader.line_num, row
 
-def _rows(reader: Any, width: int) -> Iterator[tuple[int, list[str]]]:
-    for row in filter(None, reader):
-        if len(row) != width:
-            raise ValueError(f"line {reader.line_num} has {len(row)} fields, the first line has {width}")
-        yield reader.line_num, row
-
-
-# ------------------------------------------------------------------------------------------------- names to files
+    return header, rows()
 
 
 class _Beside:
@@ -184,7 +171,12 @@ def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], 
             raise DataError(where, f"{entry} is the image of {first}", "Each image once", "Remove one of them")
         found[path] = Listed(entry, file_of(beside.entries[matches[0]]))
     if missing:
-        raise _no_file(root, missing, folders, len(found) + len(missing), where)
+        entry, name = missing[0]
+        beside = folders[posixpath.dirname(name)]
+        names = [*beside.stems, *beside.images]
+        near = did_you_mean(text(posixpath.basename(name)), map(text, names)) if len(names) < SLOW else ""
+        wrong = f"{entry} is no image in '{root}'; {len(missing)} of {len(found) + len(missing)} names are none"
+        raise DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")
     return {path: found[path] for path in sorted(found)}  # by bytes: the same on every machine, whatever its locale
 
 
@@ -197,14 +189,3 @@ def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:
         wrong, remedy = f"{entry} does not lie in '{roots[0]}'", "Set data.root to a folder that holds all images"
         raise DataError(where, wrong, "Paths in data.root, relative or absolute", remedy)
     return os.fsencode(name)
-
-
-def _no_file(
-    root: str, missing: Sequence[tuple[Entry, bytes]], folders: Mapping[bytes, _Beside], count: int, where: str
-) -> DataError:
-    entry, name = missing[0]
-    beside = folders[posixpath.dirname(name)]
-    names = [*beside.stems, *beside.images]
-    near = did_you_mean(text(posixpath.basename(name)), map(text, names)) if len(names) < SLOW else ""
-    wrong = f"{entry} is no image in '{root}'; {len(missing)} of {count} names are none"
-    return DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")

@@ -42,7 +42,7 @@ class Options:
     """Column of the labels: class names, or integers."""
 
     def __post_init__(self) -> None:
-        Lists.of(self, "list")
+        Lists(self, "list")
         if not self.image_key or not self.label_key or self.image_key == self.label_key:
             raise ValueError("image_key and label_key must name two different columns")
 
@@ -54,7 +54,7 @@ def facts(options: Options) -> DatasetFacts:
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
     """List the images of a split."""
-    lists, root = Lists.of(options, "list"), find_root(options.root)
+    lists, root = Lists(options, "list"), find_root(options.root)
     found, notes = lists.open(split, partial(_read, options=options, labels=labels))
     where = lists.key(split)
     names, label_of = [*found], [one.entry.label for one in found.values()]
@@ -64,15 +64,13 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         wrong = f"{[*found.values()][label_of.index('')].entry} has no label"
         raise DataError(where, wrong, "A label for each image", "Add it, or set data.labels=some")
     column = Repeated.of_each(label_of)
-    order, label = label_images(column, _in_order({*column.texts} - {""}), classes, where, split, labels)
+    own = sorted({*column.texts} - {""})
+    if all(name.isdecimal() for name in own):
+        own.sort(key=int)
+    order, label = label_images(column, own, classes, where, split, labels)
     keep = lists.held(names, label, split)
     files = Files.of((names[id], found[names[id]].file) for id in keep)
     return ImageFolder(root, files, label[keep], order, notes)
-
-
-def _in_order(names: set[str]) -> list[str]:
-    numbers = all(name.isdecimal() for name in names)
-    return sorted(names, key=lambda name: (int(name), name)) if numbers else sorted(names)
 
 
 def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:

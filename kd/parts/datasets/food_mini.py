@@ -128,8 +128,7 @@ def folder_name(options: Options) -> str:
 
 def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
     """List (label, painted dish, plate, photograph of it) by label and dish; of a tray the dishes, joined by "+"."""
-    dishes = tuple(PAINTERS)
-    train = split == "train"
+    dishes, train = tuple(PAINTERS), split == "train"
     rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
     listed = []
     for label, dish in enumerate(dishes):
@@ -141,9 +140,8 @@ def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
             other = (label + 1 + rng.randrange(len(dishes) - 1)) % len(dishes)
             beside = [one for one in dishes if one not in (dish, dishes[other])]  # a wrong label is on no tray
             more = trays.sample(beside, trays.randrange(options.dishes))
-            listed.append(
-                (other if index in wrong else label, "+".join([dish, *more]), index % plates, index // plates)
-            )
+            named = other if index in wrong else label
+            listed.append((named, "+".join([dish, *more]), index % plates, index // plates))
     return sorted(listed)
 
 
@@ -153,14 +151,9 @@ def paint(options: Options, folder: Path) -> None:
     The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
     """
     draft = folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"  # processes in two containers may share a PID
-    work = {
-        "folder": str(draft),
-        "seed": options.art_seed,
-        "size": options.pixels,
-        "pictures": {split: pictures(options, split) for split in ("train", "val")},
-    }
-    processes = cores()
-    total = sum(len(listed) for listed in work["pictures"].values())
+    listed, processes = {split: pictures(options, split) for split in ("train", "val")}, cores()
+    work = {"folder": str(draft), "seed": options.art_seed, "size": options.pixels, "pictures": listed}
+    total = sum(map(len, listed.values()))
     print(f"food_mini: painting {total} pictures into '{folder}' (once)", flush=True)
     try:
         draft.mkdir(parents=True)

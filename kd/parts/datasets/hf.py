@@ -47,14 +47,7 @@ class Options:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("path is empty; it must be a dataset name or a folder")
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
-        if not self.train_split or not self.val_split:
-            raise ValueError("train_split and val_split must not be empty")
-        if self.train_split == self.val_split and not self.val_fraction:
-            raise ValueError("train_split and val_split are the same; to share one split, set val_fraction")
-        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
-            raise ValueError("test_split must be another split than train_split and val_split; or set test_fraction")
+        images.check_splits(self, "split")
 
 
 class HuggingFace(images.Listed):
@@ -74,17 +67,14 @@ class HuggingFace(images.Listed):
         return f"{self._split}[{self._rows[id]}]"
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
-        subject = f"image '{self.name(id)}'"
-        data, path = self._stored(id)
+        subject, cell = f"image '{self.name(id)}'", self._table[int(self._rows[id])][self._image_key] or {}
+        data: bytes | None = cell.get("bytes")
+        path: Any = cell.get("path")
         if data is None and path is None:
             raise images.refuse(subject, WHERE, "the row holds no image")
         if data is None:
             return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE, least)
         return images.decode(data, subject, WHERE, least)
-
-    def _stored(self, id: int) -> tuple[bytes | None, Any]:
-        cell = self._table[int(self._rows[id])][self._image_key] or {}
-        return cell.get("bytes"), cell.get("path")
 
 
 def facts(options: Options) -> DatasetFacts:
@@ -101,9 +91,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     split_name = getattr(options, key)
     if split_name not in splits:
         wrong = f"'{options.path}' has no split '{split_name}'"
-        remedy = (
-            did_you_mean(split_name, splits) or "Choose one, or set data.val_fraction=0.1 to hold out training images"
-        )
+        other = "Choose one, or set data.val_fraction=0.1 to hold out training images"
+        remedy = did_you_mean(split_name, splits) or other
         raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
     image_key = _image_key(hub, table.features, options.image_key)
@@ -175,7 +164,7 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
 def _image_key(hub: Any, features: Any, key: str) -> str:
     fits = [name for name, feature in features.items() if isinstance(feature, hub.Image)]
     if key:
-        binary = [name for name, feature in features.items() if getattr(feature, "dtype", "") in ("binary",)]
+        binary = [name for name, feature in features.items() if getattr(feature, "dtype", "") == "binary"]
         return _check_column("image_key", key, features, fits + binary, "images")
     return _only("image_key", fits, features, "image")
 
@@ -185,9 +174,8 @@ def _label_key(hub: Any, features: Any, key: str) -> str:
         kinds = ("string", "large_string", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
         fits = [name for name, feature in features.items() if getattr(feature, "dtype", "") in kinds]
         return _check_column("label_key", key, features, fits, "class labels, integers or text")
-    return _only(
-        "label_key", [n for n, f in features.items() if isinstance(f, hub.ClassLabel)], features, "class-label"
-    )
+    fits = [name for name, feature in features.items() if isinstance(feature, hub.ClassLabel)]
+    return _only("label_key", fits, features, "class-label")
 
 
 def _check_column(option: str, key: str, features: Any, fits: list[str], what: str) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import DatasetFacts, file_key
-from kd.parts.datasets._decode import Repeated, first_few, label_images, part
-from kd.parts.datasets._folder import ENDINGS, WHERE, Files, ImageFolder, find_root, folders, scan, text
+from kd.parts.datasets._decode import ENDINGS, Repeated, check_splits, first_few, label_images, part
+from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -38,12 +38,7 @@ class Options:
     def __post_init__(self) -> None:
         if not self.root:
             raise ValueError("root is empty; it must be the folder of the images")
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
-        if not self.train_split or not self.val_split or self.train_split == self.val_split:
-            raise ValueError("train_split and val_split must be two different folders; to share one, set val_fraction")
-        if self.test_split and self.test_split in (self.train_split, "" if self.val_fraction else self.val_split):
-            raise ValueError("test_split must be another folder than train_split and val_split; or set test_fraction")
+        check_splits(self, "folder")
 
 
 def facts(options: Options) -> DatasetFacts:
@@ -56,11 +51,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     root = find_root(options.root)
     folder, shared = b"", bool(options.val_fraction) and split != "test"
     if shared and not options.test_split:
-        listing = scan(root, b"")
-        _check_unsplit(options, listing.folders)
+        listing = Listing(root, b"")
+        _check_unsplit(options, [*listing.folders])
     else:
         folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
-        listing = scan(root, folder)
+        listing = Listing(root, folder)
     files, notes = listing.files, listing.notes
     class_of = Repeated([text(name[len(folder) + 1 if folder else 0 :]) for name in listing.folders], listing.folder_of)
     if not len(files.names):

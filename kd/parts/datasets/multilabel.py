@@ -44,7 +44,7 @@ class Options:
     """Between two labels in a table of two columns."""
 
     def __post_init__(self) -> None:
-        Lists.of(self, "labels")
+        Lists(self, "labels")
         if not self.separator:
             raise ValueError("separator is empty; it must be what stands between two labels")
 
@@ -56,7 +56,7 @@ def facts(options: Options) -> DatasetFacts:
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
     """List the images of a split."""
-    lists, root = Lists.of(options, "labels"), find_root(options.root)
+    lists, root = Lists(options, "labels"), find_root(options.root)
     where, columns = lists.key(split), dict[str, list[str]]()
     found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
     if not found:
@@ -91,9 +91,6 @@ def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str
             raise DataError(where, wrong, f"Allowed: {first_few(order)}", near)
         sets[row, [position[label] for label in entry.label]] = 1
     return sets
-
-
-# -------------------------------------------------------------------------------------------------------- the file
 
 
 def _read(path: str, where: str, options: Options, root: str, columns: dict[str, list[str]]) -> list[Entry]:
@@ -149,17 +146,14 @@ def _json(opened: TextIO) -> tuple[list[str], list[Entry]]:
     found: Any = json.load(opened, object_pairs_hook=_Pairs)
     if not isinstance(found, _Pairs):
         raise ValueError(f"it holds a {type(found).__name__}")
-    for name, labels in found.pairs:
+    for name, labels in found:
         if labels is not None and not (isinstance(labels, list) and all(isinstance(one, str) for one in labels)):
             raise ValueError(f"'{name}' has no list of names")
-    return [], [Entry(name, None if labels is None else _names(labels)) for name, labels in found.pairs]
+    return [], [Entry(name, None if labels is None else _names(labels)) for name, labels in found]
 
 
-class _Pairs:
+class _Pairs(list[tuple[str, Any]]):
     """A JSON object with all its keys: of one that stands there twice, a dictionary would hold the last."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        self.pairs = pairs
 
 
 def _names(names: Iterable[str]) -> set[str]:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -22,17 +22,7 @@ from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
 from kd.files.pixels import Least
 from kd.files.shards import Shard, content, find, members, read
-from kd.parts.datasets._decode import (
-    Listed,
-    Names,
-    Repeated,
-    check_bytes,
-    fingerprint,
-    label_images,
-    name_labels,
-    read_image,
-    stamp,
-)
+from kd.parts.datasets import _decode as images
 
 MAX_LABEL = 2**20  # bytes of a label member
 
@@ -73,10 +63,7 @@ class Options:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """One line of the index; only while a shard is read."""
-
+class _Image(NamedTuple):  # only while a shard is read
     key: str
     offset: int
     size: int
@@ -89,35 +76,34 @@ class _Index:
     def __init__(self, shards: Sequence[Shard], read: Callable[[str], Sequence[_Image]]) -> None:
         """Index shards; `read` returns the images of the one at a path."""
         self.shards = tuple(shard.path for shard in shards)
-        self.of, self.offsets, self.sizes = array("i"), array("q"), array("q")
         origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
-        self._titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
-        self._position: dict[str, int] = {}
-        self._label_of = array("i")
-        self.names = Names(self._read(read))
-        self.labels = Repeated([*self._position], np.asarray(self._label_of))
+        titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
+        columns = shard_of, offsets, sizes, label_of = array("i"), array("q"), array("q"), array("i")
+        position: dict[str, int] = {}
 
-    def _read(self, read: Callable[[str], Sequence[_Image]]) -> Iterator[bytes]:
-        for number, (path, title) in enumerate(zip(self.shards, self._titles, strict=True)):
-            for image in read(path):
-                self.of.append(number)
-                self.offsets.append(image.offset)
-                self.sizes.append(image.size)
-                self._label_of.append(self._position.setdefault(image.label, len(self._position)))
-                yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
+        def named() -> Iterator[bytes]:
+            for number, (path, title) in enumerate(zip(self.shards, titles, strict=True)):
+                for image in read(path):
+                    row = number, image.offset, image.size, position.setdefault(image.label, len(position))
+                    for column, value in zip(columns, row, strict=True):
+                        column.append(value)
+                    yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
+
+        self.names = images.Names(named())
+        self.shard_of, self.offsets, self.sizes = np.asarray(shard_of), np.asarray(offsets), np.asarray(sizes)
+        self.labels = images.Repeated([*position], np.asarray(label_of))
 
 
-class WebDataset(Listed):
+class WebDataset(images.Listed):
     """Images at known offsets in tar files."""
 
     def __init__(self, index: _Index, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
-        self.classes = tuple(classes)
-        self._labels, self._where, self._shards = labels, where, index.shards
-        self._shard_of, self._offsets, self._sizes = (np.asarray(one) for one in (index.of, index.offsets, index.sizes))
-        self._stamps = np.array([stamp(os.stat(path)) for path in self._shards], np.uint64)[self._shard_of]
+        self.classes, self._labels, self._where, self._shards = tuple(classes), labels, where, index.shards
+        self._shard_of, self._offsets, self._sizes = index.shard_of, index.offsets, index.sizes
+        self._stamps = np.array([images.stamp(os.stat(path)) for path in self._shards], np.uint64)[self._shard_of]
         self._names = index.names
-        self.fingerprint = fingerprint(self.classes, self._names, labels, self._sizes)
+        self.fingerprint = images.fingerprint(self.classes, self._names, labels, self._sizes)
 
     def name(self, id: int) -> str:
         """Return shard and key, `train-000000.tar/0001`."""
@@ -126,8 +112,8 @@ class WebDataset(Listed):
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
         shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
         subject = f"image '{self.name(id)}'"
-        check_bytes(size, subject, self._where)
-        return read_image(lambda: content(shard, offset, size), subject, self._where, least=least)
+        images.check_bytes(size, subject, self._where)
+        return images.read_image(lambda: content(shard, offset, size), subject, self._where, least=least)
 
 
 def facts(options: Options) -> DatasetFacts:
@@ -148,38 +134,30 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
         raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
-    class_of, own = name_labels(index.labels, names)
-    order, label = label_images(class_of, [name for name in own if name], classes, where, split, labels)
+    class_of, own = images.name_labels(index.labels, names)
+    order, label = images.label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(index, label, order, where)
 
 
 def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
     try:
         with open(shard, "rb", buffering=0) as file:
-            samples = members(file, shard, where)
-            return _pair(file, samples, shard, options, where, labels)
+            return _images(file, shard, options, where, labels)
     except (OSError, tarfile.TarError) as error:
         remedy = "Unpack it first" if shard.endswith(("gz", "bz2", "xz", "zst")) else "Copy or write it again"
         wrong = f"the shard '{shard}' cannot be read ({error})"
         raise DataError(where, wrong, "Whole, uncompressed .tar files", remedy) from error
 
 
-def _pair(
-    file: BinaryIO,
-    samples: dict[str, dict[str, tuple[int, int]]],
-    shard: str,
-    options: Options,
-    where: str,
-    labels: str,
-) -> list[_Image]:
-    endings, images = _endings(options.image_keys), []
-    for key, sample in samples.items():
+def _images(file: BinaryIO, shard: str, options: Options, where: str, labels: str) -> list[_Image]:
+    endings, found = _endings(options.image_keys), []
+    for key, sample in members(file, shard, where).items():
         image = next((sample[ending] for ending in endings if ending in sample), None)
         label = sample.get(options.label_key.lower()) if labels != "none" else None
         if image is None and label is None:
             continue  # a readme or a manifest
         if image is not None and label is None and labels != "all":
-            images.append(_Image(key, *image, ""))
+            found.append(_Image(key, *image, ""))
             continue
         if image is None or label is None:
             lacks, remedy = ("image", "image_keys") if image is None else ("label", "label_key")
@@ -189,8 +167,8 @@ def _pair(
         if label[1] > MAX_LABEL:
             wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
             raise DataError(where, wrong, f"At most {MAX_LABEL}", "Repair the shard, or set data.label_key")
-        images.append(_Image(key, *image, _label(read(file, *label), f"{shard}/{key}", options, where)))
-    return images
+        found.append(_Image(key, *image, _label(read(file, *label), f"{shard}/{key}", options, where)))
+    return found
 
 
 def _label(data: bytes, name: str, options: Options, where: str) -> str:

@@ -25,6 +25,8 @@ from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 
+facts = LossFacts(labels=True, logits="sigmoid")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -35,23 +37,17 @@ class Options:
 
 
 class BCE(nn.Module):
-    """Compute the binary cross-entropy with the labels, or with those of both images where two are mixed."""
+    """The binary cross-entropy with the labels, of both images where two are mixed, [B] in nats."""
 
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()
         self.label_smoothing = label_smoothing
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the cross-entropy of each image [B], in nats; `teacher` is not read."""
         lam_B1 = batch.lam[:, None]
         target_BC = lam_B1 * batch.label + (1 - lam_B1) * batch.partner_label
         target_BC = (1 - self.label_smoothing) * target_BC + self.label_smoothing / 2
         return F.binary_cross_entropy_with_logits(student.logits.float(), target_BC, reduction="none").sum(dim=1)
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(labels=True, logits="sigmoid")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -23,6 +23,8 @@ from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 
+facts = LossFacts(teacher=True, logits="sigmoid")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -33,14 +35,13 @@ class Options:
 
 
 class BinaryKL(nn.Module):
-    """Compute the KL divergences of the softened answers to each class, teacher to student, summed."""
+    """The KL divergences of the softened answers to each class, teacher to student, summed, [B] in nats times T^2."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
         self.temperature = temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the divergence of each image [B], in nats times T^2; `batch` is not read."""
         student_BC = student.logits.float() / self.temperature
         teacher_BC = teacher.logits.detach().float() / self.temperature
         # p log(p / q) + (1 - p) log((1 - p) / (1 - q)), with log sigmoid(-x) for log(1 - sigmoid(x))
@@ -48,11 +49,6 @@ class BinaryKL(nn.Module):
         no_BC = F.logsigmoid(-teacher_BC) - F.logsigmoid(-student_BC)
         divergence_BC = teacher_BC.sigmoid() * yes_BC + (-teacher_BC).sigmoid() * no_BC
         return divergence_BC.sum(dim=1) * self.temperature**2
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, logits="sigmoid")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -33,6 +33,8 @@ from kd.core.types import Batch, Dims, Outputs
 KEY = "losses[].class_weights"
 WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `class: number`; each >= 0"
 
+facts = LossFacts(labels=True, logits="softmax")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -58,7 +60,7 @@ def _is_weight(value: Any) -> bool:
 
 
 class CE(nn.Module):
-    """Compute the cross-entropy with the label, or with both labels of a mixed image."""
+    """The cross-entropy with the label, or with both labels of a mixed image, [B] in nats."""
 
     weight_C: Tensor | None
 
@@ -68,7 +70,6 @@ class CE(nn.Module):
         self.register_buffer("weight_C", weight_C, persistent=False)
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the cross-entropy of each image [B], in nats; `teacher` is not read."""
         log_student_BC = F.log_softmax(student.logits.float(), dim=1)
         if self.weight_C is not None:
             log_student_BC = log_student_BC * self.weight_C
@@ -103,11 +104,6 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
     if not total > 0:
         raise ConfigError(KEY, "leaves no training image a weight", "One > 0", "Raise one")
     return (raw_C * count_C.sum() / total).float()
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(labels=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -15,46 +15,34 @@ Shape legend: B images of a batch, D teacher features, E student features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options: the length of the features does not count, nor does a temperature."""
+facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True, projects=True)
 
 
 class Cosine(nn.Module):
-    """Compute 1 - the cosine between the projected student features and the teacher's."""
+    """1 - the cosine between the projected student features and the teacher's, [B]."""
 
     def __init__(self, student_features: int, teacher_features: int) -> None:
         super().__init__()
         self.project = nn.Linear(student_features, teacher_features)
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return 1 - the cosine of each image [B]; `batch` is not read."""
         return 1 - self.agreement(student, teacher)
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """Return the cosine of each image [B]."""
         return F.cosine_similarity(self.projected(student), teacher.features["pooled"].detach().float(), dim=1)
 
     def projected(self, student: Outputs) -> Tensor:
-        """Return the student's features in the teacher's space [B, D]."""
         # The first float() matches the float32 weights. The second one undoes autocast, which multiplies in bfloat16.
         return self.project(student.features["pooled"].float()).float()
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True, projects=True)
 
 
 def build(options: Options, dims: Dims) -> Loss:

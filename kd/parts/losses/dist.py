@@ -29,6 +29,8 @@ from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 
+facts = LossFacts(teacher=True, logits="softmax")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -43,14 +45,13 @@ class Options:
 
 
 class DIST(nn.Module):
-    """Compute 1 - the correlation with the teacher's probabilities, over classes and over images."""
+    """1 - the correlation with the teacher's probabilities: each image's L_inter plus the batch's L_intra, [B]."""
 
     def __init__(self, beta: float, gamma: float, temperature: float) -> None:
         super().__init__()
         self.beta, self.gamma, self.temperature = beta, gamma, temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return each image's L_inter plus the batch's L_intra [B]; `batch` is not read."""
         student_BC = F.softmax(student.logits.float() / self.temperature, dim=1)
         teacher_BC = F.softmax(teacher.logits.detach().float() / self.temperature, dim=1)
         inter_B = 1 - _correlate(student_BC, teacher_BC, dim=1)
@@ -65,11 +66,6 @@ def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
     norms = torch.linalg.vector_norm(a, dim=dim) * torch.linalg.vector_norm(b, dim=dim)
     # The authors' 1e-8 is part of the method: it suppresses classes that neither model predicts in this batch.
     return (a * b).sum(dim=dim) / (norms + 1e-8)
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -27,6 +27,8 @@ from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 
+facts = LossFacts(teacher=True, labels=True, unmixed=True, logits="softmax")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -41,14 +43,13 @@ class Options:
 
 
 class DKD(nn.Module):
-    """Compute the KL divergences of the target class and of the other classes, each with its weight."""
+    """The KL divergences of the target class and of the other classes, each with its weight, [B] in nats times T^2."""
 
     def __init__(self, alpha: float, beta: float, temperature: float) -> None:
         super().__init__()
         self.alpha, self.beta, self.temperature = alpha, beta, temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return alpha * TCKD + beta * NCKD of each image [B], in nats times T^2."""
         student_BC = student.logits.float() / self.temperature
         teacher_BC = teacher.logits.detach().float() / self.temperature
         log_student_pair_B2, log_student_other_BC = _decouple(student_BC, batch.label)
@@ -68,11 +69,6 @@ def _decouple(logits_BC: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
     odds_B = -(other_BC - logits_BC.gather(1, label_B1)).logsumexp(dim=1)
     pair_B2 = F.logsigmoid(torch.stack([odds_B, -odds_B], dim=1))
     return pair_B2, F.log_softmax(other_BC, dim=1)
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, labels=True, unmixed=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

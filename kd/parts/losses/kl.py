@@ -23,6 +23,8 @@ from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 
+facts = LossFacts(teacher=True, logits="softmax")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -34,24 +36,18 @@ class Options:
 
 
 class KL(nn.Module):
-    """Compute the KL divergence of the softened class probabilities, teacher to student."""
+    """The KL divergence of the softened class probabilities, teacher to student, [B] in nats times T^2."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
         self.temperature = temperature
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the divergence of each image [B], in nats times T^2; `batch` is not read."""
         log_student_BC = F.log_softmax(student.logits.float() / self.temperature, dim=1)
         log_teacher_BC = F.log_softmax(teacher.logits.detach().float() / self.temperature, dim=1)
         divergence_BC = F.kl_div(log_student_BC, log_teacher_BC, reduction="none", log_target=True)
         # The gradient scales with 1/T^2; T^2 keeps the weight of the loss independent of T.
         return divergence_BC.sum(dim=1) * self.temperature**2
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -16,42 +16,31 @@ Shape legend: B images of a batch, D features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options."""
+facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True)
 
 
 class Relational(nn.Module):
-    """Compute how much the similarities of each image to the others differ from the teacher's."""
+    """The mean squared difference of each image's similarities to the others from the teacher's, [B]."""
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the mean squared difference of each image [B]; `batch` is not read."""
         return (_similarities(student) - _similarities(teacher).detach()).square().mean(dim=1)
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """Return the cosine between each image's similarities in both models [B]."""
         return F.cosine_similarity(_similarities(student), _similarities(teacher), dim=1)
 
 
 def _similarities(outputs: Outputs) -> Tensor:
     unit_BD = F.normalize(outputs.features["pooled"].float(), dim=1)
     return (unit_BD @ unit_BD.T).float()
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True)
 
 
 def build(options: Options, dims: Dims) -> Loss:

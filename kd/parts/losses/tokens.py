@@ -18,7 +18,6 @@ Shape legend: B images of a batch, N tokens, D teacher features, E student featu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,35 +25,30 @@ from torch.nn import functional as F
 from kd.core.contracts import Loss
 from kd.core.errors import ModelError
 from kd.core.facts import LossFacts
+from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
 COSINE = 0.9  # share of the cosine; the paper's weights
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options: the two parts have the paper's weights."""
+facts = LossFacts(teacher=True, features=frozenset({"tokens"}), agreement=True)
 
 
 class Tokens(nn.Module):
-    """Compute the distance between the projected student tokens and the teacher's."""
+    """The distance between the projected student tokens and the teacher's, [B]; their mean cosine is the agreement."""
 
     def __init__(self, student_features: int, teacher_features: int, side: int) -> None:
         super().__init__()
         self.project = nn.Linear(student_features, teacher_features)
-        self.side = side
-        """Of the coarser grid."""
+        self.side = side  # of the coarser grid
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the distance of each image [B]; `batch` is not read."""
         projected_BND, target_BND = self._pair(student, teacher)
         cosine_B = F.cosine_similarity(projected_BND, target_BND, dim=2).mean(dim=1)
         smooth_B = F.smooth_l1_loss(projected_BND, target_BND, reduction="none").mean(dim=(1, 2))
         return COSINE * (1 - cosine_B) + (1 - COSINE) * smooth_B
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """Return the mean cosine of the tokens of each image [B]."""
         return F.cosine_similarity(*self._pair(student, teacher), dim=2).mean(dim=1)
 
     def _pair(self, student: Outputs, teacher: Outputs) -> tuple[Tensor, Tensor]:
@@ -71,11 +65,6 @@ def resample(tokens_BND: Tensor, side: int) -> Tensor:
     map_BDSS = tokens_BND.transpose(1, 2).unflatten(2, (own, own))
     resized_BDSS = F.interpolate(map_BDSS, size=(side, side), mode="bilinear", antialias=True)
     return resized_BDSS.flatten(2).transpose(1, 2)
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, features=frozenset({"tokens"}), agreement=True)
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -26,6 +26,8 @@ from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
 
+facts = LossFacts(teacher=True, logits="softmax")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -36,24 +38,18 @@ class Options:
 
 
 class WTTM(nn.Module):
-    """Compute the KL divergence from the power-transformed teacher, weighted by the teacher's uncertainty."""
+    """The KL divergence from the power-transformed teacher, times its uncertainty U, [B] in nats."""
 
     def __init__(self, gamma: float) -> None:
         super().__init__()
         self.gamma = gamma
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
-        """Return the weighted divergence of each image [B], in nats times U; `batch` is not read."""
         log_student_BC = F.log_softmax(student.logits.float(), dim=1)
         log_power_BC = self.gamma * F.log_softmax(teacher.logits.detach().float(), dim=1)
         log_sum_B1 = log_power_BC.logsumexp(dim=1, keepdim=True)
         divergence_BC = F.kl_div(log_student_BC, log_power_BC - log_sum_B1, reduction="none", log_target=True)
         return divergence_BC.sum(dim=1) * log_sum_B1.squeeze(1).exp()
-
-
-def facts(options: Options) -> LossFacts:
-    """Return what the loss reads."""
-    return LossFacts(teacher=True, logits="softmax")
 
 
 def build(options: Options, dims: Dims) -> Loss:

@@ -1,6 +1,6 @@
 """A model's own preprocessing in transformers: what its image processor does to pixels is measured.
 
-Not a part (the name begins with an underscore). Families have keys of their own beside mean and deviation, such as
+Families have keys of their own beside mean and deviation, such as
 `do_flip_channel_order`, `rescale_offset` and `include_top`, and defaults of their own where a key is missing. So the
 processor is asked about noise. Where each channel of its answer is a straight line of one channel of the image, a
 Classifier computes the same; anything else is refused.
@@ -46,10 +46,8 @@ def read_processor(spec: Spec, hub: Any) -> Any:
     except Exception as error:  # transformers raises many types, all caused by the folder
         reason = " ".join(str(error).split())[:200]
         files = [Path(spec.model) / name for name in ("preprocessor_config.json", "processor_config.json")]
-        there = next((file.name for file in files if file.is_file()), "")
-        wrong = f"'{spec.model}' has no preprocessor_config.json"
-        if there:
-            wrong = f"'{there}' of '{spec.model}' cannot be used"
+        there = [f"'{file.name}' of '{spec.model}' cannot be used" for file in files if file.is_file()]
+        wrong = there[0] if there else f"'{spec.model}' has no preprocessor_config.json"
         wrong = f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized"
         remedy = "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
         raise ModelError(f"{spec.where}.model", wrong, "", remedy) from error
@@ -58,7 +56,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
 def measure(spec: Spec, processor: Any) -> Preparation:
     """Return what a processor does to pixels."""
     with torch.device("cpu"):  # a teacher may be built on the meta device
-        shape = _prepared(spec, processor, _noise(SIDE)).shape
+        shape = _prepared(spec, processor, _noise()).shape
         if shape[1] != shape[2]:
             wrong = f"the processor of '{spec.model}' makes {shape[2]}x{shape[1]} pixels of a square image"
             allowed = "Square images (size, do_pad in preprocessor_config.json)"
@@ -69,16 +67,14 @@ def measure(spec: Spec, processor: Any) -> Preparation:
         if line is None:
             raise _crooked(spec, flat)
     gain, offset, order = line
-    std = 1 / gain
-    mean = -offset * std
-    mean, std = _written(processor, mean, std)
+    mean, std = _written(processor, -offset / gain, 1 / gain)
     back = np.argsort(order)  # of each channel of the image
     own = Preprocessing("transformers", lambda image: _prepared(spec, processor, image), _keys(processor, KEYS))
     return Preparation(size, tuple(mean[back].tolist()), tuple(std[back].tolist()), tuple(order.tolist()), own)
 
 
-def _noise(side: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8))
+def _noise() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8))
 
 
 def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
@@ -108,7 +104,7 @@ def _without(processor: Any, switches: tuple[str, ...]) -> Any:
 
 def _line(spec: Spec, flat: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Return gain and offset of each output channel for pixels in 0..1, and the channel that it comes from."""
-    image = _noise(SIDE)
+    image = _noise()
     found = _prepared(spec, flat, image)
     if found.shape[1:] != (SIDE, SIDE) or not found.isfinite().all():
         return None

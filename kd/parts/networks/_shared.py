@@ -1,13 +1,9 @@
-"""What the teachers share: class names, pixels' normalization, where a function or a file is found, and a first answer.
-
-Not a part (the name begins with an underscore).
-"""
+"""What the teachers share: class names, pixels' normalization, where a function or a file is found, a first answer."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.evaluation import Task
 from kd.models.classifier import Pick
 from kd.models.load import check_classes
 from kd.models.spec import Spec
@@ -58,7 +53,10 @@ def read_names(path: str, where: str) -> list[str]:
     return names
 
 
-def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[str, ...], nn.Module]:
+Named = tuple[tuple[str, ...], nn.Module]
+
+
+def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
     """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all.
 
     `own` are the names that came with the model, if any did. `file` is the option `classes`: new names for all `count`
@@ -73,8 +71,8 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[
         return _chosen(where, names, own, spec.classes)
     if names and len(names) != count:
         wrong = f"names {len(names)} classes, but the model answers with {count} numbers an image"
-        unknown = next((name for name in names if name not in own), "") if own else ""
-        wrong += f"; '{unknown}' is none of its own" if unknown else ""
+        unknown = [name for name in names if own and name not in own]
+        wrong += f"; '{unknown[0]}' is none of its own" if unknown else ""
         raise ModelError(where, wrong, "One name for each number, or some of the model's own", "Correct the names")
     if spec.classes is None:
         return tuple(names) or tuple(f"class_{label}" for label in range(count)), nn.Identity()
@@ -89,14 +87,12 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> tuple[tuple[
     return tuple(spec.classes), nn.Identity()
 
 
-def _chosen(
-    where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None
-) -> tuple[tuple[str, ...], nn.Module]:
+def _chosen(where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None) -> Named:
     """Return the data's classes, and what picks the logits that `names` have among `own`."""
     counts, position = Counter(own), {name: i for i, name in enumerate(own)}
-    twice = next((name for name in names if counts[name] > 1), "")
-    if twice:
-        raise ModelError(where, f"'{twice}' is the name of two of the model's classes", "A name that it has once", "")
+    if twice := [name for name in names if counts[name] > 1]:
+        wrong = f"'{twice[0]}' is the name of two of the model's classes"
+        raise ModelError(where, wrong, "A name that it has once", "")
     if classes is not None:
         believed = [name if name in classes else own for name, own in zip(names, classes, strict=False)]
         check_classes(where, [*believed, *names[len(believed) :]], classes)
@@ -131,21 +127,16 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
         raise ModelError(where, wrong, "Answers of the task that the losses are for", "Take another teacher, or losses")
     shares = spec.task.are_probabilities(answer_BC)
     if shares != (meaning == "probabilities"):
-        found = "probabilities" if shares else "no probabilities"
-        other = "probabilities" if shares else "logits"
-        wrong = f"is {meaning}, but the answers are {found}"
-        raise ModelError(f"{spec.where}.outputs", wrong, "", f"Set it to {other}")
+        wrong = f"is {meaning}, but the answers are {'probabilities' if shares else 'no probabilities'}"
+        raise ModelError(f"{spec.where}.outputs", wrong, "", f"Set it to {'probabilities' if shares else 'logits'}")
 
 
 def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
     """Return what makes float32 logits of a model's answers, which are "logits" or "probabilities"."""
-    if meaning == "logits" or spec.task is None:
+    task = spec.task
+    if meaning == "logits" or task is None:
         return torch.Tensor.float
-    return partial(_from_probabilities, spec.task)
-
-
-def _from_probabilities(task: Task, answer_BC: Tensor) -> Tensor:
-    return task.from_probabilities(answer_BC.float())
+    return lambda answer_BC: task.from_probabilities(answer_BC.float())
 
 
 def found_function(spec: Spec) -> Any:

@@ -1,7 +1,4 @@
-"""Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one answer.
-
-Not a part (the name begins with an underscore).
-"""
+"""Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one answer."""
 
 from __future__ import annotations
 
@@ -74,9 +71,7 @@ def read_config(spec: Spec, hub: Any) -> Any:
         raise refused(spec, error) from error
     if config.model_type == "timm_wrapper":
         wrong = f"'{spec.model}' wraps a network of timm ({getattr(config, 'architecture', '?')})"
-        remedy = (
-            f"Save its inner model, `model.timm_model`, with timm.models.save_for_hf, and set {spec.where}.kind=timm"
-        )
+        remedy = f"Save its `model.timm_model` with timm.models.save_for_hf, and set {spec.where}.kind=timm"
         raise ModelError(f"{spec.where}.model", wrong, "A network that transformers itself implements", remedy)
     return config
 
@@ -130,11 +125,7 @@ class Tower(nn.Module):
     def __init__(
         self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
     ) -> None:
-        """Wrap a model of transformers.
-
-        `order`: the channel of the image at each position of its input. `patch`: side of a patch, pixels; 0: it has
-        none.
-        """
+        """Wrap a model; `order`: the channel of the image at each position of its input; `patch`: side, 0: none."""
         super().__init__()
         self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()
 
@@ -156,13 +147,12 @@ class Tower(nn.Module):
             logits_BC, last = pooled_BD.new_zeros(len(pooled_BD), 0), hidden[0]
         features = {"pooled": pooled_BD} if "pooled" in names else {}
         if "tokens" in names:
-            features["tokens"] = self._tokens(last, pixels)
+            maps = last.flatten(2).transpose(1, 2) if last.ndim == 4 else last[:, -self._places(last, pixels) :]
+            features["tokens"] = maps
         return Outputs(logits_BC, features)
 
-    def _logits(self, output: Any) -> Tensor:
-        return self.pick(
-            output.logits if hasattr(output, "logits") else output.last_hidden_state
-        )  # PP-LCNet's name of them
+    def _logits(self, output: Any) -> Tensor:  # PP-LCNet has another name for them
+        return self.pick(output.logits if hasattr(output, "logits") else output.last_hidden_state)
 
     def _ask(self, model: Any, pixels: Tensor) -> Any:
         if self.order != [0, 1, 2]:
@@ -205,9 +195,6 @@ class Tower(nn.Module):
         """Return how many tokens [B, N, D] belong to places of the image; those of classes and registers come first."""
         patches = (pixels.shape[-2] // self.patch) * (pixels.shape[-1] // self.patch) if self.patch else last.shape[1]
         return min(patches, math.isqrt(last.shape[1]) ** 2)  # a square image has a square of places
-
-    def _tokens(self, last: Tensor, pixels: Tensor) -> Tensor:
-        return last.flatten(2).transpose(1, 2) if last.ndim == 4 else last[:, -self._places(last, pixels) :]
 
 
 class TowerTeacher(Classifier):

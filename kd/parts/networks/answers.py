@@ -164,12 +164,11 @@ def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
     if not table.made_for:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]
         if mixes or len(table.values) > 1:
-            wrong = "mixes images, but the table has an answer for each image alone"
-            if not mixes:
-                wrong = f"is a table of {len(table.values)} views that does not say what they show"
-            key = "data.augment" if mixes else f"{where}.model"
-            remedy = "Set data.augment.mixup=0 data.augment.cutmix=0" if mixes else "Export it with kd-cache --export"
-            raise ModelError(key, wrong, "", remedy)
+            if mixes:
+                wrong = "mixes images, but the table has an answer for each image alone"
+                raise ModelError("data.augment", wrong, "", "Set data.augment.mixup=0 data.augment.cutmix=0")
+            wrong = f"is a table of {len(table.values)} views that does not say what they show"
+            raise ModelError(f"{where}.model", wrong, "", "Export it with kd-cache --export")
         return
     for name, value in shown.items():
         if table.made_for.get(name) != value:

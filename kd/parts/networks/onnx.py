@@ -20,7 +20,7 @@ from kd.core.errors import ModelError
 from kd.core.facts import file_key
 from kd.core.types import Outputs
 from kd.models.classifier import resized
-from kd.models.runtimes import graph_files, open_session
+from kd.models.runtimes import Sessions, graph_files, open_session
 from kd.models.spec import Spec
 from kd.models.teacher import fails
 from kd.models.timm_folder import folder_config
@@ -55,18 +55,18 @@ class GraphTeacher(nn.Module):
 
     runtime, reads_ids = "onnxruntime", False
     features: tuple[str, ...] = ()
+    classes: Sequence[str]
 
     def __init__(self, path: Path, options: Options, where: str, image_size: int) -> None:
         super().__init__()
         self.path, self.options, self.where = path, options, where
         self.network = nn.Module()
-        self.classes: Sequence[str] = ()
-        self.num_classes = 0
+        self.classes, self.num_classes = (), 0
         self.to_logits: Callable[[Tensor], Tensor] = Tensor.float
         self.pick: nn.Module = nn.Identity()
-        self._sessions: dict[int, Any] = {}
+        self.sessions = Sessions(lambda threads: open_session(path, threads, f"{where}.model"))
         self.files = graph_files(path, f"{where}.model")
-        session = self._session()
+        session = self.sessions()
         inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type not in DTYPES or len(inputs[0].shape) != 4:
             found = ", ".join(f"{one.name} {one.type} {one.shape}" for one in inputs)
@@ -98,7 +98,6 @@ class GraphTeacher(nn.Module):
         return {"teacher": digest.hexdigest(), "architecture": architecture, "input": numbers}
 
     def forward(self, image: Tensor) -> Outputs:
-        """Answer for uint8 images [B, 3, H, W] with logits [B, C], or with pooled features where it has no classes."""
         answer = self.answer(image)
         if not self.num_classes:
             return Outputs(answer.new_zeros(len(answer), 0), {"pooled": answer.flatten(1)})
@@ -115,24 +114,11 @@ class GraphTeacher(nn.Module):
             pixels = (pixels / 255 - mean) / std
         pixels = (pixels.permute(0, 2, 3, 1) if self.last else pixels).contiguous()
         array = pixels.cpu().numpy().astype(self.dtype, copy=False)
-        size = self.fixed or len(array)
-        session = self._session()
-        answers = [self._run(session, array[start : start + size], size) for start in range(0, len(array), size)]
-        return torch.from_numpy(np.concatenate(answers)).float().to(image.device)
-
-    def _run(self, session: Any, array: np.ndarray, size: int) -> np.ndarray:
-        """Run a batch, filled up where the graph's batch is fixed."""
-        missing = size - len(array)
-        filled = np.concatenate([array, np.repeat(array[:1], missing, 0)]) if missing else array
-        return session.run([self.output], {self.input: filled})[0][: len(array)]
-
-    def _session(self) -> Any:
-        """Return the session of torch's number of threads, two at most: a run alternates to compare."""
-        threads = torch.get_num_threads()
-        if threads not in self._sessions:
-            latest = dict([*self._sessions.items()][-1:])
-            self._sessions = {**latest, threads: open_session(self.path, threads, f"{self.where}.model")}
-        return self._sessions[threads]
+        size, session, answers = self.fixed or len(array), self.sessions(), []
+        filled = np.concatenate([array, np.repeat(array[:1], -len(array) % size, 0)])  # where its batch is fixed
+        for start in range(0, len(filled), size):
+            answers.append(session.run([self.output], {self.input: filled[start : start + size]})[0])
+        return torch.from_numpy(np.concatenate(answers)[: len(array)]).float().to(image.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphTeacher:
         return self  # a session cannot be copied, and nothing here changes

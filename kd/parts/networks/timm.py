@@ -14,6 +14,8 @@ from kd.models.load import load
 from kd.models.spec import Spec
 from kd.parts.networks._shared import columns, named
 
+facts = NetworkFacts(trains=True)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -23,11 +25,6 @@ class Options:
     """Text file of class names, one a line: for all of a teacher's outputs in their order, of which the data's classes
     are taken; or, where its folder names them, of those that stand for the data's, in the data's order. Empty: the
     model's classes are the data's."""
-
-
-def facts(options: Options) -> NetworkFacts:
-    """Return what others must know of it."""
-    return NetworkFacts(trains=True)
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:

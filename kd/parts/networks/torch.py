@@ -27,7 +27,7 @@ from kd.models.teacher import FAILURES, fails
 from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.parts.networks import _shared as shared
 
-"""Keys under which training scripts save the weights."""
+facts = NetworkFacts(runs_code=True, trains=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,16 +49,10 @@ class Options:
         shared.check_pixels(self.mean, self.std, self.input_size)
 
 
-def facts(options: Options) -> NetworkFacts:
-    """Return what others must know of it."""
-    return NetworkFacts(runs_code=True, trains=True)
-
-
 class Embedder(Classifier):
     """A module without classes: what it returns are its pooled features."""
 
     def outputs(self, pixels: Tensor) -> Outputs:
-        """Return pooled features [B, D] for normalized images [B, 3, S, S]."""
         pooled_BD = self.network(pixels).flatten(1)
         return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), {"pooled": pooled_BD})
 
@@ -75,19 +69,23 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
-    if spec.checkpoint:
-        load_weights(spec, inner)
-    size, wrap = options.input_size or image_size, Classifier if spec.logits else Embedder
+    if spec.checkpoint:  # all of it; a .pth is read without running code
+        own = inner.state_dict()
+        tensors = unwrapped(read_tensors(spec)[0], own)
+        require_same_tensors(f"{spec.where}.checkpoint", spec.model, own, tensors)
+        with without_meta_warnings():
+            inner.load_state_dict(tensors)
+    size = options.input_size or image_size
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}
     described |= {"architecture": architecture, "features": () if spec.logits else ("pooled",)}
     network = Network(inner.eval(), shared.to_logits(spec, options.outputs))
     if not spec.logits:
-        return wrap(network, num_classes=0, **described)
+        return Embedder(network, num_classes=0, **described)
     first = _first(spec, inner, size)
     shared.require_logits(spec, first, options.outputs)
     names, network.pick = shared.named(spec, first.shape[1], (), options.classes)
-    return wrap(network, num_classes=len(names), classes=names, **described)
+    return Classifier(network, num_classes=len(names), classes=names, **described)
 
 
 @torch.no_grad()
@@ -98,15 +96,6 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
         return main_output(inner(noise.to(weight.dtype)), f"{spec.where}.model").float()
     except FAILURES as error:
         raise fails(spec.where, spec.model, size, error) from error
-
-
-def load_weights(spec: Spec, inner: nn.Module) -> None:
-    """Load a checkpoint, all of it; a .pth is read without running code."""
-    own = inner.state_dict()
-    tensors = unwrapped(read_tensors(spec)[0], own)
-    require_same_tensors(f"{spec.where}.checkpoint", spec.model, own, tensors)
-    with without_meta_warnings():
-        inner.load_state_dict(tensors)
 
 
 def _source(function: Any) -> str:

@@ -62,7 +62,6 @@ class Nearest(nn.Module):
         self.register_buffer("vectors", vectors_CD.float())
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits [B, C] for normalized images [B, 3, S, S]."""
         image_BD = F.normalize(self.tower(pixels), dim=1)
         return self.scale * image_BD @ self.vectors.T.to(image_BD.dtype)  # type: ignore[operator]
 
@@ -144,13 +143,12 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
     _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
     siglip = "siglip" in model.config.model_type  # trained on texts that are filled up to their full length
     most = model.config.text_config.max_position_embeddings
-    found = []
+    found, wanted = [], ["input_ids"] if siglip else ["input_ids", "attention_mask"]
     for name in names:
         texts = [prompt.replace("{}", name) for prompt in prompts]
-        padding = {"padding": "max_length", "max_length": most} if siglip else {"padding": True, "max_length": most}
+        padding = {"padding": "max_length" if siglip else True, "max_length": most}
         tokens = tokenizer(texts, return_tensors="pt", truncation=True, **padding)
-        given = {key: tokens[key] for key in ("input_ids", "attention_mask") if key in tokens}
-        vectors = model.get_text_features(**given if not siglip else {"input_ids": given["input_ids"]})
+        vectors = model.get_text_features(**{key: tokens[key] for key in wanted if key in tokens})
         vectors_PD = vectors if isinstance(vectors, Tensor) else vectors.pooler_output
         found.append(F.normalize(F.normalize(vectors_PD, dim=1).mean(0), dim=0))
     return torch.stack(found)

@@ -37,7 +37,6 @@ class LogitsEvaluator(Evaluator):
         """Evaluate over all ranks; the row is empty if the evaluation was given up."""
         was_training = student.training
         student.eval()
-        keep = self.teacher is not None and not self._teacher_logits
         rows: list[dict[str, Tensor]] = []
         self._last = []
         for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
@@ -47,8 +46,6 @@ class LogitsEvaluator(Evaluator):
             with self.backend.autocast():
                 student_BC = student(batch.image).logits.float()
             teacher_BC = self._ask_teacher(i, batch)
-            if keep and teacher_BC is not None:
-                self._teacher_logits.append(teacher_BC)
             rows.append(self._row(batch, student_BC, teacher_BC))  # not summed here: on XLA batch 1 would be special
             self._last.append(self._images(batch, student_BC, teacher_BC))
             self.backend.end_step()
@@ -64,14 +61,16 @@ class LogitsEvaluator(Evaluator):
         """Return the teacher's logits [B, C] for a batch; on XLA a graph of its own, so that evaluations are alike."""
         if self.teacher is None:
             return None
-        if number < len(self._teacher_logits):
-            return self._teacher_logits[number]
-        teacher_BC = self.teacher(batch).logits.float()
-        self.backend.end_step()
-        return teacher_BC
+        if number >= len(self._teacher_logits):
+            self._teacher_logits.append(self.teacher(batch).logits.float())
+            self.backend.end_step()
+        return self._teacher_logits[number]
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return what `_finish` needs of a batch, on the device."""
+        """Return what `_finish`, which returns the validation row on all ranks, needs of a batch, on the device."""
+        raise NotImplementedError
+
+    def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         raise NotImplementedError
 
     def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
@@ -91,10 +90,6 @@ class LogitsEvaluator(Evaluator):
             full = torch.zeros(len(self.plan.ids), mine.shape[1], device=mine.device).index_add_(0, ids_N, mine)
             found[name] = self.backend.reduce_sum(full).cpu()
         return found
-
-    def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Return the validation row, equal on all ranks."""
-        raise NotImplementedError
 
 
 def require_images(images: int, labelled: int | None = None) -> None:

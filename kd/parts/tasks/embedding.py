@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
+from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
@@ -29,12 +29,9 @@ STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
 MOST_BYTES = 1 << 30  # of the teacher's outputs for validation images that are kept for the next evaluations
 LABELS = "labels"
+NEAR, PROBE = Column("knn", "nearest neighbours"), Column("probe", "linear probe")
 SCORES = Scores(
-    own=(
-        Column("knn", "nearest neighbours"),
-        Column("probe", "linear probe"),
-        Column("recall", "recall@10 in the teacher's index"),
-    ),
+    own=(NEAR, PROBE, Column("recall", "recall@10 in the teacher's index")),
     pair=(
         Column("agreement", "agreement", "", "mean cosine of the projected student with its teacher"),
         Column("found", "found", meaning="of the ten training images that the teacher's vector finds"),
@@ -43,11 +40,6 @@ SCORES = Scores(
     "and a ridge classifier. Recall@10: one of the ten training images that are nearest in the teacher's vectors shows "
     "the same class; the student asks with its projected vector. The labels were not used in training.",
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options."""
 
 
 class Embedding(Task):

@@ -6,7 +6,6 @@ Shape legend: B images of a batch, N images of the split, C classes, K teachers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +13,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kd.core.evaluation import Evaluation
+from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples, resampled
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
 from kd.parts.tasks._logits import LogitsEvaluator, require_images
 
 FEWEST = 10  # images of a class from which its own threshold is chosen; with fewer it would fit chance
+DIVERGENCE = "divergence of the student's probabilities from the teacher's"
 SCORES = Scores(
     own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
     pair=(
         Column("agreement", "agreement", meaning="labels in common, of those that one of the two gives"),
-        Column(
-            "kl",
-            "KL",
-            "nats",
-            "divergence of the student's probabilities from the teacher's, summed over classes",
-            smaller=True,
-        ),
+        Column("kl", "KL", "nats", f"{DIVERGENCE}, summed over classes", smaller=True),
     ),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options."""
 
 
 class LabelSets:
@@ -89,10 +79,9 @@ class LabelSets:
         truth = label[known] > 0
         values_C, enough_C = thresholds(logits_NC[known], truth)
         columns = zip(classes, values_C.tolist(), enough_C.tolist(), truth.sum(0).tolist(), strict=True)
-        found: dict[str, dict[str, Any]] = {
-            name: {"threshold": round(value, 6), "chosen": enough, "images": images}
-            for name, value, enough, images in columns
-        }
+        found: dict[str, dict[str, Any]] = {}
+        for name, value, enough, images in columns:
+            found[name] = {"threshold": round(value, 6), "chosen": enough, "images": images}
         if len(truth) >= 2 * FEWEST:
             for name, value in zip(classes, exchanged_f1(logits_NC[known], truth).tolist(), strict=True):
                 found[name]["f1"] = round(value, 6)
@@ -117,7 +106,6 @@ class LabelSetsEvaluator(LogitsEvaluator):
     """Of the last evaluation: truth [N, C], and the logits of student and teacher, of the images with labels."""
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return the answers of a batch, with the images that they are for."""
         row = {"ids": batch.ids, "seen": batch.weight > 0, "student": student_BC}
         row |= {"label": batch.label} if self.labelled else {}
         return row | ({"teacher": teacher_BC} if teacher_BC is not None else {})

@@ -5,12 +5,11 @@ Shape legend: B images of a batch, N images of a split, C classes, K calibration
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kd.core.evaluation import Evaluation, Task
+from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
@@ -28,11 +27,6 @@ SCORES = Scores(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options."""
-
-
 class SingleLabel(Task):
     """See `kd.core.evaluation.Task`."""
 
@@ -48,8 +42,7 @@ class SingleLabel(Task):
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
         """Return whether each row is not negative and has the sum 1."""
-        shares = bool((answer_BC >= 0).all() and (answer_BC <= 1).all())
-        return shares and bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
+        return bool((answer_BC >= 0).all() and ((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
 
     def from_probabilities(self, answer_BC: Tensor) -> Tensor:
         return answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
@@ -82,7 +75,7 @@ class SingleLabelEvaluator(LogitsEvaluator):
         return {"accuracy": (logits_BC.argmax(-1) == batch.label).float()} if self.labelled else {}
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return what `_finish` needs of a batch, on the device: here sums over its images."""
+        """Return sums over the images of a batch."""
         weight_B = batch.weight * batch.labelled
         scores = score(student_BC, batch.label, weight_B) if self.labelled else {}
         if teacher_BC is not None:

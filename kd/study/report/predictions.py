@@ -14,7 +14,7 @@ from PIL import Image
 from kd.core.contracts import Dataset
 from kd.core.errors import DataError, KdError, RunError
 from kd.core.seeds import evenly_spaced
-from kd.data.batches import ask, batches_of
+from kd.data.loader import ask, batches_of
 from kd.data.views import Views
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir

@@ -24,7 +24,7 @@ from kd.files.run_dir import RunDir
 from kd.files.storage import write_json, write_text
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.models.speed import cpu_ms
+from kd.models.runtimes import cpu_ms
 from kd.models.teacher import count_parameters
 from kd.setup.data import open_sources
 from kd.setup.recipe import BASELINE, resolve

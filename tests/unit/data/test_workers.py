@@ -18,9 +18,10 @@ from pieces import wait_until
 
 from kd.config.schema import BackendSection, DataSection
 from kd.core.errors import RunError
+from kd.core.host import process_stat
 from kd.core.types import Plan, Sample
 from kd.data.loader import LocalLoader
-from kd.data.workers import process_state, worker_error
+from kd.data.workers import worker_error
 from kd.parts.registry import default_options
 from kd.setup.build import build_backend, distributed
 from kd.setup.loaders import BatchSplit, loaders
@@ -89,7 +90,7 @@ def test_a_stopped_worker_ends_the_run_and_is_named(number, settled):
     assert line.startswith(f"data.workers: worker {number} (process {pids[number]}, stopped) made no batch within 2 s")
     assert "resumes" in line
     assert len(pids) == 2
-    wait_until(lambda: all(process_state(pid) in ("", "Z") for pid in pids), seconds=10)  # this process can end
+    wait_until(lambda: all(process_stat(pid)[:1] in ([], ["Z"]) for pid in pids), seconds=10)  # this process can end
 
 
 def test_a_worker_stopped_between_two_epochs_is_named():

@@ -90,7 +90,7 @@ def test_it_has_as_many_threads_as_torch():
     try:
         torch.set_num_threads(2 if before == 1 else 1)
         other = teacher(batch()).logits
-        assert list(teacher.model._sessions) == [before, torch.get_num_threads()]
+        assert list(teacher.model.sessions.open) == [before, torch.get_num_threads()]
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(other, one, rtol=0, atol=ROUNDING)

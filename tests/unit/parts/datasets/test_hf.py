@@ -228,8 +228,8 @@ def test_missing_extra(monkeypatch):
     [
         ({"path": ""}, "path is empty"),
         ({"val_fraction": -0.1}, "val_fraction is -0.1"),
-        ({"val_split": "train"}, "are the same"),
-        ({"val_split": ""}, "must not be empty"),
+        ({"val_split": "train"}, "must be two different splits"),
+        ({"val_split": ""}, "must be two different splits"),
     ],
 )
 def test_options(wrong, message):

@@ -138,7 +138,7 @@ def test_two_numbers_of_threads_share_the_sessions_of_a_run(tmp_path, monkeypatc
     try:
         for number in (threads + 1, threads, threads, threads + 1, threads, threads + 2):
             torch.set_num_threads(number)
-            assert model._session() is not None
+            assert model.sessions() is not None
     finally:
         torch.set_num_threads(threads)
     assert opened == [threads + 1, threads + 2]
