@@ -89,8 +89,7 @@ class LocalLoader:
         self.dataset, self.workers, self.batch_size = dataset, workers, batch_size
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
         self._share = Share(batch_size, accumulate, rank, world_size)
-        self.unreadable: set[int] = set()
-        """Ids of images that could not be decoded, among those loaded so far."""
+        self.unreadable: set[int] = set()  # ids of images that could not be decoded, among those loaded so far
         self.loading = Loading()  # of all batches so far
         self._requests = _Requests()
         self._batches = DataLoader(
@@ -168,10 +167,8 @@ class LocalLoader:
         self._batches._iterator = None
 
     def batch_bytes(self, size: int) -> int:
-        """Return about how many bytes of shared memory this rank's batches take on their way, at `size` pixels a side.
-
-        Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
-        """
+        """Return about how many bytes of shared memory this rank's batches take on their way, at `size` pixels."""
+        # Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
         batch = self._share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
         return (self.workers * AHEAD + 2) * batch if self.workers else 0
 
@@ -248,10 +245,8 @@ def evaluation_plan(num_images: int, batch_size: int) -> Plan:
 class Answered(NamedTuple):
     """What a model answers to a batch; all on the CPU."""
 
-    ids: Tensor
-    """int64 [B]."""
-    labels: Tensor
-    """int64 [B], or int8 [B, C]; -1 where nobody knows."""
+    ids: Tensor  # int64 [B]
+    labels: Tensor  # int64 [B], or int8 [B, C]; -1 where nobody knows
     outputs: Outputs
 
 
@@ -267,10 +262,8 @@ def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Itera
 
 
 def ask(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Answered]:
-    """Yield ids, labels and the outputs of a model on `device`, without gradients.
-
-    A module that takes pixels is asked by `lambda batch: module(batch.image)`.
-    """
+    """Yield ids, labels and the outputs of a model on `device`, without gradients."""
+    # A module that takes pixels is asked by `lambda batch: module(batch.image)`.
     for batch in batches:
         with torch.no_grad():
             outputs = model(batch.to(device))

@@ -134,10 +134,8 @@ class MapDataset:
         return Sample(image, value, value, 1.0)
 
     def fingerprint(self) -> str:
-        """Return a hash of the length, all `targets` where there are any, and `PROBES` items.
-
-        Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
-        """
+        """Return a hash of the length, all `targets` where there are any, and `PROBES` items."""
+        # Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
         targets = getattr(self.items, "targets", None)
         known = None if targets is None else [t.tolist() if hasattr(t, "tolist") else t for t in targets]
         sha = hashlib.sha256(f"{len(self)} {known}".encode())
@@ -159,7 +157,6 @@ class BatchLoader:
     def __init__(
         self, batches: Iterable[Any], batch_size: int, where: str = "train", labels: str = "all", num_classes: int = 0
     ) -> None:
-        """Wrap a DataLoader; the other arguments are the fields of `Labels`."""
         self.batches, self.batch_size, self.labels = batches, batch_size, Labels(where, labels, num_classes)
         self.unreadable: set[int] = set()
         self._empty = 0  # epochs in a row without a batch

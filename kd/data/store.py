@@ -55,7 +55,6 @@ class Shrunk:
         return math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1  # both sides are rounded up
 
     def __call__(self, image: Image.Image) -> Image.Image:
-        """Return the RGB image itself, or a smaller one (bicubic)."""
         factor = self.least(*image.size)
         if factor >= 1.0:
             return image
@@ -109,7 +108,6 @@ class Slots:
         return StoredImage(Image.frombytes("RGB", (width, height), pixels), crc, stamp)
 
     def write(self, id: int, slot: StoredImage) -> None:
-        """Store an image, if it has at most `pixels` pixels and the disk is not full."""
         self.records.write(id, HEAD.pack(*slot.image.size, slot.crc, slot.stamp) + slot.image.tobytes())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,7 +156,6 @@ class Stored:
         self.source.prepare()
 
     def decode(self, id: int) -> Decoded:
-        """Return an image as training needs it, RGB, with the CRC of the encoded bytes that it came from."""
         stamp = self._stamped.stamp(id) if self._stamped is not None else 0
         slot = self.slots.read(id) if self.slots is not None else None
         if slot is None or (slot.stamp != stamp and not self._same[id]):
@@ -175,11 +172,9 @@ class Stored:
         return Decoded(slot.image, slot.crc)
 
     def refresh(self, ids: Iterable[int]) -> int:
-        """Read some images again and return how many have changed since they were stored.
-
-        If one sampled file has changed, others may have: the whole store is cleared. Files with stamps are compared as
-        they are used.
-        """
+        """Read some images again and return how many have changed since they were stored."""
+        # If one sampled file has changed, others may have: the whole store is cleared. Files with stamps are compared
+        # as they are used.
         if self.slots is None or self._stamped is not None:
             return 0
         changed = 0
@@ -207,10 +202,8 @@ def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
 
 
 def open_ram(pixels: int, name: str) -> Slots:
-    """Store images in memory, for this process and the workers that it will fork; memory is taken image by image.
-
-    This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
-    """
+    """Store images in memory, for this process and the workers that it will fork; memory is taken image by image."""
+    # This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
     if make is None:
         raise RunError(WHERE, "is ram, which needs Linux", "none, disk", "Set data.store=disk")

@@ -78,10 +78,8 @@ def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
 
 
 def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
-    """Keep the labels of `number` images of each class, drawn by seed and name; `hide` the others', or leave them out.
-
-    Whether an image is drawn depends on the names of its class alone, whatever their order.
-    """
+    """Keep the labels of `number` images of each class, drawn by seed and name; `hide` or leave out the others."""
+    # Whether an image is drawn depends on the names of its class alone, whatever their order.
     key, labels = "data.labels_per_class", [source.label(id) for id in range(len(source))]
     if labels and isinstance(labels[0], np.ndarray):
         raise DataError(key, f"is {number}, but images have several labels", "0", f"Leave {key} out")
@@ -106,10 +104,8 @@ def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
 
 
 def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
-    """Part validation images into those of validation and of a test split, about `fraction` of them.
-
-    Each name alone decides, by its hash: images that are added later change the side of no other.
-    """
+    """Part validation images into those of validation and of a test split, about `fraction` of them."""
+    # Each name alone decides, by its hash: images that are added later change the side of no other.
     draws = np.array([seed_from("test split", val.name(id)) for id in range(len(val))], np.uint64)
     tested = draws < fraction * 2**63
     if tested.all() or not tested.any():
@@ -119,10 +115,8 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
 
 
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark.
-
-    A name that a line cannot hold is written as JSON (`kd.core.text`).
-    """
+    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark."""
+    # A name that a line cannot hold is written as JSON (`kd.core.text`).
     try:
         content = Path(file).expanduser().read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:

@@ -25,10 +25,8 @@ from kd.core.types import Sample
 from kd.data.subset import decoded
 from kd.files.pixels import centre_crop, least_of_centre, least_of_random
 
-MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])
-"""Of ImageNet's pixels, 0 to 255."""
-ASPECTS = math.log(3 / 4), math.log(4 / 3)
-"""Logarithms of a random crop's least and greatest aspect."""
+MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])  # of ImageNet's pixels, 0 to 255
+ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's least and greatest aspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,7 @@ class Mixing:
     neighbours: a cached teacher sees the very same pixels. Cost: a second decode for each mixed image.
     """
 
-    mixup: float
-    """Alpha of the Beta distribution; 0: no mixup."""
+    mixup: float  # alpha of the Beta distribution; 0: no mixup
     cutmix: float
     probability: float
 
@@ -60,8 +57,7 @@ class Views:
         self.source, self.transform, self.size, self.seed = source, transform, size, seed
         self.mixing, self.on_corrupt = mixing, on_corrupt
         self.classes = source.classes
-        self.decode_seconds = 0.0
-        """Seconds that this process has spent decoding."""
+        self.decode_seconds = 0.0  # seconds that this process has spent decoding
 
     def __len__(self) -> int:
         return len(self.source)
@@ -127,15 +123,12 @@ def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tu
 class Train:
     """Random resized crop, flip, colour jitter, a timm auto-augment policy if one is named, and random erasing."""
 
-    size: int
-    """Side of the result, pixels."""
-    crop: float
-    """Smallest share of the area that the crop keeps; 1.0: the whole image."""
+    size: int  # side of the result, pixels
+    crop: float  # smallest share of the area that the crop keeps; 1.0: the whole image
     flip: float
     jitter: float
     policy: str = ""
-    erase: float = 0.0
-    """Probability that a rectangle becomes noise."""
+    erase: float = 0.0  # probability that a rectangle becomes noise
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         box = random_box(*image.size, self.crop, rng)
@@ -158,8 +151,7 @@ class Evaluate:
     """Centre crop and resize; nothing random."""
 
     size: int
-    crop: float
-    """Share of the shorter side that the crop keeps."""
+    crop: float  # share of the shorter side that the crop keeps
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         return centre_crop(image, self.size, self.crop)
@@ -169,11 +161,9 @@ class Evaluate:
 
 
 def random_box(width: int, height: int, smallest: float, rng: random.Random) -> tuple[float, float, float, float]:
-    """Draw a crop box (left, top, right, bottom) of a random area and of an aspect between 3:4 and 4:3.
-
-    Where the aspect drawn does not fit into the image at that area, the nearest one that fits is taken, so that one
-    draw is always enough (Inception's crop, arXiv:1409.4842, rejects and draws again).
-    """
+    """Draw a crop box (left, top, right, bottom) of a random area and of an aspect between 3:4 and 4:3."""
+    # Where the aspect drawn does not fit into the image at that area, the nearest one that fits is taken, so that one
+    # draw is always enough (Inception's crop, arXiv:1409.4842, rejects and draws again).
     if smallest >= 1.0:
         return 0.0, 0.0, float(width), float(height)
     area = width * height * rng.uniform(smallest, 1.0)
@@ -186,10 +176,8 @@ def random_box(width: int, height: int, smallest: float, rng: random.Random) -> 
 
 
 def erase(image: Image.Image, rng: random.Random) -> Image.Image:
-    """Return an image with a rectangle of normal noise around ImageNet's mean (random erasing, arXiv:1708.04896).
-
-    As in timm, whose mode this is `pixel` of: area 2 to 33 %, aspect 0.3 to 1 / 0.3, ten draws until it fits.
-    """
+    """Return an image with a rectangle of normal noise around ImageNet's mean (random erasing, arXiv:1708.04896)."""
+    # As in timm, whose mode this is `pixel` of: area 2 to 33 %, aspect 0.3 to 1 / 0.3, ten draws until it fits.
     image = image.copy()
     for _ in range(10):
         area = rng.uniform(0.02, 1 / 3) * image.width * image.height
@@ -219,10 +207,8 @@ def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.
 
 @functools.lru_cache
 def build_policy(policy: str, size: int) -> object:
-    """Build a timm auto-augment policy; ValueError: timm does not know it.
-
-    timm 1.0.31 may ask Pillow to posterize to 0 bits, which Pillow 13 refuses: at least one bit is kept.
-    """
+    """Build a timm auto-augment policy; ValueError: timm does not know it."""
+    # timm 1.0.31 may ask Pillow to posterize to 0 bits, which Pillow 13 refuses: at least one bit is kept.
     from timm.data import auto_augment  # 0.5 s of imports that only a policy needs
 
     posterize = auto_augment.NAME_TO_OP["PosterizeIncreasing"]

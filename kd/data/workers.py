@@ -31,10 +31,8 @@ def require_shared_memory(needed: int, free: float, workers: int) -> None:
 
 
 def worker_error(error: Exception) -> RunError | None:
-    """Return a user's error for torch's "a worker has ended", or None for any other error.
-
-    Torch raises it from a signal handler, wherever the main thread is.
-    """
+    """Return a user's error for torch's "a worker has ended", or None for any other error."""
+    # Torch raises it from a signal handler, wherever the main thread is.
     match = ENDED.search(str(error))
     if not isinstance(error, RuntimeError) or match is None:
         return None
@@ -106,11 +104,9 @@ def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread, and in all threads of the processes that it forks here.
-
-    Blocking in a worker is too late: torch starts its pool of threads there before any code of ours runs, and a signal
-    to a process ends it through any thread that does not block it.
-    """
+    """Block SIGTERM in this thread, and in all threads of the processes that it forks here."""
+    # Blocking in a worker is too late: torch starts its pool of threads there before any code of ours runs, and a
+    # signal to a process ends it through any thread that does not block it.
     if sys.platform != "linux":
         yield
         return
@@ -122,11 +118,10 @@ def sigterm_blocked() -> Iterator[None]:
 
 
 def serve_until_the_trainer_ends(number: int) -> None:
-    """Let only the trainer end this worker by SIGTERM, which it was forked without; the DataLoader calls this in it.
-
-    torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A trainer that finishes its step then
-    still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names the sender.
-    """
+    """Let only the trainer end this worker by SIGTERM, which it was forked without; the DataLoader calls this in it."""
+    # torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A trainer that finishes its step
+    # then still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names the
+    # sender.
     if sys.platform == "linux":
         threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()
 

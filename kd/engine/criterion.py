@@ -23,11 +23,9 @@ class Term:
 
     name: str
     weight: float
-    loss: Any
-    """A `kd.core.contracts.Loss`."""
+    loss: Any  # A `kd.core.contracts.Loss`
     facts: LossFacts
-    teacher: int = 0
-    """The one of several teachers whose features it reads."""
+    teacher: int = 0  # the one of several teachers whose features it reads
 
 
 class Criterion(nn.Module):
@@ -95,7 +93,6 @@ class Distillation(nn.Module):
         self.student, self.criterion, self.task, self.frozen = student, criterion, task, frozen
 
     def forward(self, batch: Batch, teacher: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the student's logits [B, C] and the scores of the criterion."""
         student = self.student(batch.image)
         return student.logits, self.criterion(student, teacher, batch)
 

@@ -25,8 +25,7 @@ AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
 class Diverged(NonFiniteLoss):
     """Terms are not finite in a step of this run."""
 
-    at: tuple[State, Plan]
-    """The state before the first such step, and its epoch's plan."""
+    at: tuple[State, Plan]  # the state before the first such step, and its epoch's plan
 
 
 def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:

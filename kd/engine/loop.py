@@ -139,10 +139,8 @@ def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpoin
 
 
 def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
-    """Evaluate the student (its averaged weights where there are any); return whether it is the best so far.
-
-    An evaluation takes longer than a run that is asked to stop may have, so it is then given up.
-    """
+    """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
+    # An evaluation takes longer than a run that is asked to stop may have, so it is then given up.
     stop.restart()
     with run.average.applied() if run.average is not None else nullcontext():
         values = {} if stop.agreed else run.evaluator(run.distillation.student, stop=stop)

@@ -14,8 +14,7 @@ from kd.core.types import Plan, State
 from kd.engine.diagnosis import AFTER_SKIPPING, diverged
 from kd.engine.run import Run
 
-MOST_SKIPPED = 10
-"""Steps in a row that may be skipped: a run that has diverged makes no good step any more."""
+MOST_SKIPPED = 10  # steps in a row that may be skipped: a run that has diverged makes no good step any more
 
 
 class Meter:
@@ -87,10 +86,8 @@ class Meter:
         return values, int(skipped_S.sum()), in_a_row
 
     def log_epoch(self, state: State, plan: Plan, steps: int) -> None:
-        """Log an epoch's plan: images trained, and how many equally weighted ones they are worth.
-
-        The time is this process's clock; the device is not waited for.
-        """
+        """Log an epoch's plan: images trained, and how many equally weighted ones they are worth."""
+        # The time is this process's clock; the device is not waited for.
         open_window = time.perf_counter() - self.clock if self.rows else 0.0
         weights_N = plan.weights.double()
         values = {"candidates": float(len(plan.ids)), "trained": float(steps * self.run.length.batch_size)}

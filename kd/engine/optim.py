@@ -51,16 +51,12 @@ class Schedule:
     It has no state: the rate is a function of the progress, so checkpoints do not contain it.
     """
 
-    lr: float
-    """Peak learning rate."""
-    warmup: float
-    """Length of the warm-up as a share of the run, 0 to 1."""
-    min_lr: float
-    """Final rate as a share of `lr`."""
+    lr: float  # peak learning rate
+    warmup: float  # length of the warm-up as a share of the run, 0 to 1
+    min_lr: float  # final rate as a share of `lr`
     shape: str = "cosine"
 
     def factor(self, progress: float) -> float:
-        """Return the rate at `progress` (0 to 1) as a share of the peak rate."""
         if progress < self.warmup:
             return progress / self.warmup
         if self.shape == "constant":
@@ -107,11 +103,9 @@ class EMA:
             self._copy(kept, self._live)
 
     def apply(self) -> None:
-        """Load the average into the module permanently."""
         self._copy(self.average, self._live)
 
     def load(self, average: dict[str, Tensor]) -> None:
-        """Restore the average from a checkpoint."""
         self._copy(average, self.average)
 
     @torch.no_grad()
@@ -128,10 +122,8 @@ class Frozen:
     """
 
     def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
-        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs.
-
-        0 epochs: for the whole run, and no gradients are computed.
-        """
+        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs."""
+        # 0 epochs: for the whole run, and no gradients are computed.
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
         matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
         self.network, self.epochs = network, epochs
@@ -160,7 +152,6 @@ class Frozen:
 
     @contextmanager
     def held(self, state: State) -> Iterator[None]:
-        """Hold them still in the forwards and backwards of the step after this state."""
         if not self.holds(state):
             yield
             return

@@ -20,10 +20,8 @@ from kd.core.types import Batch, State, TeacherOutputs
 from kd.engine.criterion import Distillation
 from kd.engine.optim import EMA, Schedule
 
-STOP_SECONDS = 1.0
-"""About how long a rank waits before it tells the others. torchrun kills 30 s after its signal."""
-STOP_CALLS = 50
-"""Calls between two reductions at most, in case the next calls are slower than the last."""
+STOP_SECONDS = 1.0  # about how long a rank waits before it tells the others. torchrun kills 30 s after its signal.
+STOP_CALLS = 50  # calls between two reductions at most, in case the next calls are slower than the last
 
 Span = Callable[[str], AbstractContextManager[object]]
 """`with span(NAME):` around a part of a step: data, sifting, teacher, forward, backward, optimizer, wait, evaluation,
@@ -70,15 +68,11 @@ class RunLength:
     """How long the run is and how often things happen."""
 
     epochs: int
-    steps: int
-    """0: `epochs` decides."""
-    batch_size: int
-    """Images per optimizer step, all ranks."""
-    views: int
-    """Of an image; epoch e shows view `e mod views`. 0: a fresh one every epoch."""
+    steps: int  # 0: `epochs` decides
+    batch_size: int  # images per optimizer step, all ranks
+    views: int  # of an image; epoch e shows view `e mod views`. 0: a fresh one every epoch.
     every: Intervals
-    patience: int = 0
-    """Evaluations in a row without a better score that end the run; 0: none do."""
+    patience: int = 0  # evaluations in a row without a better score that end the run; 0: none do
 
     def progress(self, state: State, steps_in_epoch: int) -> float:
         """Return the share of the run that is done in the middle of the next step, 0 to 1."""
@@ -109,12 +103,10 @@ class Run:
 
     seed: int
     length: RunLength
-    accumulate: int
-    """Micro-batches per optimizer step on one rank."""
+    accumulate: int  # micro-batches per optimizer step on one rank
     max_norm: float
     backend: Backend
-    module: nn.Module
-    """`distillation` as the backend wrapped it."""
+    module: nn.Module  # `distillation` as the backend wrapped it
     distillation: Distillation
     teacher: Teacher
     loader: Loader
@@ -125,12 +117,9 @@ class Run:
     evaluator: Evaluator
     store: RunStore
     logger: Logger
-    skip_nonfinite: bool = False
-    """Go on after a step whose gradient is not finite; such a step is never applied."""
-    span: Span = nullcontext
-    """Marks what the loop is doing; free unless somebody listens."""
-    window: Window = lambda state: {}
-    """Ends a log window of whoever listens."""
+    skip_nonfinite: bool = False  # go on after a step whose gradient is not finite; such a step is never applied
+    span: Span = nullcontext  # marks what the loop is doing; free unless somebody listens
+    window: Window = lambda state: {}  # ends a log window of whoever listens
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
 

@@ -15,18 +15,15 @@ from kd.core.types import State
 from kd.engine.diagnosis import AFTER_DIVERGING
 from kd.engine.run import Run
 
-DIGEST = 8
-"""Bytes of a hash that are compared; each is sent as a float32, which holds it exactly."""
+DIGEST = 8  # bytes of a hash that are compared; each is sent as a float32, which holds it exactly
 
 
 @torch.no_grad()
 def average_buffers(run: Run, state: State) -> None:
-    """Average over the ranks the statistics that each gathers from its own images (batch norm's).
-
-    Weights are equal on all ranks at any time; these are not, and an evaluation or a checkpoint must not depend on
-    which rank is asked. Constants that no checkpoint holds are left alone, and so is what is frozen: a mean of three
-    equal numbers may have other bits.
-    """
+    """Average over the ranks the statistics that each gathers from its own images (batch norm's)."""
+    # Weights are equal on all ranks at any time; these are not, and an evaluation or a checkpoint must not depend on
+    # which rank is asked. Constants that no checkpoint holds are left alone, and so is what is frozen: a mean of three
+    # equal numbers may have other bits.
     if run.backend.world_size == 1:
         return
     student, frozen = run.distillation.student, run.distillation.frozen

@@ -78,7 +78,6 @@ class Codec:
         return found
 
     def compress(self, logits_BC: Tensor) -> list[Tensor]:
-        """Return what a record keeps of logits, on their device."""
         if not self.topk:
             return [logits_BC.to(self.kind)]
         top = logits_BC.float().topk(self.topk)
@@ -117,7 +116,6 @@ class Store:
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return records [B] and which of them are whole, bool [B]."""
         try:
             opened = self._opened(view)
         except FileNotFoundError:
@@ -193,10 +191,8 @@ class CachedTeacher:
         return self.live.images
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Look each batch up while it is still on the host, where its ids can be read without waiting.
-
-        A record of an image that has changed since counts as missing; their number is logged once per view.
-        """
+        """Look each batch up while it is still on the host, where its ids can be read without waiting."""
+        # A record of an image that has changed since counts as missing; their number is logged once per view.
         changed, view = 0, 0
         try:
             for batch in batches:
@@ -279,10 +275,8 @@ def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images:
 
 
 def owned(folder: Path) -> bool:
-    """Make this process the one writer of a cache until it ends; return whether it is.
-
-    It is not if another run writes there, nor if there is a cache that this user may only read.
-    """
+    """Make this process the one writer of a cache until it ends; return whether it is."""
+    # It is not if another run writes there, nor if there is a cache that this user may only read.
     if folder not in _locks:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,6 @@ class Classifier(nn.Module):
         return self.outputs(self.normalize(image))
 
     def outputs(self, pixels: Tensor) -> Outputs:
-        """Classify normalized images [B, 3, S, S]."""
         if not self.features:
             return Outputs(self.network(pixels)) if self.num_classes else Outputs(pixels.new_zeros(len(pixels), 0))
         network: Any = self.network
@@ -151,11 +150,9 @@ def main_output(answer: Any, where: str) -> Tensor:
 
 
 def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
-    """Return the tokens [B, N, D] of what a timm network's `forward_features` returns.
-
-    Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
-    places, row by row.
-    """
+    """Return the tokens [B, N, D] of what a timm network's `forward_features` returns."""
+    # Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
+    # places, row by row.
     if isinstance(inner, Tensor) and inner.ndim == 3:
         return inner[:, int(getattr(network, "num_prefix_tokens", 0)) :]
     if isinstance(inner, Tensor) and inner.ndim == 4:
@@ -253,7 +250,6 @@ class Ensemble(nn.Module):
         return {**joined, "teacher": whole or digest(self.network), "shares": self.shares}
 
     def forward(self, image: Tensor, ids: Tensor | None = None, view: int = 0) -> Outputs:
-        """Answer for uint8 images [B, 3, H, W] with ids [B] of a view; logits of the averages, float32."""
         outputs = [member(image, ids, view) if member.reads_ids else member(image) for member in self.members]
         named = {}
         for k, one in enumerate(outputs):
@@ -274,11 +270,9 @@ def digest(network: nn.Module) -> str:
 
 
 def set_attention(module: nn.Module, fused: bool) -> int:
-    """Choose torch's fused attention kernel or plain matrix products; return the number of layers set.
-
-    timm chooses when a layer is built. The faster kernel depends on device and shape, so it is set again here (on one
-    CPU unfused was 1.4 times faster in training).
-    """
+    """Choose torch's fused attention kernel or plain matrix products; return the number of layers set."""
+    # timm chooses when a layer is built. The faster kernel depends on device and shape, so it is set again here (on one
+    # CPU unfused was 1.4 times faster in training).
     for layer in module.modules():
         if isinstance(getattr(layer, "fused_attn", None), bool):
             layer.fused_attn = fused  # type: ignore[assignment]

@@ -21,11 +21,9 @@ training, evaluation and the copies of trials each need their own."""
 
 
 def compile_forward(module: nn.Module) -> nn.Module:
-    """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled.
-
-    Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives the
-    same bits as an uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
-    """
+    """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled."""
+    # Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives
+    # the same bits as an uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 
     _own_folder()
@@ -42,11 +40,9 @@ def clear_libraries() -> None:
 
 
 def _own_folder() -> None:
-    """Let torch keep compiled libraries in a folder that this process holds until it ends.
-
-    torch writes a library under its own name and takes every file of that name for whole. A process that is killed
-    while the linker runs leaves one that can never be loaded, so that a folder which holds one is cleared.
-    """
+    """Let torch keep compiled libraries in a folder that this process holds until it ends."""
+    # torch writes a library under its own name and takes every file of that name for whole. A process that is killed
+    # while the linker runs leaves one that can never be loaded, so that a folder which holds one is cleared.
     from torch._inductor.codecache import cache_dir  # slow to import
 
     if _locks:

@@ -64,11 +64,10 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
-    """Let a convolutional network keep channels last in memory.
-
-    On one AMD EPYC core in bfloat16 a training step of a ResNet-18 at 64 px then takes 0.89 of the time, that of a
-    ResNet-10 of 24 channels 0.70 (benchmarks/layout.py). Torch cannot lay out weights of 5 dimensions (lambda_resnet).
-    """
+    """Let a convolutional network keep channels last in memory."""
+    # On one AMD EPYC core in bfloat16 a training step of a ResNet-18 at 64 px then takes 0.89 of the time, that of a
+    # ResNet-10 of 24 channels 0.70 (benchmarks/layout.py). Torch cannot lay out weights of 5 dimensions
+    # (lambda_resnet).
     convolved = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Conv2d))
     if 2 * convolved < sum(p.numel() for p in network.parameters()) or any(p.dim() == 5 for p in network.parameters()):
         return network
@@ -230,10 +229,8 @@ def _weights_file(spec: Spec) -> Path:
 
 
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
-    """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on.
-
-    A student of other classes gets a head of zeros: timm's random one starts an EfficientNet at a cross-entropy of 9.4.
-    """
+    """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on."""
+    # A student of other classes gets a head of zeros: timm's random one starts an EfficientNet at a cross-entropy of 9.4.
     classes, config = spec.classes or (), getattr(network, "pretrained_cfg", None) or {}
     count, names = config.get("num_classes"), config.get("label_names")
     folder = Path(spec.model.removeprefix("local-dir:"))

@@ -38,8 +38,7 @@ OPSET = 20  # of ONNX: the first in which GELU is one operator
 OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
 LARGEST_BATCH = 4096  # upper bound of the dynamic batch: torch.export wants one; kd never sends so many
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
-ROUNDS = 30
-"""Timed calls of each, at most: a median of 30 stands though a third of them met a busy neighbour."""
+ROUNDS = 30  # timed calls of each, at most: a median of 30 stands though a third of them met a busy neighbour
 
 
 class Graph(nn.Module):
@@ -63,7 +62,6 @@ class Graph(nn.Module):
         self.register_buffer("matrix", matrix, persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return logits [B, C], or vectors [B, D], of uint8 images [B, 3, S, S]."""
         pixels = image.to(torch.float32)
         if self.matrix is not None:
             planes = self.matrix @ pixels.flatten(0, 1) @ self.matrix.T
@@ -73,10 +71,8 @@ class Graph(nn.Module):
 
 
 def reparameterized(model: Classifier) -> Classifier:
-    """Return a copy whose branches are merged where timm can (repvit, fastvit, mobileone): fewer layers, same answers.
-
-    The model itself stays as it was trained. One without such layers is returned itself.
-    """
+    """Return a copy whose branches are merged where timm can (repvit, fastvit): fewer layers, same answers."""
+    # The model itself stays as it was trained. One without such layers is returned itself.
     from timm.utils.model import reparameterize_model  # only exports need it
 
     branches, network = ("fuse", "reparameterize", "switch_to_deploy"), getattr(model.network, "inner", model.network)
@@ -117,10 +113,8 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = 
 
 
 def write_int8(source: Path, path: Path) -> None:
-    """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs.
-
-    Convolutions stay float32, because onnxruntime's integer convolution is slower.
-    """
+    """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs."""
+    # Convolutions stay float32, because onnxruntime's integer convolution is slower.
     onnx = require("onnx", "--int8")
     require("onnxruntime", "--int8")
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -149,10 +143,8 @@ def write_openvino(source: Path, path: Path, half: bool = False) -> None:
 
 
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to logits [B, C].
-
-    `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
-    """
+    """Return a function from uint8 [B, 3, S, S] to logits [B, C]."""
+    # `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
     session = open_session(source, threads, "--onnx", spin)
     return lambda image: session.run(None, {INPUT: image})[0]
 
@@ -224,10 +216,8 @@ def _external(message: Any) -> Iterator[str]:
 
 
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C].
-
-    `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
-    """
+    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C]."""
+    # `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
     openvino = require("openvino", "--openvino", "openvino")
     options = {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
     if bf16 and not has_bf16():

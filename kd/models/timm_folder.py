@@ -106,10 +106,8 @@ WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json
 
 
 def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:
-    """Require what `timm.create_model` would fetch; nothing is downloaded.
-
-    Not looked for: the weights of the one model in a hundred that lie at an address of their own.
-    """
+    """Require what `timm.create_model` would fetch; nothing is downloaded."""
+    # Not looked for: the weights of the one model in a hundred that lie at an address of their own.
     from huggingface_hub import constants
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
@@ -178,10 +176,8 @@ def unpickled(path: Path, where: str) -> dict[str, Tensor]:
 def in_order(
     where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], free: Sequence[str], more: int
 ) -> dict[str, Tensor]:
-    """Give tensors of other names a model's own, by their places; each has the model's shape, those of `free` any.
-
-    Up to `more` tensors may stand behind them: those of a classifier that the model is built without.
-    """
+    """Give tensors of other names a model's own, by their places; each has the model's shape, those of `free` any."""
+    # Up to `more` tensors may stand behind them: those of a classifier that the model is built without.
     if not 0 <= len(tensors) - len(own) <= more:
         wrong = f"has {len(tensors)} tensors, '{model}' has {len(own)}"
         raise ModelError(where, wrong, "With weights: by_order, as many", "Correct model or args")

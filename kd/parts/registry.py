@@ -24,8 +24,7 @@ FACTS: dict[str, type[Any]] = {
     "datasets": DatasetFacts,
     "networks": NetworkFacts,
     "backends": BackendFacts,
-}
-"""What the `facts` of a part are. A part without any has the defaults; a loss must have some."""
+}  # what the `facts` of a part are. A part without any has the defaults; a loss must have some.
 
 
 def names(folder: str) -> list[str]:
@@ -51,10 +50,9 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
 
 
 def named_module(path: str) -> ModuleType:
-    """Import a module that a configuration names; one in the working folder is found last, as with `python -m kd`.
-
-    Only while it is imported: a folder there that is called like a package that is not installed must not stand for it.
-    """
+    """Import a module that a configuration names; one in the working folder is found last, as with `python -m kd`."""
+    # Only while it is imported: a folder there that is called like a package that is not installed must not stand for
+    # it.
     here = [""] if "" not in sys.path else []
     sys.path += here
     try:

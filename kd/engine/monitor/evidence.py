@@ -84,7 +84,6 @@ class Evidence:
         return Loading(**{name: value / count for name, value in total.items()})
 
     def during(self) -> list[Row]:
-        """Return the samples that were taken while the steps were steady."""
         rows = self.steady()
         begin, end = (rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"]) if rows else (0.0, -1.0)
         return [sample for sample in self.samples if begin <= sample["time"] <= end]

@@ -20,16 +20,13 @@ class Profiler:
     def __init__(
         self, steps: Sequence[int], folder: Path, device: str, span: Callable[[str], AbstractContextManager[object]]
     ) -> None:
-        """Prepare to profile `steps`, (first, last) or empty, into `folder`.
-
-        The device "cuda" also traces the GPU's kernels. Starting and writing take place in a span of their own.
-        """
+        """Prepare to profile `steps`, (first, last) or empty, into `folder`."""
+        # The device "cuda" also traces the GPU's kernels. Starting and writing take place in a span of their own.
         self.first, self.last = (steps[0], steps[1]) if steps else (0, -1)
         self.folder, self.device, self.span = folder, device, span
         self._running: profile | None = None
 
     def step(self, number: int) -> None:
-        """Start or stop before the step of this number."""
         if self.first <= number <= self.last and self._running is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it reports a missing GPU as an error
             activities = [ProfilerActivity.CPU]

@@ -24,10 +24,8 @@ class Monitor:
     """Sample this machine in the background. Used as a context."""
 
     def __init__(self, path: Path, fresh: bool = True, interval: float = 0.0) -> None:
-        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds; 0: `INTERVAL`.
-
-        `fresh` removes an earlier file.
-        """
+        """Prepare to append a sample to `path`, JSON lines, every `interval` seconds; 0: `INTERVAL`."""
+        # `fresh` removes an earlier file.
         self.path, self.interval = path, interval or INTERVAL
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kd-monitor", daemon=True)

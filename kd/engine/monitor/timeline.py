@@ -57,7 +57,6 @@ class DeviceClock:
         self._open.append((event, name, times))
 
     def read(self) -> None:
-        """Charge all intervals that the device has passed."""
         while len(self._open) > 1 and self._open[1][0].query():
             begin = self._open.popleft()[0]
             end, name, times = self._open[0]
@@ -89,19 +88,16 @@ class Timeline:
         self.clock, self.path, self.start = clock, path, start
         self.totals: dict[str, float] = {}
         """Milliseconds by span, of all rows so far; of the device where it has events."""
-        self.made = 0
-        """Steps of this start, in all rows so far."""
+        self.made = 0  # steps of this start, in all rows so far
         self.communication, self.on_step = communication, on_step
         self._device = device if device is not None or clock != "device" else DeviceClock()
         self._stack: list[str] = []
         self._setup: Step | None = Step()
         self._now = self._setup
-        self._steps: list[Step] = []
-        """Of the window: done, or under way."""
+        self._steps: list[Step] = []  # of the window: done, or under way
         self._ended = False
         self._waited = 0.0
-        self.loading: Callable[[], Loading] = Loading
-        """Returns how long all batches so far took to load."""
+        self.loading: Callable[[], Loading] = Loading  # returns how long all batches so far took to load
         self._loaded = Loading()
         self._last = time.perf_counter() if since is None else since
         if self._device is not None:
@@ -182,10 +178,8 @@ class Timeline:
         return [{n: ms for n, ms in self._times(step).items() if n not in APART} for step in steps if step.done]
 
     def _times(self, step: Step) -> dict[str, float]:
-        """Return the milliseconds of a step by span, of the device where it has events.
-
-        The wait for the reduction of gradients is taken out of the backward pass.
-        """
+        """Return the milliseconds of a step by span, of the device where it has events."""
+        # The wait for the reduction of gradients is taken out of the backward pass.
         times = step.ms(self._device is not None)
         if self._waited and "backward" in times:
             times["communication"] = min(self._waited, times["backward"])
@@ -253,10 +247,8 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]:
-    """Return the median and the slowest of consecutive steps (milliseconds by span), numbered from `first` on.
-
-    The span of the slowest step is the one that exceeds its own median the most.
-    """
+    """Return the median and the slowest of consecutive steps (milliseconds by span), numbered from `first` on."""
+    # The span of the slowest step is the one that exceeds its own median the most.
     lengths = [sum(step.values()) for step in steps]
     median = statistics.median(lengths)
     names = {name for step in steps for name in step}

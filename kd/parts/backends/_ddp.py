@@ -31,8 +31,7 @@ class DDPBackend:
     """One process, alone or in a torch.distributed world. See `kd.core.contracts.Backend`."""
 
     kind = ""
-    init = ""
-    """Name of the torch.distributed backend."""
+    init = ""  # name of the torch.distributed backend
     compiles = False
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
@@ -57,7 +56,6 @@ class DDPBackend:
         return "bf16+unfused" if bf16_units() else "fp32+unfused"
 
     def setup(self) -> None:
-        """Join the world and check that it has the size that the launcher set."""
         if self.world_size == 1:
             return
         set_rendezvous(self.launch)
@@ -75,11 +73,9 @@ class DDPBackend:
             raise BackendError("backend.kind", f"{found} processes joined, but {wanted}", allowed, remedy)
 
     def _join(self) -> None:
-        """Join the process group, with store keys that no earlier attempt of this launcher has used.
-
-        torchrun keeps one store across restarts, with `--standalone` too. Without the prefix a restarted rank may read
-        the address of a dead rank and wait for it.
-        """
+        """Join the process group, with store keys that no earlier attempt of this launcher has used."""
+        # torchrun keeps one store across restarts, with `--standalone` too. Without the prefix a restarted rank may
+        # read the address of a dead rank and wait for it.
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
         store = dist.PrefixStore(f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         # nccl then connects here, where an error is one line, and not in the first reduction
@@ -146,10 +142,8 @@ class DDPBackend:
     def optimizer(
         self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; with `zero` each rank keeps the state of its share of the parameters (ZeRO-1).
-
-        parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
-        """
+        """Build the optimizer; with `zero` each rank keeps the state of its share of the parameters (ZeRO-1)."""
+        # parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         if zero and self.world_size > 1:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
 
@@ -191,7 +185,6 @@ class DDPBackend:
             states.load_state(optimizer, state)
 
     def counters(self) -> dict[str, float]:
-        """Return the memory of this rank's optimizer state, and of its shard of the teacher if any, in MiB."""
         own = states.state_tensors(self._optimizer) if self._optimizer is not None else []
         memory = {"optimizer_mib": states.mib(own)}
         if self._teacher is not None:
@@ -201,11 +194,9 @@ class DDPBackend:
         return memory
 
     def communication_ms(self) -> float:
-        """Return the mean wait of the backward pass for gradients, of the steps that DDP has timed since the last call.
-
-        DDP times the all-reduces and their overlap with the gradients' computation; the rest is the wait. It publishes
-        a step's times in the next step. On a device it times the first ten steps and then one in a hundred.
-        """
+        """Return the mean wait of the backward pass for gradients, of the steps timed since the last call, ms."""
+        # DDP times the all-reduces and their overlap with the gradients' computation; the rest is the wait. It
+        # publishes a step's times in the next step. On a device it times the first ten steps and then one in a hundred.
         waits, self._waits = self._waits, []
         return sum(waits) / len(waits) if waits else 0.0
 
@@ -239,7 +230,6 @@ class DDPBackend:
         self.reduce_sum(torch.zeros(1, device=self.device)).item()
 
     def explain(self, error: Exception) -> KdError | None:
-        """Recognize a collective that failed because another rank has ended."""
         text = str(error)
         lost = isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_ENDED)
         if not (self._joined and lost):

@@ -30,7 +30,6 @@ class Pipelined(nn.Module):
     """One stage of a module, with the outputs of all stages. Traced at the first batch, whose size is then fixed."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        """Split a frozen module, which lies on the CPU of every rank, between repeated blocks."""
         super().__init__()
         self.stage: nn.Module = _Flat(module)
         self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()
@@ -60,7 +59,6 @@ class Pipelined(nn.Module):
         self._schedule = ScheduleGPipe(stage, n_microbatches=self.world_size)
 
     def _run(self, image: Tensor) -> list[Tensor]:
-        """Run the images of all ranks; return the outputs of this rank's images."""
         gathered = []
         for source in range(self.world_size):
             images = image.contiguous() if source == self.rank else torch.empty_like(image)
@@ -137,11 +135,9 @@ SMALLEST_SHARE = 0.005
 
 
 def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors.
-
-    The module is on the meta device; `source` has its parameters and buffers by name. Only the forward gathers, so no
-    other method may be called. Not handled: a parameter shared by two blocks.
-    """
+    """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors."""
+    # The module is on the meta device; `source` has its parameters and buffers by name. Only the forward gathers, so no
+    # other method may be called. Not handled: a parameter shared by two blocks.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
     for unit in [*_units(module), module]:
@@ -163,7 +159,6 @@ def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device)
 
 
 def local_tensors(module: nn.Module) -> list[Tensor]:
-    """Return this rank's part of a module's parameters and buffers."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for _, tensor in _tensors(module)]
 
 
@@ -173,11 +168,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _units(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a network, inner ones first.
-
-    A block is an element of a ModuleList or Sequential that holds another element of its class. Those below
-    SMALLEST_SHARE are not listed.
-    """
+    """Return the repeated blocks of a network, inner ones first."""
+    # A block is an element of a ModuleList or Sequential that holds another element of its class. Those below
+    # SMALLEST_SHARE are not listed.
     smallest = SMALLEST_SHARE * sum(parameter.numel() for parameter in module.parameters())
     units = []
     for container in module.modules():

@@ -55,11 +55,9 @@ def read_launch() -> Launch:
 
 
 def _without_a_rank() -> Launch:
-    """Return one process per host where SageMaker runs the script on several hosts; else a single process.
-
-    Refused is a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this one.
-    With N above 1 it sets where the ranks meet, but no rank and no world size.
-    """
+    """Return one process per host where SageMaker runs the script on several hosts; else a single process."""
+    # Refused is a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this
+    # one. With N above 1 it sets where the ranks meet, but no rank and no world size.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
         wrong = "accelerate was asked for several processes, and has started one without a rank"
         allowed = "On CPUs it starts several with --mpirun_hostfile alone"

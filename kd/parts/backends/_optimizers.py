@@ -27,7 +27,6 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of the state, such as AdamW's averages."""
     values = [value for entries in optimizer.state.values() for value in entries.values()]
     return [value for value in values if isinstance(value, Tensor)]
 
@@ -37,17 +36,14 @@ def mib(tensors: Iterable[Tensor]) -> float:
 
 
 def set_group_options(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Set the options of each parameter group, such as the learning rate, to those of saved groups."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that parameter's order in memory.
-
-    A checkpoint holds rows in order. A convolution's weight may keep its channels last, and torch's fused kernels read
-    parameter, gradient and averages by address.
-    """
+    """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that parameter's order in memory."""
+    # A checkpoint holds rows in order. A convolution's weight may keep its channels last, and torch's fused kernels
+    # read parameter, gradient and averages by address.
     optimizer.load_state_dict(state)
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
@@ -56,11 +52,9 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Let torch's fused kernels leave weights and state alone in this step if `norm` is not finite.
-
-    The kernels read the attribute `found_inf`, which torch sets for its GradScaler only. There is no public way to it;
-    it has run with torch 2.4.1, 2.9.1 and 2.15.
-    """
+    """Let torch's fused kernels leave weights and state alone in this step if `norm` is not finite."""
+    # The kernels read the attribute `found_inf`, which torch sets for its GradScaler only. There is no public way to
+    # it; it has run with torch 2.4.1, 2.9.1 and 2.15.
     if not optimizer.state:  # a first step that is left out would leave SGD's new buffers unwritten
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("momentum") else ():
@@ -69,10 +63,8 @@ def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> 
 
 
 def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    """Copy weights and state; the returned function restores them after a step if the norm is not finite.
-
-    A compiler makes one kernel of the update and the choice. State that is made in this step becomes 0, as it begins.
-    """
+    """Copy weights and state; the returned function restores them after a step if the norm is not finite."""
+    # A compiler makes one kernel of the update and the choice. State that is made in this step becomes 0, as it begins.
     moving = [*parameters(optimizer), *state_tensors(optimizer)]
     before = {id(tensor): tensor.detach().clone() for tensor in moving}
 
@@ -97,10 +89,8 @@ def is_divided(optimizer: torch.optim.Optimizer) -> TypeGuard[ZeroRedundancyOpti
 
 
 def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, Any]:
-    """Return the complete state on rank 0, as the `state_dict` of an unsharded optimizer; elsewhere an empty dict.
-
-    All ranks must call it. Costs one shard of extra memory on the device.
-    """
+    """Return the complete state on rank 0, as the `state_dict` of an unsharded optimizer; elsewhere an empty dict."""
+    # All ranks must call it. Costs one shard of extra memory on the device.
     rank = dist.get_rank()
     state = _owned(optimizer)
     for owner in range(1, dist.get_world_size()):

@@ -35,7 +35,6 @@ class Neuron(DDPBackend):
     def optimizer(
         self, groups: Iterable[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; ZeRO is refused until it has been run on this hardware."""
         if zero and self.world_size > 1:
             wrong = "is true, but has never been run on backend 'neuron'"
             allowed = "Allowed: false; Neuron compiles a broadcast for each shape"

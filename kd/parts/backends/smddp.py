@@ -48,10 +48,8 @@ class SMDDP(DDPBackend):
             self.device = select_gpu(self.kind, self.local_rank, options.tf32)
 
     def check_divided(self, stages: int) -> None:
-        """Refuse stages, whose sends smddp does not document, and to shard where its release refuses the all-gather.
-
-        AWS documents AllGather (P4d and P4de); a release of 2024 was reported to refuse it. So it is tried.
-        """
+        """Refuse stages, whose sends smddp does not document, and to shard where its release refuses the all-gather."""
+        # AWS documents AllGather (P4d and P4de); a release of 2024 was reported to refuse it. So it is tried.
         if self.init == "smddp" and stages:
             wrong = f"is {stages}, but smddp has no documented point-to-point sends"
             remedy = "Set backend.kind=cuda, or remove the key"

@@ -87,10 +87,8 @@ class XLA(DDPBackend):
         xm.set_rng_state(seed)
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Upload batches from a thread, ahead of their use.
-
-        torch_xla's thread drops exceptions and just ends; they are stored and raised here.
-        """
+        """Upload batches from a thread, ahead of their use."""
+        # torch_xla's thread drops exceptions and just ends; they are stored and raised here.
         source = Uploads(batches)
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
@@ -119,11 +117,9 @@ class XLA(DDPBackend):
     def optimizer(
         self, groups: list[dict[str, Any]], cls: type[torch.optim.Optimizer], zero: bool, **options: Any
     ) -> torch.optim.Optimizer:
-        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along its first dimension.
-
-        Its state is created here. Created in the first step, it would be constants of that step's graph, and the
-        largest graph of a run would be compiled again for the later steps.
-        """
+        """Build the optimizer; with `zero` torch_xla's, which shards every tensor along its first dimension."""
+        # Its state is created here. Created in the first step, it would be constants of that step's graph, and the
+        # largest graph of a run would be compiled again for the later steps.
         if zero:
             # save_master_weights affects only its state_dict, which is not used here; without it torch_xla warns
             optimizer = ZeroRedundancyOptimizer(groups, cls, pin_layout=False, save_master_weights=True, **options)
@@ -189,7 +185,6 @@ class XLA(DDPBackend):
         return padded.chunk(self.world_size)[self.rank].clone()
 
     def counters(self) -> dict[str, float]:
-        """Return the numbers of graphs compiled and executed so far, and the memory of the optimizer state in MiB."""
         return {
             "compiles": float(_samples("CompileTime")),
             "executions": float(_samples("ExecuteTime")),
@@ -249,10 +244,8 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
-    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level.
-
-    A step of a small XCiT compiled in a third of the time and ran as fast, since library calls take most of the time.
-    """
+    """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level."""
+    # A step of a small XCiT compiled in a third of the time and ran as fast, since library calls take most of the time.
     flags = environ.get("XLA_FLAGS", "")
     if environ.get("PJRT_DEVICE") == "CPU" and _LEVEL_FLAG not in flags:
         environ["XLA_FLAGS"] = f"{flags} {_LEVEL_FLAG}=0".strip()

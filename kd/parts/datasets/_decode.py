@@ -47,7 +47,6 @@ def read_image(
 
 
 def read_file(path: str | bytes, subject: str, where: str, least: Least | None) -> Decoded:
-    """Read an image from a file of its own; raises as `read_image`."""
 
     def content() -> bytes:
         with open(path, "rb") as file:
@@ -58,7 +57,6 @@ def read_file(path: str | bytes, subject: str, where: str, least: Least | None) 
 
 
 def check_bytes(size: int, subject: str, where: str) -> None:
-    """Refuse an image of too many encoded bytes before they are read."""
     if size > MAX_BYTES:
         raise refuse(subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}")
 
@@ -103,7 +101,6 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
 
 
 def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
-    """Return the error for an image that was read and cannot be used."""
     allowed = f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format"
     return CorruptImage(where, f"{subject}: {wrong}", allowed, "Replace or delete it, or set data.on_corrupt=skip")
 
@@ -230,12 +227,10 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Choose the validation images: bool [N], about `fraction` of each class.
-
-    The images of a class are ranked by the hash of their key and the first are held out, so that the choice depends
-    on the keys alone: not on the machine, the listing order or a seed. Every class of two images or more has at
-    least one on either side. Images that belong together (frames of one film) are not kept together.
-    """
+    """Choose the validation images: bool [N], about `fraction` of each class."""
+    # The images of a class are ranked by the hash of their key and the first are held out, so that the choice depends
+    # on the keys alone: not on the machine, the listing order or a seed. Every class of two images or more has at least
+    # one on either side. Images that belong together (frames of one film) are not kept together.
     digests = bytearray()
     for key in keys:
         digests += hashlib.blake2b(key, digest_size=8).digest()
@@ -250,7 +245,6 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
 
 
 def check_splits(options: Any, kind: str) -> None:
-    """Check the keys `train_split`, `val_split`, `test_split` and `val_fraction` of options."""
     train, val, test, fraction = options.train_split, options.val_split, options.test_split, options.val_fraction
     if not 0 <= fraction < 1:
         raise ValueError(f"val_fraction is {fraction}; it must be at least 0 and below 1")
@@ -296,18 +290,15 @@ class Listed:
 
 
 def stamp(status: os.stat_result) -> int:
-    """Return a number of 64 bits that changes with the times of a file; see `kd.core.contracts.Stamped`.
-
-    A copy may keep the time of the content (mtime), nothing keeps that of the entry (ctime); some file systems lack it.
-    """
+    """Return a number of 64 bits that changes with the times of a file; see `kd.core.contracts.Stamped`."""
+    # A copy may keep the time of the content (mtime), nothing keeps that of the entry (ctime); some file systems lack
+    # it.
     return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
 def fingerprint(classes: Sequence[str], names: Names | bytes, labels: np.ndarray, sizes: np.ndarray) -> str:
-    """Hash a listing; equal listings hash alike on every machine.
-
-    The sizes of all files are part of it, times are not: a copy of the data is the same data.
-    """
+    """Hash a listing; equal listings hash alike on every machine."""
+    # The sizes of all files are part of it, times are not: a copy of the data is the same data.
     digest = hashlib.sha256()
     title = "\0".join(classes).encode("utf-8", "surrogatepass")
     arrays = [np.ascontiguousarray(labels, "<i4").reshape(-1), np.ascontiguousarray(sizes, "<i8").reshape(-1)]

@@ -186,7 +186,6 @@ def file_of(entry: os.DirEntry[bytes]) -> File:
 
 
 def is_folder(entry: os.DirEntry[bytes]) -> bool:
-    """Return whether an entry is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself: listed if it is named like an image, and decode says what is wrong
@@ -194,7 +193,6 @@ def is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def folders(path: str) -> list[str]:
-    """List the folders in a folder; none where it cannot be read."""
     try:
         return sorted(e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith("."))
     except OSError:

@@ -56,10 +56,8 @@ class Lists:
         return f"data.{self.keys[split if self.files[split] else 'train']}"
 
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
-        """Return the images of the list of a split by their paths in `root`, and what is left out.
-
-        `read` is of a file and its config path.
-        """
+        """Return the images of the list of a split by their paths in `root`, and what is left out."""
+        # `read` is of a file and its config path.
         root, folders = os.path.expanduser(self.root), dict[bytes, _Beside]()
 
         def located(split: str) -> dict[bytes, Listed]:
@@ -104,10 +102,8 @@ def content(path: str, where: str, endings: Sequence[str], form: str, read: Call
 
 
 def table(opened: TextIO) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the names of the columns, and the lines of a table by number.
-
-    ValueError: no two columns, one without a name or named twice, or a line of another length.
-    """
+    """Return the names of the columns, and the lines of a table by number."""
+    # ValueError: no two columns, one without a name or named twice, or a line of another length.
     reader = csv.reader(opened, delimiter=DELIMITERS[os.path.splitext(opened.name)[1].lower()])
     header = [name.strip() for name in next((row for row in reader if row), [])]
     if len(header) < 2:

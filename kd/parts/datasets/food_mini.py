@@ -146,10 +146,8 @@ def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
 
 
 def paint(options: Options, folder: Path) -> None:
-    """Paint both splits into `folder`, in as many processes as there are cores; whole or not at all.
-
-    The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
-    """
+    """Paint both splits into `folder`, in as many processes as there are cores; whole or not at all."""
+    # The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
     draft = folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"  # processes in two containers may share a PID
     listed, processes = {split: pictures(options, split) for split in ("train", "val")}, cores()
     work = {"folder": str(draft), "seed": options.art_seed, "size": options.pixels, "pictures": listed}

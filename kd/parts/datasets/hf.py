@@ -63,7 +63,6 @@ class HuggingFace(images.Listed):
         self.fingerprint = images.fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
 
     def name(self, id: int) -> str:
-        """Return split and row, `train[12]`."""
         return f"{self._split}[{self._rows[id]}]"
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
@@ -111,10 +110,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none, and stamps, uint64 [N].
-
-    No image is read for it.
-    """
+    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none, and stamps, uint64 [N]."""
+    # No image is read for it.
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
     whole = sum(images.stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64

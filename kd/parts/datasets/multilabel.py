@@ -125,7 +125,6 @@ def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> set[str]
 
 
 def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
-    """Refuse a column that is no column of labels, or whose labels are joined otherwise."""
     known = {*cells} - {""}
     if known and known <= NUMBERS.keys():
         raise ValueError(f"its column '{column}' holds 0 and 1 alone: a table of one class, which needs two or more")

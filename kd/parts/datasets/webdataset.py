@@ -74,7 +74,6 @@ class _Index:
     """The images of all shards, as columns."""
 
     def __init__(self, shards: Sequence[Shard], read: Callable[[str], Sequence[_Image]]) -> None:
-        """Index shards; `read` returns the images of the one at a path."""
         self.shards = tuple(shard.path for shard in shards)
         origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
@@ -106,7 +105,6 @@ class WebDataset(images.Listed):
         self.fingerprint = images.fingerprint(self.classes, self._names, labels, self._sizes)
 
     def name(self, id: int) -> str:
-        """Return shard and key, `train-000000.tar/0001`."""
         return self._names[id].decode("utf-8", "backslashreplace")
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
@@ -122,11 +120,9 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
-    """Index the shards of a split.
-
-    Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
-    file beside the shards would save that and could be stale.
-    """
+    """Index the shards of a split."""
+    # Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
+    # file beside the shards would save that and could be stale.
     where = f"data.{split}"
     shards = find(getattr(options, split), where, options.copies)
     index = _Index(shards, partial(_index, options=options, where=where, labels=labels))

@@ -6,7 +6,6 @@ from kd.core.errors import ModelError
 
 
 def require_features(where: str, student: int, teacher: int) -> None:
-    """Require that both models have the features that a loss needs: a width above 0."""
     for model, width in (("student", student), ("teacher", teacher)):
         if width < 1:
             allowed = "Both models must give the features that a loss needs"

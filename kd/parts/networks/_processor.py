@@ -40,7 +40,6 @@ class Preparation:
 
 
 def read_processor(spec: Spec, hub: Any) -> Any:
-    """Return the image processor of a folder or a hub id."""
     try:
         return hub.AutoImageProcessor.from_pretrained(spec.model, trust_remote_code=False)
     except Exception as error:  # transformers raises many types, all caused by the folder
@@ -54,7 +53,6 @@ def read_processor(spec: Spec, hub: Any) -> Any:
 
 
 def measure(spec: Spec, processor: Any) -> Preparation:
-    """Return what a processor does to pixels."""
     with torch.device("cpu"):  # a teacher may be built on the meta device
         shape = _prepared(spec, processor, _noise()).shape
         if shape[1] != shape[2]:

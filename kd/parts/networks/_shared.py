@@ -18,7 +18,6 @@ from kd.parts.registry import named_module
 
 
 def check_pixels(mean: Sequence[float], std: Sequence[float], input_size: int) -> None:
-    """Check the options of what a model takes."""
     if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
         raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
     if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
@@ -113,7 +112,6 @@ def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None
 
 
 def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
-    """Require that a first answer means what the configuration says."""
     where = f"{spec.where}.model"
     if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
         shape = "x".join(str(size) for size in answer_BC.shape)
@@ -140,7 +138,6 @@ def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
 
 
 def found_function(spec: Spec) -> Any:
-    """Return the function that `module:function` names."""
     where, (module, colon, name) = f"{spec.where}.model", spec.model.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
         raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher", "Correct it")

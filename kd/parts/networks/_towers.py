@@ -94,10 +94,8 @@ def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[d
 
 
 def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
-    """Return a model with all of its weights, in eval mode; without weights on the meta device where none are asked.
-
-    `spec.pretrained` is False where another rank has the weights.
-    """
+    """Return a model with all of its weights, in eval mode; without weights on the meta device where none are asked."""
+    # `spec.pretrained` is False where another rank has the weights.
     cls: Any = getattr(hub, auto)
     try:
         with quiet(hub):

@@ -138,7 +138,6 @@ def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, so
 
 
 def _unseen(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
-    """Say which augmentation the student sees and the answers do not."""
     shown = images.transform
     plain = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "policy": ""}
     changes = [f"{name} {shown[name]}" for name, value in plain.items() if shown[name] != value]

@@ -104,7 +104,6 @@ class GraphTeacher(nn.Module):
         return Outputs(self.pick(self.to_logits(answer)))
 
     def answer(self, image: Tensor) -> Tensor:
-        """Return the graph's output, float32, on the image's device."""
         pixels = resized(image, self.input_size)
         if self.dtype == np.uint8:
             pixels = pixels.round().clamp(0, 255).to(torch.uint8)

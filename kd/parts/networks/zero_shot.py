@@ -29,8 +29,7 @@ TOWERS = {
     "siglip": ("SiglipModel", "SiglipVisionModel"),
     "clip_vision_model": ("", "CLIPVisionModelWithProjection"),
     "siglip_vision_model": ("", "SiglipVisionModel"),
-}
-"""By the model's type: the class with both towers, and the one with the image tower alone."""
+}  # by the model's type: the class with both towers, and the one with the image tower alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,6 @@ class LogitsEvaluator(Evaluator):
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Evaluate over all ranks; the row is empty if the evaluation was given up."""
         was_training = student.training
         student.eval()
         rows: list[dict[str, Tensor]] = []
@@ -78,10 +77,8 @@ class LogitsEvaluator(Evaluator):
         return {}
 
     def _gather(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return values of all ranks, [N, ...] by name, by image, on the CPU; 0 for an image that nobody saw.
-
-        Each row has `ids` and `seen`, both [B].
-        """
+        """Return values of all ranks, [N, ...] by name, by image, on the CPU; 0 for an image that nobody saw."""
+        # Each row has `ids` and `seen`, both [B].
         ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
         found = {}
         for name in rows[0]:

@@ -62,7 +62,6 @@ class Embedding(Task):
         return answer_BC
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Return the mean cosine of vectors of length 1."""
         cosine = (outputs * reference).sum().item() / max(1, len(outputs))
         summary = f"mean cosine {cosine:.6f} on {len(outputs)} validation images"
         return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
@@ -121,19 +120,15 @@ class EmbeddingEvaluator(Evaluator):
         self.num_classes, self.members = setting.num_classes, setting.members
         known = setting.labelled and setting.num_classes > 1
         self.bank = setting.bank() if known and setting.bank is not None else None
-        self.labelled = self.bank is not None
-        """Whether neighbours and the probe are scored."""
+        self.labelled = self.bank is not None  # whether neighbours and the probe are scored
         self.decides = scores.decides(self.labelled).key
         self._outputs: list[Outputs] = []
         self._bytes = 0
-        self._searched: dict[str, Tensor] = {}
-        """The teachers' vectors of the bank."""
-        self._right: dict[str, Tensor] = {}
-        """Of the last evaluation: which images are right, bool [M] by key."""
+        self._searched: dict[str, Tensor] = {}  # the teachers' vectors of the bank
+        self._right: dict[str, Tensor] = {}  # of the last evaluation: which images are right, bool [M] by key
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Evaluate over all ranks; empty if the evaluation was given up."""
         training = student.training
         student.eval()
         try:
@@ -153,7 +148,6 @@ class EmbeddingEvaluator(Evaluator):
         return other
 
     def samples(self) -> dict[str, Samples]:
-        """Return which images are right, of each accuracy."""
         return {key: Samples(one.double().mean().item(), right=one.cpu().numpy()) for key, one in self._right.items()}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
@@ -250,11 +244,9 @@ def recalled(
 
 
 def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:
-    """Return the votes [M, C] of the nearest neighbours of unit vectors.
-
-    DINO (arXiv:2104.14294) after arXiv:1805.01978: the `NEIGHBOURS` nearest by cosine vote for their class, each with
-    exp(cosine / `TEMPERATURE`).
-    """
+    """Return the votes [M, C] of the nearest neighbours of unit vectors."""
+    # DINO (arXiv:2104.14294) after arXiv:1805.01978: the `NEIGHBOURS` nearest by cosine vote for their class, each with
+    # exp(cosine / `TEMPERATURE`).
     votes = []
     for part_BD in asking_MD.split(1024):
         cosine_BK, near_BK = (part_BD @ bank_ND.T).topk(min(NEIGHBOURS, len(bank_ND)))
@@ -264,11 +256,9 @@ def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: in
 
 
 def ridge(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:
-    """Return the scores [M, C] of a linear probe: ridge regression of the classes' indicators, in float64.
-
-    The penalty is the one of `STRENGTHS` with the least squared error where each image is predicted from all others,
-    which a closed form gives: the residual divided by 1 - its leverage.
-    """
+    """Return the scores [M, C] of a linear probe: ridge regression of the classes' indicators, in float64."""
+    # The penalty is the one of `STRENGTHS` with the least squared error where each image is predicted from all others,
+    # which a closed form gives: the residual divided by 1 - its leverage.
     mean_D = bank_ND.double().mean(0)
     target_NC = F.one_hot(label_N, num_classes).double()
     shares_C = target_NC.mean(0)

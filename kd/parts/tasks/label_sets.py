@@ -61,10 +61,8 @@ class LabelSets:
         return answer_BC.logit(1e-6)
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Count equal largest logits; the mean average precision is over the images with labels.
-
-        Where none has labels, PyTorch is right.
-        """
+        """Count equal largest logits; the mean average precision is over the images with labels."""
+        # Where none has labels, PyTorch is right.
         images, same = len(outputs), int((outputs.argmax(1) == reference.argmax(1)).sum())
         known = are_known(label)
         answers, truth = (outputs[known], label[known]) if known.any() else (outputs, reference)
@@ -166,11 +164,9 @@ def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
 
 
 def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
-    """Return the average precision of each class, float64 [C]; 0 of a class that no image shows.
-
-    The sum over thresholds of precision times the gain in recall, without interpolation. Images with the same score
-    pass a threshold together.
-    """
+    """Return the average precision of each class, float64 [C]; 0 of a class that no image shows."""
+    # The sum over thresholds of precision times the gain in recall, without interpolation. Images with the same score
+    # pass a threshold together.
     sorted_NC, order_NC = score_NC.sort(0, descending=True)
     hits_NC = truth_NC.gather(0, order_NC).double().cumsum(0)
     rank_N1 = torch.arange(1, len(score_NC) + 1, dtype=torch.float64)[:, None]
@@ -203,19 +199,15 @@ def divergence(teacher_NC: Tensor, student_NC: Tensor) -> float:
 
 
 def jaccard(one_NC: Tensor, other_NC: Tensor) -> float:
-    """Return the mean share of labels that two sets have in common; 1 where both are empty.
-
-    Single decisions would hardly differ: most classes are absent from most images.
-    """
+    """Return the mean share of labels that two sets have in common; 1 where both are empty."""
+    # Single decisions would hardly differ: most classes are absent from most images.
     both, either = (one_NC & other_NC).double().sum(1), (one_NC | other_NC).double().sum(1)
     return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean().item()
 
 
 def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
-    """Return the F1 of each class [C] with thresholds that were chosen on the half in which an image is not.
-
-    So no image is judged by thresholds that it chose. The halves are every second image.
-    """
+    """Return the F1 of each class [C] with thresholds that were chosen on the half in which an image is not."""
+    # So no image is judged by thresholds that it chose. The halves are every second image.
     first_N = torch.arange(len(truth_NC)) % 2 == 0
     answer_NC = torch.zeros_like(truth_NC)
     for half_N in (first_N, ~first_N):
@@ -225,11 +217,9 @@ def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
 
 
 def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each class the probability from which it is answered, and whether it was chosen, [C] and bool [C].
-
-    The threshold with the largest F1 on these images (arXiv:1402.1892), halfway between two scores; 0.5 for a class
-    that fewer than `FEWEST` images show, or that all but so few do.
-    """
+    """Return for each class the probability from which it is answered, and whether it was chosen, [C] and bool [C]."""
+    # The threshold with the largest F1 on these images (arXiv:1402.1892), halfway between two scores; 0.5 for a class
+    # that fewer than `FEWEST` images show, or that all but so few do.
     chosen = []
     for logits_N, truth_N in zip(logits_NC.double().T, truth_NC.T, strict=True):
         few = min(int(truth_N.sum()), int((~truth_N).sum())) < FEWEST

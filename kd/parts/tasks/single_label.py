@@ -75,7 +75,6 @@ class SingleLabelEvaluator(LogitsEvaluator):
         return {"accuracy": (logits_BC.argmax(-1) == batch.label).float()} if self.labelled else {}
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return sums over the images of a batch."""
         weight_B = batch.weight * batch.labelled
         scores = score(student_BC, batch.label, weight_B) if self.labelled else {}
         if teacher_BC is not None:
@@ -99,7 +98,6 @@ class SingleLabelEvaluator(LogitsEvaluator):
         return found
 
     def samples(self) -> dict[str, Samples]:
-        """Return which images are right, of the shares of a row."""
         known = {name: value_N1[:, 0].numpy() > 0 for name, value_N1 in self._gather(self._last).items()}
         seen, labelled = known.pop("seen"), known.pop("labelled")
         known.pop("ids")
@@ -162,10 +160,8 @@ def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
 
 
 def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
-    """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood.
-
-    Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2; each label [N] is from 0 to C - 1.
-    """
+    """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood."""
+    # Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2; each label [N] is from 0 to C - 1.
     logits_NC = logits_NC.double()
     logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])
     low, high = 1 / HIGHEST, 1 / LOWEST  # of the factor 1 / T, in which the likelihood is convex
