@@ -230,7 +230,7 @@ def _weights_file(spec: Spec) -> Path:
 
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on."""
-    # A student of other classes gets a head of zeros: timm's random one starts an EfficientNet at a cross-entropy of 9.4.
+    # A student of other classes gets zeros: timm's random head starts an EfficientNet at a cross-entropy of 9.4.
     classes, config = spec.classes or (), getattr(network, "pretrained_cfg", None) or {}
     count, names = config.get("num_classes"), config.get("label_names")
     folder = Path(spec.model.removeprefix("local-dir:"))
