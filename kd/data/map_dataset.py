@@ -89,11 +89,10 @@ class Labels:
 
 
 class MapDataset:
-    """A map-style dataset of (image, label) pairs, or of images alone. See `kd.core.contracts.Dataset`.
+    """A map-style dataset of (image, label) pairs, or of images alone. See `kd.core.contracts.Dataset`."""
 
-    Its transforms draw from Python's, NumPy's and torch's global generators: they are seeded from (seed, view, id)
-    before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
-    """
+    # Its transforms draw from Python's, NumPy's and torch's global generators: they are seeded from (seed, view, id)
+    # before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
 
     def __init__(self, items: Any, seed: int, where: str = "train", labels: str = "all", num_classes: int = 0) -> None:
         """Wrap `items`; `seed` is that of the views, and the others are the fields of `Labels`."""

@@ -39,10 +39,9 @@ LONGEST = 4.0  # longer side by shorter side up to which every image finds room 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A training image, shrunk to the pixels that a random crop can need.
+    """A training image, shrunk to the pixels that a random crop can need."""
 
-    No random crop of it has less than `size` pixels a side. A smaller image is stored as it is.
-    """
+    # No random crop of it has less than `size` pixels a side. A smaller image is stored as it is.
 
     size: int  # side of the smallest crop, pixels
     crop: float

@@ -98,11 +98,9 @@ class Views:
 
 
 def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tuple[Tensor, float]:
-    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one.
-
-    Where both alphas are above 0, mixup and CutMix have equal chances. After CutMix lam is the share of the pixels that
-    the box leaves, which is not quite the lam that was drawn.
-    """
+    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one."""
+    # Where both alphas are above 0, mixup and CutMix have equal chances. After CutMix lam is the share of the pixels
+    # that the box leaves, which is not quite the lam that was drawn.
     cut = mixing.cutmix > 0 and (mixing.mixup <= 0 or rng.random() < 0.5)
     alpha = mixing.cutmix if cut else mixing.mixup
     lam = rng.betavariate(alpha, alpha)

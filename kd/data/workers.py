@@ -56,12 +56,11 @@ def _ended(pids: str, how: str) -> RunError:
 
 
 class Watch(threading.Thread):
-    """Kills the workers if a batch does not arrive within some seconds.
+    """Kills the workers if a batch does not arrive within some seconds."""
 
-    `DataLoader(timeout=2)` is not enough: with the second of two workers stopped, six of six loops still waited after
-    15 seconds (torch 2.15). The stopped worker had announced a batch, and the main thread waits for the rest of it
-    without a limit. Time in which this process itself was stopped does not count.
-    """
+    # `DataLoader(timeout=2)` is not enough: with the second of two workers stopped, six of six loops still waited after
+    # 15 seconds (torch 2.15). The stopped worker had announced a batch, and the main thread waits for the rest of it
+    # without a limit. Time in which this process itself was stopped does not count.
 
     def __init__(self, workers: Callable[[], Sequence[BaseProcess]], seconds: float) -> None:
         super().__init__(daemon=True, name="kd-watch")

@@ -20,11 +20,9 @@ from kd.engine.snapshot import average_buffers, restore, snapshot
 
 
 def train(run: Run) -> State:
-    """Distill the teacher into the student and return how far the run came.
-
-    Everything random in a step is seeded by (seed, step, rank), the data by (seed, view, id), the order by
-    (seed, epoch): a run that is killed and resumed computes what an unbroken one does.
-    """
+    """Distill the teacher into the student and return how far the run came."""
+    # Everything random in a step is seeded by (seed, step, rank), the data by (seed, view, id), the order by (seed,
+    # epoch): a run that is killed and resumed computes what an unbroken one does.
     try:
         return _train(run)
     except Diverged as error:  # the data of the epoch is closed by now

@@ -18,10 +18,9 @@ MOST_SKIPPED = 10  # steps in a row that may be skipped: a run that has diverged
 
 
 class Meter:
-    """Keep a few numbers of each step on the device; `flush` sums them and waits for the device.
+    """Keep a few numbers of each step on the device; `flush` sums them and waits for the device."""
 
-    They are not summed as they come: on XLA the first step of a window would then be another graph than the others.
-    """
+    # They are not summed as they come: on XLA the first step of a window would then be another graph than the others.
 
     def __init__(self, run: Run, state: State) -> None:
         self.run, self.since = run, state

@@ -46,10 +46,9 @@ def scaled(groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, floa
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a constant rate.
+    """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a constant rate."""
 
-    It has no state: the rate is a function of the progress, so checkpoints do not contain it.
-    """
+    # It has no state: the rate is a function of the progress, so checkpoints do not contain it.
 
     lr: float  # peak learning rate
     warmup: float  # length of the warm-up as a share of the run, 0 to 1
@@ -114,12 +113,11 @@ class EMA:
 
 
 class Frozen:
-    """Hold parameters still, and batch norm's statistics, in the first epochs or in the whole run.
+    """Hold parameters still, and batch norm's statistics, in the first epochs or in the whole run."""
 
-    What is frozen in a step is a function of the epoch, so that checkpoints do not contain it. Without a gradient an
-    optimizer passes a parameter over: neither weight decay nor momentum moves it, and an average of it stays. For a
-    part of the run gradients are computed and dropped, because DDP reduces what it was built with.
-    """
+    # What is frozen in a step is a function of the epoch, so that checkpoints do not contain it. Without a gradient an
+    # optimizer passes a parameter over: neither weight decay nor momentum moves it, and an average of it stays. For a
+    # part of the run gradients are computed and dropped, because DDP reduces what it was built with.
 
     def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
         """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs."""

@@ -125,11 +125,11 @@ class Run:
 
 
 class Stopping:
-    """Ask `run.stop` after each step, or each batch of an evaluation, on all ranks alike.
+    """Ask `run.stop` after each step, or each batch of an evaluation, on all ranks alike."""
 
-    A single process asks every time. Several reduce the answer, which waits for the device, about every `STOP_SECONDS`.
-    The number of calls between two reductions follows from a reduced time, so that it is the same on all ranks.
-    """
+    # A single process asks every time. Several reduce the answer, which waits for the device, about every
+    # `STOP_SECONDS`. The number of calls between two reductions follows from a reduced time, so that it is the same on
+    # all ranks.
 
     def __init__(self, run: Run) -> None:
         self.run, self.agreed = run, False

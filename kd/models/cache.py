@@ -172,12 +172,10 @@ class Store:
 
 
 class CachedTeacher:
-    """Answer from the store, and from the live teacher for what is missing. See `kd.core.contracts.Teacher`.
+    """Answer from the store, and from the live teacher for what is missing. See `kd.core.contracts.Teacher`."""
 
-    What a record says is what the student is given, in the step that writes it too, so that filling as training goes
-    and filling ahead are one run. To the bit, where the teacher's bits do not depend on an image's neighbours: a batch
-    of hits and misses runs it on the misses alone, and some BLAS kernels round a smaller batch otherwise.
-    """
+    # What a record says is what the student is given, in the step that writes it too: filling as training goes and
+    # filling ahead are one run, to the bit where the teacher's bits do not depend on the number of images in a batch.
 
     def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False) -> None:
         """Put a store before a live teacher; `fixed_shape`: it is compiled, so run it on whole micro-batches only."""

@@ -167,8 +167,7 @@ def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's features by name, without B: those that it computes for a black image."""
     if not getattr(model, "features", ()):
         return {}
-    tensor = next(chain(model.parameters(), model.buffers()), None)
-    device = None if tensor is None else tensor.device
+    device = getattr(next(chain(model.parameters(), model.buffers()), None), "device", None)
     image = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
     training = model.training
     inputs = (image, torch.zeros(1, dtype=torch.int64)) if getattr(model, "reads_ids", False) else (image,)

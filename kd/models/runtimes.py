@@ -4,7 +4,7 @@ Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_s
 embedding model to vectors [batch, D] of length 1. It contains the normalization, and the resize where the network has
 another input size, so that users need no other constants.
 
-onnx, onnxscript, onnxruntime and openvino are imported only when needed.
+Packages are imported only when needed.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ ROUNDS = 30  # timed calls of each, at most: a median of 30 stands though a thir
 
 
 class Graph(nn.Module):
-    """A classifier for export, from uint8 [B, 3, S, S] to logits [B, C].
+    """A classifier for export, from uint8 [B, 3, S, S] to logits [B, C]."""
 
-    The resize to the network's size is two matrix products, since resizing is linear and separable. All runtimes agree
-    on a product, but not on antialiased bicubic resizing. The products run on planes [B * 3, S, S], because OpenVINO
-    2026.4 fuses the normalization into a four-dimensional product and confuses channels with columns.
-    """
+    # The resize to the network's size is two matrix products, on which all runtimes agree, unlike on antialiased
+    # bicubic resizing. They run on planes [B * 3, S, S], because OpenVINO 2026.4 fuses the normalization into a
+    # four-dimensional product and confuses channels with columns.
 
     matrix: Tensor | None
 
@@ -169,10 +168,7 @@ def _no_graph(where: str, source: Path | bytes, error: Exception) -> ModelError:
 
 
 class Sessions:
-    """A graph's sessions, each of a fixed number of threads: called, the one of torch's number now.
-
-    Two are kept, since `--check` alternates between two numbers.
-    """
+    """A graph's sessions, each of a fixed number of threads: called, the one of torch's number now."""
 
     def __init__(self, start: Callable[[int], Any]) -> None:
         self._start, self.open = start, dict[int, Any]()
@@ -180,6 +176,7 @@ class Sessions:
     def __call__(self) -> Any:
         threads = torch.get_num_threads()
         if threads not in self.open:
+            # two are kept: `--check` alternates between two numbers
             self.open = {**dict([*self.open.items()][-1:]), threads: self._start(threads)}
         return self.open[threads]
 
@@ -278,19 +275,15 @@ def quiet() -> Iterator[None]:
 
 
 class Exported(nn.Module):
-    """A classifier as an exported graph, from uint8 [B, 3, S, S] on the CPU to logits [B, C]; no features or gradients.
+    """A classifier as an exported graph in memory, from uint8 [B, 3, S, S] on the CPU to logits [B, C] alone.
 
-    It has no torch weights and no files: the graph stays in memory.
+    The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime: the
+    weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino. It takes seconds.
     """
 
     classes, reads_ids = (), False
 
     def __init__(self, model: Classifier, size: int, runtime: str, precision: str = "fp32") -> None:
-        """Export a classifier, which takes seconds.
-
-        The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
-        the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino.
-        """
         super().__init__()
         self.runtime, self.graph = runtime, exported(model, size, precision == "int8")
         start = partial(openvino_runner, self.graph, bf16=precision == "bf16")

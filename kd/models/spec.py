@@ -53,6 +53,12 @@ class Spec:
         """Whether it has a classifier; without one, a head that the weights bring is left out."""
         return self.classes is None or len(self.classes) > 0
 
+    def require_bare(self, why: str) -> None:
+        """Refuse a checkpoint and arguments."""
+        for key in ("checkpoint", "args"):
+            if getattr(self, key):
+                raise ModelError(f"{self.where}.{key}", f"is set, but {why}", "", f"Leave {key} out")
+
     def require_meaning(self, problem_type: str) -> None:
         """Require that logits mean what the losses take them for.
 

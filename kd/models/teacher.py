@@ -37,10 +37,9 @@ class Uncached:
 
 
 class LiveTeacher(Uncached):
-    """Run the teacher's forward for each batch. See `kd.core.contracts.Teacher`.
+    """Run the teacher's forward for each batch. See `kd.core.contracts.Teacher`."""
 
-    Not an nn.Module, so that `.train()`, DDP and `state_dict()` of the run do not include it.
-    """
+    # Not an nn.Module, so that `.train()`, DDP and `state_dict()` of the run do not include it.
 
     def __init__(
         self,
@@ -52,12 +51,11 @@ class LiveTeacher(Uncached):
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
         remake: Callable[[Any], nn.Module] | None = None,
     ) -> None:
-        """Freeze a copy of `model`, as a part of `networks/` builds it, on `device`; normalization stays float32.
+        """Freeze a copy of `model` on `device`; normalization stays float32; `micro_batch` 0: the whole batch at once.
 
-        `micro_batch`: images per forward; 0: the whole batch. `shard` shards the model over the ranks, of which rank
-        0's alone needs weights, `pipeline` splits it into stages: with either, all ranks must call the teacher equally
-        often. `remake`, which goes with neither, converts the frozen model on its device: to an exported graph or a
-        compiled network.
+        `shard` shards the model over the ranks, of which rank 0's alone needs weights, `pipeline` splits it into
+        stages: with either, all ranks must call the teacher equally often. `remake`, which goes with neither, converts
+        the frozen model on its device.
         """
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids

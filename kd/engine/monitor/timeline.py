@@ -80,14 +80,12 @@ class Timeline:
         """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now.
 
         `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
-        "tracing": the host hands work over that runs later, and no events tell when. Rows are appended to `path`, if
-        any; those after the `start` steps that an earlier start of this run has made are dropped. `communication`
-        returns the milliseconds a step since its last call that the backward pass waited for the reduction of
-        gradients; `on_step` gets a step's number before its first span.
+        "tracing": no events tell when work runs. Rows are appended to `path`, if any, without those after the `start`
+        steps of an earlier start. `communication` returns the milliseconds a step since its last call that the backward
+        pass waited for the reduction of gradients; `on_step` gets a step's number before its first span.
         """
         self.clock, self.path, self.start = clock, path, start
-        self.totals: dict[str, float] = {}
-        """Milliseconds by span, of all rows so far; of the device where it has events."""
+        self.totals: dict[str, float] = {}  # milliseconds by span, of all rows; of the device where it has events
         self.made = 0  # steps of this start, in all rows so far
         self.communication, self.on_step = communication, on_step
         self._device = device if device is not None or clock != "device" else DeviceClock()

@@ -63,7 +63,10 @@ class DDPBackend:
             self._join()
             self._joined = True
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise _join_error(self.launch.launcher, self.timeout, error) from error
+            reason, waited = " ".join(str(error).split())[:200], f"{self.timeout.total_seconds():g} s"
+            wrong = f"the ranks that {self.launch.launcher} started did not connect within {waited} ({reason})"
+            remedy = "Start all ranks with the same command, and check that they can reach that address"
+            raise BackendError("backend", wrong, "All ranks must reach MASTER_ADDR:MASTER_PORT", remedy) from error
         present = torch.ones(1, device=self.device)
         dist.all_reduce(present)
         if int(present.item()) != self.world_size or dist.get_world_size() != self.world_size:
@@ -285,10 +288,3 @@ def _require_torch(oldest: str, key: str, value: str, off: str) -> None:
     if torch.__version__ < oldest:  # compared as versions
         wrong = f"is {value}, but this is torch {torch.__version__}"
         raise BackendError(key, wrong, f"torch {oldest} or newer", f"Set {key}={off}")
-
-
-def _join_error(launcher: str, timeout: timedelta, error: Exception) -> BackendError:
-    reason = " ".join(str(error).split())[:200]
-    wrong = f"the ranks that {launcher} started did not connect within {timeout.total_seconds():g} s ({reason})"
-    remedy = "Start all ranks with the same command, and check that they can reach that address"
-    return BackendError("backend", wrong, "All ranks must reach MASTER_ADDR:MASTER_PORT", remedy)

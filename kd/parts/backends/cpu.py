@@ -1,7 +1,5 @@
 """Any machine: torch on the CPU, several processes over gloo."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """NVIDIA GPUs: one process per GPU over nccl."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 torch-neuronx up to 2.9 has the same package name but is based on torch_xla: use `kind: xla` for it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The library is a torch.distributed backend: importing it registers its name, and
 a second process group, AVG, object collectives or barrier arguments; see `_ddp.py` and `_optimizers.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from dataclasses import dataclass

@@ -47,10 +47,9 @@ facts = BackendFacts(compiles=True)
 
 
 class XLA(DDPBackend):
-    """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`.
+    """One process, alone or in a torch_xla world. See `kd.core.contracts.Backend`."""
 
-    Its device is the CPU until `setup`: on Neuron the runtime must not start before the process group.
-    """
+    # Its device is the CPU until `setup`: on Neuron the runtime must not start before the process group.
 
     kind, compiles = "xla", True
 

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from kd.core.errors import CorruptImage, DataError, did_you_mean
+from kd.core.facts import DatasetFacts
 from kd.core.types import Decoded, Label
 from kd.files import pixels
 from kd.files.pixels import MAX_BYTES, Least, reduce, to_rgb
@@ -115,11 +116,10 @@ def _formats(data: bytes) -> tuple[str, ...]:
 
 
 class Names:
-    """Many names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects.
+    """Many names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects."""
 
-    A list of strings would also be copied page by page into every forked worker, since reading an element writes its
-    reference count. A name alone costs some microseconds, names in a row less than one each.
-    """
+    # A list of strings would also be copied page by page into every forked worker, since reading an element writes its
+    # reference count. A name alone costs some microseconds, names in a row less than one each.
 
     def __init__(self, names: Iterable[bytes]) -> None:
         packed, self._starts, self._count, self.size = bytearray(), array("q", [0]), 0, 0
@@ -242,6 +242,11 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
         if count > 1:
             held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
     return held
+
+
+def facts_of(options: Any, test: str, label: str = "class") -> DatasetFacts:
+    """Return what others must know of options of which `test` is the key of the test split."""
+    return DatasetFacts(label=label, root=getattr(options, "root", ""), test=test if getattr(options, test) else "")
 
 
 def check_splits(options: Any, kind: str) -> None:

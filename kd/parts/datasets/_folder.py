@@ -74,11 +74,10 @@ _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | 
 
 
 class Listing:
-    """The image files below `folder`, with their sizes and times, and what is left out.
+    """The image files below `folder`, with their sizes and times, and what is left out."""
 
-    Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
-    request to the storage, which NFS answers from the same listing.
-    """
+    # Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
+    # request to the storage, which NFS answers from the same listing.
 
     def __init__(self, root: str, folder: bytes) -> None:
         self._root, self._all, self._other = os.fsencode(root), list[bytes](), Counter[str]()

@@ -35,10 +35,9 @@ class Listed(NamedTuple):
 
 
 class Lists:
-    """The lists of options whose keys are `train_ENDING`, `val_ENDING` and `test_ENDING`.
+    """The lists of options whose keys are `train_ENDING`, `val_ENDING` and `test_ENDING`."""
 
-    They are absolute, or relative to `root`; without one of val, `val_fraction` of the training list is held out.
-    """
+    # They are absolute, or relative to `root`; without one of val, `val_fraction` of the training list is held out.
 
     def __init__(self, options: Any, ending: str) -> None:
         self.keys = {split: f"{split}_{ending}" for split in ("train", "val", "test")}

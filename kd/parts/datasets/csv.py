@@ -4,8 +4,6 @@ A `.txt` file has a path a line, and a class is the folder of its images. Food-1
 `root: food-101/images`, `train_list: ../meta/train.txt`, `val_list: ../meta/test.txt`.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +12,13 @@ from sys import intern
 from typing import TextIO
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.facts import DatasetFacts, file_key
-from kd.parts.datasets._decode import Repeated, label_images
+from kd.core.facts import file_key
+from kd.parts.datasets._decode import Repeated, facts_of, label_images
 from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
 from kd.parts.datasets._lists import DELIMITERS, Entry, Lists, content, table
 
 FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
+facts = partial(facts_of, test="test_list")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +44,6 @@ class Options:
         Lists(self, "list")
         if not self.image_key or not self.label_key or self.image_key == self.label_key:
             raise ValueError("image_key and label_key must name two different columns")
-
-
-def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
-    return DatasetFacts(root=options.root, test="test_list" if options.test_list else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

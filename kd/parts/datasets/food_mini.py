@@ -6,8 +6,6 @@ clean; `label_noise` puts a share of the training pictures into a wrong folder, 
 split is known to be noisy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -76,10 +74,9 @@ class Options:
 
 
 class FoodMini:
-    """One split of the painted dishes. See `kd.core.contracts.Source`.
+    """One split of the painted dishes. See `kd.core.contracts.Source`."""
 
-    The listing follows from the options alone; the files are painted by `prepare`.
-    """
+    # The listing follows from the options alone; the files are painted by `prepare`.
 
     def __init__(self, options: Options, split: str, hidden: bool = False) -> None:
         self.options, self.split, self.hidden = options, split, hidden

@@ -3,24 +3,24 @@
 Needs the extra: `pip install 'kd[hf]'`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from kd.core.errors import DataError, MissingExtra, did_you_mean
-from kd.core.facts import DatasetFacts, file_key
+from kd.core.facts import file_key
 from kd.core.types import Decoded
 from kd.files.pixels import Least
 from kd.parts.datasets import _decode as images
 
 WHERE = "data.path"
 ROWS = 10_000  # rows whose sizes are looked up at a time
+facts = partial(images.facts_of, test="test_split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +76,6 @@ class HuggingFace(images.Listed):
         return images.decode(data, subject, WHERE, least)
 
 
-def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
-    return DatasetFacts(test="test_split" if options.test_split else "")
-
-
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
     """Load a split; without labels it needs no column of them."""
     hub = _import_datasets()
@@ -94,10 +89,10 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         remedy = did_you_mean(split_name, splits) or other
         raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
-    image_key = _image_key(hub, table.features, options.image_key)
+    image_key = _column(hub, table.features, "image_key", options.image_key)
     names, own = images.Repeated([""], np.zeros(len(table), np.int32)), []
     if labels != "none":
-        label_key = _label_key(hub, table.features, options.label_key)
+        label_key = _column(hub, table.features, "label_key", options.label_key)
         written = enumerate(table.with_format(None)[label_key])
         raw = images.Repeated.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
         names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
@@ -158,36 +153,27 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
 
 
-def _image_key(hub: Any, features: Any, key: str) -> str:
-    fits = [name for name, feature in features.items() if isinstance(feature, hub.Image)]
-    if key:
-        binary = [name for name, feature in features.items() if getattr(feature, "dtype", "") == "binary"]
-        return _check_column("image_key", key, features, fits + binary, "images")
-    return _only("image_key", fits, features, "image")
+KINDS = ("string", "large_string", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
 
-def _label_key(hub: Any, features: Any, key: str) -> str:
-    if key:
-        kinds = ("string", "large_string", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-        fits = [name for name, feature in features.items() if getattr(feature, "dtype", "") in kinds]
-        return _check_column("label_key", key, features, fits, "class labels, integers or text")
-    fits = [name for name, feature in features.items() if isinstance(feature, hub.ClassLabel)]
-    return _only("label_key", fits, features, "class-label")
-
-
-def _check_column(option: str, key: str, features: Any, fits: list[str], what: str) -> str:
+def _column(hub: Any, features: Any, option: str, key: str) -> str:
+    """Return the column of an option; without a name for it, the only one that says that it is such a column."""
+    image = option == "image_key"
+    own = [name for name, one in features.items() if isinstance(one, hub.Image if image else hub.ClassLabel)]
+    if not key and len(own) == 1:
+        return own[0]
+    if not key:
+        what = "image" if image else "class-label"
+        wrong = f"several {what} columns: {', '.join(own)}" if own else f"no {what} column"
+        raise DataError(f"data.{option}", wrong, f"Columns: {', '.join(features)}", f"Set data.{option}")
+    able = ("binary",) if image else KINDS
+    fits = [name for name, one in features.items() if (image and name in own) or getattr(one, "dtype", "") in able]
     if key in fits:
         return key
+    what = "images" if image else "class labels, integers or text"
     wrong = f"the column '{key}' does not hold {what}" if key in features else f"there is no column '{key}'"
     remedy = did_you_mean(key, fits) or "Choose one of them"
     raise DataError(f"data.{option}", wrong, f"Allowed: {', '.join(fits) or 'none fits'}", remedy)
-
-
-def _only(option: str, fits: list[str], features: Any, what: str) -> str:
-    if len(fits) == 1:
-        return fits[0]
-    wrong = f"several {what} columns: {', '.join(fits)}" if fits else f"no {what} column"
-    raise DataError(f"data.{option}", wrong, f"Columns: {', '.join(features)}", f"Set data.{option}")
 
 
 def _written(value: Any, row: int, key: str, some: bool) -> str:

@@ -1,20 +1,20 @@
 """Images in folders, one folder a class: with train/val folders, or split by fraction."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.facts import DatasetFacts, file_key
-from kd.parts.datasets._decode import ENDINGS, Repeated, check_splits, first_few, label_images, part
+from kd.core.facts import file_key
+from kd.parts.datasets._decode import ENDINGS, Repeated, check_splits, facts_of, first_few, label_images, part
 from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
+facts = partial(facts_of, test="test_split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +39,6 @@ class Options:
         if not self.root:
             raise ValueError("root is empty; it must be the folder of the images")
         check_splits(self, "folder")
-
-
-def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
-    return DatasetFacts(root=options.root, test="test_split" if options.test_split else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

@@ -4,8 +4,6 @@ A table with two columns: `file,labels`, the labels joined by `|`. With more: `f
 JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a table names its columns, whatever the names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
@@ -17,13 +15,14 @@ from typing import Any, TextIO
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.facts import DatasetFacts, file_key
-from kd.parts.datasets._decode import first_few
+from kd.core.facts import file_key
+from kd.parts.datasets._decode import facts_of, first_few
 from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
 from kd.parts.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
 NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
+facts = partial(facts_of, test="test_labels", label="set")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +46,6 @@ class Options:
         Lists(self, "labels")
         if not self.separator:
             raise ValueError("separator is empty; it must be what stands between two labels")
-
-
-def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
-    return DatasetFacts(label="set", root=options.root, test="test_labels" if options.test_labels else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

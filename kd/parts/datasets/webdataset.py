@@ -4,8 +4,6 @@ The package webdataset is not needed: it streams, while distillation asks for im
 answers and the sifter both do). The shards are indexed once, and an image is one read at a known offset.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tarfile
@@ -18,13 +16,14 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.core.facts import DatasetFacts, file_key
+from kd.core.facts import file_key
 from kd.core.types import Decoded
 from kd.files.pixels import Least
 from kd.files.shards import Shard, content, find, members, read
 from kd.parts.datasets import _decode as images
 
 MAX_LABEL = 2**20  # bytes of a label member
+facts = partial(images.facts_of, test="test")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +111,6 @@ class WebDataset(images.Listed):
         subject = f"image '{self.name(id)}'"
         images.check_bytes(size, subject, self._where)
         return images.read_image(lambda: content(shard, offset, size), subject, self._where, least=least)
-
-
-def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
-    return DatasetFacts(test="test" if options.test else "")
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:

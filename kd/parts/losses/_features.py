@@ -1,7 +1,5 @@
 """What the losses on features share."""
 
-from __future__ import annotations
-
 from kd.core.errors import ModelError
 
 

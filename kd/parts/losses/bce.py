@@ -14,8 +14,6 @@ Not handled: class weights, and labels that are known for some classes of an ima
 Shape legend: B images of a batch, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn

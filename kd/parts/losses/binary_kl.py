@@ -12,8 +12,6 @@ Not handled: errors of the teacher, which the student learns too.
 Shape legend: B images of a batch, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn

@@ -14,8 +14,6 @@ Not handled: several labels an image; that is `bce`.
 Shape legend: B images of a batch, C classes, N training images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

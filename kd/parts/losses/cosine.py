@@ -13,8 +13,6 @@ Not handled: projectors of several layers.
 Shape legend: B images of a batch, D teacher features, E student features.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -17,8 +17,6 @@ student probabilities (a classifier initialized to zero) have very large gradien
 Shape legend: B images of a batch, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -15,8 +15,6 @@ Not handled: a warm-up of the weight. The authors' code raises it linearly over 
 Shape legend: B images of a batch, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

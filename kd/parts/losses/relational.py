@@ -14,8 +14,6 @@ Not handled: only the images of this rank's micro-batch are compared. One image 
 Shape legend: B images of a batch, D features.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -15,8 +15,6 @@ Not handled: grids that are not square, and tokens of inner layers.
 Shape legend: B images of a batch, N tokens, D teacher features, E student features, S tokens along a side.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

@@ -15,8 +15,6 @@ Not handled: plain TTM, which has no factor U.
 Shape legend: B images of a batch, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn

@@ -90,9 +90,7 @@ class TableTeacher(nn.Module):
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
     """Read the table and find the row of each image."""
     where = f"{spec.where}.model"
-    for key in ("checkpoint", "args"):
-        if getattr(spec, key):
-            raise ModelError(f"{spec.where}.{key}", "is set, but a table has none", "", f"Leave {key} out")
+    spec.require_bare("a table has none")
     if spec.images is None:
         raise ModelError(f"{spec.where}.kind", "is answers, which needs images with names", "", "")
     table = read(spec.model, where)

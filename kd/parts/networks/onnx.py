@@ -129,9 +129,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     path = Path(spec.model).expanduser()
     if not path.is_file():
         raise ModelError(f"{spec.where}.model", f"no file '{path}'", "An ONNX file", "Check the path")
-    if spec.checkpoint or spec.args:
-        key = "checkpoint" if spec.checkpoint else "args"
-        raise ModelError(f"{spec.where}.{key}", "is set, but a graph holds its weights", "", f"Leave {key} out")
+    spec.require_bare("a graph holds its weights")
     made = GraphTeacher(path, options, spec.where, image_size)
     noise = torch.randint(256, (2, 3, image_size, image_size), generator=torch.Generator().manual_seed(0))
     try:

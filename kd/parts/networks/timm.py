@@ -1,7 +1,5 @@
 """Any timm classifier: by name, from a folder that timm or `kd-export` wrote, or from the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The function gets `args` and returns an nn.Module that maps normalized images [B
 a tuple that begins with it, or an object with `.logits` (or `.pooler_output`, where no logits are needed).
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

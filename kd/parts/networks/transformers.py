@@ -1,7 +1,5 @@
 """A model of transformers: a classifier, a backbone, or the image tower of CLIP and SigLIP, by folder or hub id."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial

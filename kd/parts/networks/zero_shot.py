@@ -5,8 +5,6 @@ made a unit vector again. The logits are the cosine of image and class, times th
 SigLIP's bias (arXiv:2303.15343) is left out: it is the same for all classes, and a softmax does not see it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

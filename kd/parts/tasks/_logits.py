@@ -19,10 +19,9 @@ from kd.core.types import Batch
 
 
 class LogitsEvaluator(Evaluator):
-    """Score models on one validation split. See `kd.core.evaluation.Evaluator`.
+    """Score models on one validation split. See `kd.core.evaluation.Evaluator`."""
 
-    The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
-    """
+    # The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
 
     def __init__(self, setting: Evaluation, scores: Scores) -> None:
         self.backend, self.loader, self.plan = setting.backend, setting.val.loader, setting.val.plan

@@ -100,12 +100,10 @@ class Vectors:
 class EmbeddingEvaluator(Evaluator):
     """Score an embedding student. See `kd.core.evaluation.Evaluator`.
 
-    Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split.
-    They need labels, which the student never sees. Of averaged weights, the projectors are those of the moment.
-
-    A row has `agreement`, with labels also `knn` and `probe`, and the same of each teacher: `teacher_knn`,
-    `teacher_knn_2`, ... Where a loss maps the student into the teacher's space, also `recall`, `teacher_recall` and
-    `found`: see `recalled`. docs/guide.md says what they are.
+    Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split,
+    by labels that the student never sees. Of averaged weights, the projectors are those of the moment. A row has
+    `agreement`, with labels also `knn` and `probe`, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ...;
+    where a loss maps the student into the teacher's space, also what `recalled` returns.
     """
 
     chance = 0.0
@@ -230,9 +228,8 @@ def recalled(
 ) -> tuple[dict[str, Tensor], float]:
     """Search in a teacher's index with a student's vectors, all of length 1.
 
-    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, as in arXiv:1511.06452), bool
-    [M], of the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that the
-    student finds too.
+    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, arXiv:1511.06452), bool [M], of
+    the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that it finds too.
     """
     count, right, found = min(RECALLED, len(bank_ND)), [], []
     for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):

@@ -94,10 +94,9 @@ def build(options: Options) -> LabelSets:
 class LabelSetsEvaluator(LogitsEvaluator):
     """Score models that answer for each class alone.
 
-    A row has for the student `map` (the mean over classes of the average precision), `f1_macro` and `f1_micro` at the
-    threshold 0.5, and `nll` (nats an image, summed over classes), over the images with labels; with a teacher also the
-    same with `teacher_` before, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`).
-    Precision needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
+    A row has for the student what `score` returns, over the images with labels; with a teacher also the same with
+    `teacher_` before, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`). Precision
+    needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
     """
 
     _known: tuple[Tensor, ...] = ()
@@ -148,7 +147,7 @@ def are_known(label: Tensor) -> Tensor:
 
 
 def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
-    """Return the scores of logits, where truth says which classes an image shows."""
+    """Return mAP, F1 at the threshold 0.5, and nats an image; truth says which classes an image shows."""
     right = truth_NC.any(0)  # a class that no image shows has no precision
     per_class = average_precision(logits_NC, truth_NC)[right]
     answer_NC = logits_NC > 0
