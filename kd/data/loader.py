@@ -81,11 +81,9 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset; the worker processes start with the first epoch (0: this process loads).
-
-        `batch_size`, `accumulate`, `rank` and `world_size` are those of `Share`. `max_skipped` is the share of the
-        dataset's images that may be unreadable, but always one; `timeout_seconds` the longest wait for a batch.
-        """
+        """Load from a dataset; the worker processes start with the first epoch (0: this process loads)."""
+        # `batch_size`, `accumulate`, `rank` and `world_size` are those of `Share`. `max_skipped` is the share of the
+        # dataset's images that may be unreadable, but always one; `timeout_seconds` the longest wait for a batch.
         self.dataset, self.workers, self.batch_size = dataset, workers, batch_size
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
         self._share = Share(batch_size, accumulate, rank, world_size)

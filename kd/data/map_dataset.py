@@ -147,11 +147,10 @@ class MapDataset:
 
 
 class BatchLoader:
-    """A DataLoader of (images, labels) batches, in its own order. See `kd.core.contracts.Loader`.
+    """A DataLoader of (images, labels) batches, in its own order. See `kd.core.contracts.Loader`."""
 
-    Not handled: ids. The order is the DataLoader's, so there is nothing for a sifter with a memory to remember, and a
-    resumed epoch sees another shuffle. A short last batch is dropped: shapes stay fixed.
-    """
+    # Not handled: ids. The order is the DataLoader's, so there is nothing for a sifter with a memory to remember, and a
+    # resumed epoch sees another shuffle. A short last batch is dropped: shapes stay fixed.
 
     def __init__(
         self, batches: Iterable[Any], batch_size: int, where: str = "train", labels: str = "all", num_classes: int = 0

@@ -122,13 +122,12 @@ def slot_bytes(pixels: int) -> int:
 
 
 class Stored:
-    """A source whose images are decoded once and stored as far as training needs them. See `kd.core.contracts.Source`.
+    """A source whose images are decoded once and stored as training needs them. See `kd.core.contracts.Source`."""
 
-    An image, `keep(image)`, is the same whether it comes out of its slot or has just been decoded; without slots none
-    is stored. Not stored are images that cannot be decoded, which raise as before, and those over 4 times as long as
-    wide that have more pixels than a slot. Where the source is not `Stamped`, an image replaced by one of the same size
-    is noticed by `refresh` only, in a sample.
-    """
+    # An image, `keep(image)`, is the same whether it comes out of its slot or has just been decoded; without slots none
+    # is stored. Not stored are images that cannot be decoded, which raise as before, and those over 4 times as long as
+    # wide that have more pixels than a slot. Where the source is not `Stamped`, an image replaced by one of the same
+    # size is noticed by `refresh` only, in a sample.
 
     def __init__(self, source: Source, keep: Shrunk | Cropped, slots: Slots | None = None) -> None:
         self.source, self.keep, self.slots = source, keep, slots

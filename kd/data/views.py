@@ -31,11 +31,10 @@ ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's leas
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a function of (seed, view, id).
+    """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a function of (seed, view, id)."""
 
-    The partner is drawn from the whole dataset, not from the batch, so that a mixed image does not depend on its
-    neighbours: a cached teacher sees the very same pixels. Cost: a second decode for each mixed image.
-    """
+    # The partner is drawn from the whole dataset, not from the batch, so that a mixed image does not depend on its
+    # neighbours: a cached teacher sees the very same pixels. Cost: a second decode for each mixed image.
 
     mixup: float  # alpha of the Beta distribution; 0: no mixup
     cutmix: float

@@ -35,11 +35,9 @@ class Criterion(nn.Module):
     """
 
     def __init__(self, terms: Sequence[Term], labelled: float = 1.0) -> None:
-        """Combine terms. `labelled` is the share of the training images whose labels are known.
-
-        Below 1, a term on labels is 0 for the others and 1 / `labelled` times as large for these, so that its mean over
-        an epoch is that over them.
-        """
+        """Combine terms. `labelled` is the share of the training images whose labels are known."""
+        # Below 1, a term on labels is 0 for the others and 1 / `labelled` times as large for these, so that its mean
+        # over an epoch is that over them.
         super().__init__()
         self.labelled = labelled
         self.all = tuple(terms)

@@ -16,12 +16,10 @@ from kd.core.types import State
 
 
 def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """Split trainable parameters into a group with weight decay and one without.
-
-    Without decay: vectors (biases, norms, layer scales), and parameters that match a pattern of a timm model's
-    `no_weight_decay` (position embeddings, class and register tokens). An empty group, which ZeroRedundancyOptimizer
-    does not accept, is left out.
-    """
+    """Split trainable parameters into a group with weight decay and one without."""
+    # Without decay: vectors (biases, norms, layer scales), and parameters that match a pattern of a timm model's
+    # `no_weight_decay` (position embeddings, class and register tokens). An empty group, which ZeroRedundancyOptimizer
+    # does not accept, is left out.
     decayed, undecayed = [], []
     for module in modules:
         exempt = getattr(module, "no_weight_decay", set)()
@@ -72,11 +70,10 @@ class Schedule:
 
 
 class EMA:
-    """Keep an exponential moving average of a module's parameters and buffers.
+    """Keep an exponential moving average of a module's parameters and buffers."""
 
-    average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step) / (10 + step), so that the random
-    initial weights lose their share early. Cost: one foreach call per step, and a float32 copy of the student.
-    """
+    # average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step) / (10 + step), so that the
+    # random initial weights lose their share early. Cost: one foreach call per step, and a float32 copy of the student.
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay

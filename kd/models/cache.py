@@ -130,10 +130,8 @@ class Store:
         return records, whole
 
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return what the records [B] hold, as `Codec.expand` takes it, and which are of these images, bool [B].
-
-        Also how many are of images that have changed since, by the `crc` of each one's encoded bytes now; 0: unknown.
-        """
+        """Return what the records [B] hold, as `Codec.expand` takes it, and which are of these images, bool [B]."""
+        # Also how many are of images that have changed since, by the `crc` of each one's encoded bytes now; 0: unknown.
         records, whole = self.read(view, ids)
         now = np.array(crc or [0] * len(ids), np.uint32)
         stale = whole & (now != records["crc"]) & (now != 0) & (records["crc"] != 0)

@@ -50,12 +50,10 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features.
-
-        `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are
-        `features`, as `Outputs.features` names them, of a timm network. `architecture`: its arguments as JSON values;
-        weights alone do not determine the number of heads.
-        """
+        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features."""
+        # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are
+        # `features`, as `Outputs.features` names them, of a timm network. `architecture`: its arguments as JSON values;
+        # weights alone do not determine the number of heads.
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
         self.features, self.architecture, self.classes = tuple(sorted(features)), architecture, tuple(classes)
@@ -188,10 +186,9 @@ class Pick(nn.Module):
 
 
 class LogitsModel(nn.Module):
-    """Wrap any module from images to logits [B, C], without normalization, resizing or features.
+    """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
 
-    Float images are cast to the dtype of its weights, and its logits to float32.
-    """
+    # Float images are cast to the dtype of its weights, and its logits to float32.
 
     classes: Sequence[str] = ()
     runtime, reads_ids = "torch", False
@@ -210,18 +207,15 @@ class LogitsModel(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Average the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble).
+    """Average the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble)."""
 
-    It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
-    taken at temperature 1 and softened later, so that a cache stores one record per image. Features are not averaged:
-    each model's stand in the outputs under their own names (see `Outputs.of`).
-    """
+    # It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
+    # taken at temperature 1 and softened later, so that a cache stores one record per image. Features are not averaged:
+    # each model's stand in the outputs under their own names (see `Outputs.of`).
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Callable[..., Tensor]) -> None:
-        """Combine K teachers of the same classes; only the ratios of their `weights`, each above 0, matter.
-
-        `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
-        """
+        """Combine K teachers of the same classes; only the ratios of their `weights`, each above 0, matter."""
+        # `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
         super().__init__()
         self.members, self.average = nn.ModuleList(members), average
         self.shares = [weight / sum(weights) for weight in weights]

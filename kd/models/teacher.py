@@ -51,12 +51,10 @@ class LiveTeacher(Uncached):
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
         remake: Callable[[Any], nn.Module] | None = None,
     ) -> None:
-        """Freeze a copy of `model` on `device`; normalization stays float32; `micro_batch` 0: the whole batch at once.
-
-        `shard` shards the model over the ranks, of which rank 0's alone needs weights, `pipeline` splits it into
-        stages: with either, all ranks must call the teacher equally often. `remake`, which goes with neither, converts
-        the frozen model on its device.
-        """
+        """Freeze a copy of `model` on `device`; normalization stays float32; `micro_batch` 0: the whole batch."""
+        # `shard` shards the model over the ranks, of which rank 0's alone needs weights, `pipeline` splits it into
+        # stages: with either, all ranks must call the teacher equally often. `remake`, which goes with neither,
+        # converts the frozen model on its device.
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids
         frozen.eval().requires_grad_(False)

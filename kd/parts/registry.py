@@ -4,8 +4,6 @@
 A part needs two public names: `Options`, a frozen dataclass of its YAML keys, and `build`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

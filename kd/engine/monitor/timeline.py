@@ -77,13 +77,11 @@ class Timeline:
         on_step: Callable[[int], None] = lambda step: None,
         since: float | None = None,
     ) -> None:
-        """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now.
-
-        `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
-        "tracing": no events tell when work runs. Rows are appended to `path`, if any, without those after the `start`
-        steps of an earlier start. `communication` returns the milliseconds a step since its last call that the backward
-        pass waited for the reduction of gradients; `on_step` gets a step's number before its first span.
-        """
+        """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now."""
+        # `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
+        # "tracing": no events tell when work runs. Rows are appended to `path`, if any, without those after the `start`
+        # steps of an earlier start. `communication` returns the milliseconds a step since its last call that the
+        # backward pass waited for the reduction of gradients; `on_step` gets a step's number before its first span.
         self.clock, self.path, self.start = clock, path, start
         self.totals: dict[str, float] = {}  # milliseconds by span, of all rows; of the device where it has events
         self.made = 0  # steps of this start, in all rows so far

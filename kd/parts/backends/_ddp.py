@@ -4,8 +4,6 @@ Rules: SUM then divide, never AVG; no second process group; world collectives on
 all-reduce checks the world size before training starts.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -8,8 +8,6 @@ Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a ti
 group is created: rank 0 broadcasts one tensor at a time in the default group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any

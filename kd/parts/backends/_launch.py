@@ -3,8 +3,6 @@
 Supported: torchrun (and `accelerate launch` on GPUs, which sets the same variables), mpirun, and SageMaker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

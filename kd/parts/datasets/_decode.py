@@ -63,11 +63,9 @@ def check_bytes(size: int, subject: str, where: str) -> None:
 
 
 def decode(data: bytes, subject: str, where: str, least: Least | None = None) -> Decoded:
-    """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32.
-
-    `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
-    `subject` is the file as a message names it: "file 'apple/1.jpg'"; `least`: see `kd.files.pixels.reduce`.
-    """
+    """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32."""
+    # `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
+    # `subject` is the file as a message names it: "file 'apple/1.jpg'"; `least`: see `kd.files.pixels.reduce`.
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
     try:
@@ -169,10 +167,8 @@ class Repeated(NamedTuple):
 
 
 def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str]]:
-    """Return the class name of each image, and all classes in order, of labels as written; "" is none.
-
-    Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
-    """
+    """Return the class name of each image, and all classes in order, of labels as written; "" is none."""
+    # Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
     distinct = set(raw.texts) - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]{1,18}", text)}
     if names:
@@ -193,11 +189,9 @@ def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str
 def label_images(
     names: Repeated, own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
 ) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the class order and the label of each image, int32 [N]; -1: it has none.
-
-    `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
-    Those of training, `classes`, are used instead, but for the training split itself (None).
-    """
+    """Return the class order and the label of each image, int32 [N]; -1: it has none."""
+    # `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
+    # Those of training, `classes`, are used instead, but for the training split itself (None).
     if not len(names.of):
         raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
     if labels == "none":

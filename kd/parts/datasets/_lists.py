@@ -1,7 +1,5 @@
 """Images named in files with their labels: shared by `csv` and `multilabel`."""
 
-from __future__ import annotations
-
 import csv
 import os
 import posixpath

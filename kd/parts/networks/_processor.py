@@ -6,8 +6,6 @@ processor is asked about noise. Where each channel of its answer is a straight l
 Classifier computes the same; anything else is refused.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

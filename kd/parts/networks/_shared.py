@@ -1,7 +1,5 @@
 """What the teachers share: class names, pixels' normalization, where a function or a file is found, a first answer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -56,11 +54,10 @@ Named = tuple[tuple[str, ...], nn.Module]
 
 
 def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
-    """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all.
-
-    `own` are the names that came with the model, if any did. `file` is the option `classes`: new names for all `count`
-    logits, or those of `own` that stand for the data's classes. Without labels in the data the teacher's are taken.
-    """
+    """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all."""
+    # `own` are the names that came with the model, if any did. `file` is the option `classes`: new names for all
+    # `count` logits, or those of `own` that stand for the data's classes. Without labels in the data the teacher's are
+    # taken.
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
     if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
         wrong = f"has {count} classes, the data has {len(spec.classes)}"

@@ -1,7 +1,5 @@
 """Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one answer."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math
