@@ -76,7 +76,7 @@ def restore(run: Run) -> State:
     try:
         run.distillation.load_state_dict(_under("model.", tensors))
     except RuntimeError as error:  # names or shapes differ: the file is the same, so the code is not
-        wrong = f"the checkpoint of step {step} does not fit the student's network, whose code has changed since"
+        wrong = f"the checkpoint of step {state.step} does not fit the student's network, whose code has changed since"
         raise RunError("student.model", wrong, "", "Undo the change, or start a new run") from error
     if run.average is not None:
         run.average.load(_under("average.", tensors))
