@@ -95,7 +95,6 @@ class MapDataset:
     # before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
 
     def __init__(self, items: Any, seed: int, where: str = "train", labels: str = "all", num_classes: int = 0) -> None:
-        """Wrap `items`; `seed` is that of the views, and the others are the fields of `Labels`."""
         self.items, self.seed, self.labels = items, seed, Labels(where, labels, num_classes)
         names = getattr(items, "classes", ())  # some datasets have their number there
         self.classes: Sequence[str] = tuple(names) if isinstance(names, Collection) else ()

@@ -45,11 +45,9 @@ class Criterion(nn.Module):
         self.terms = nn.ModuleList([term.loss for term in terms])
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Return every term [B] by name, unweighted, `per_image` [B] and `loss` [B].
-
-        `per_image` is their weighted sum, detached, which sifters remember; `loss`, which is minimized, the same times
-        `batch.weight`.
-        """
+        """Return every term [B] by name, unweighted, `per_image` [B] and `loss` [B]."""
+        # `per_image` is their weighted sum, detached, which sifters remember; `loss`, which is minimized, the same
+        # times `batch.weight`.
         with torch.autocast(student.logits.device.type, enabled=False):
             known = batch
             if self.labelled < 1:  # class 0, or the empty set, stands for no label

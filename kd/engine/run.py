@@ -159,10 +159,9 @@ class Stopping:
 
 
 class Scoring:
-    """Score one step's worth of images on all ranks, without training on them. See `kd.core.contracts.Score`.
+    """Score one step's worth of images on all ranks, without training on them. See `kd.core.contracts.Score`."""
 
-    Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
-    """
+    # Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
 
     def __init__(self, run: Run) -> None:
         self.run = run

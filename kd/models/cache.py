@@ -36,11 +36,10 @@ READ_BYTES = 64 << 20  # of records that are read at once where only their being
 
 
 class Codec:
-    """Outputs <-> records [B, R] of named arrays: logits, all or the K highest and the mass of the rest, and features.
+    """Outputs <-> records [B, R] of named arrays: logits, all or the K highest and the rest's mass, and features."""
 
-    With K < C the rest are rebuilt equal to each other, with their true total mass: the probabilities of the top K, at
-    temperature 1, are exact (up to the dtype).
-    """
+    # With K < C the rest are rebuilt equal to each other, with their true total mass: the probabilities of the top K,
+    # at temperature 1, are exact (up to the dtype).
 
     def __init__(
         self, num_classes: int, dtype: str, topk: int, features: Mapping[str, tuple[int, ...]] | None = None
@@ -62,7 +61,6 @@ class Codec:
         return [*logits, *(outputs.features[name].to(self.kind) for name in self.features)]
 
     def unpack(self, parts: Sequence[Tensor]) -> Outputs:
-        """Return the outputs that a record stands for, in their stored dtype."""
         logits = self.expand(parts[: self.of_logits]) if self.num_classes else parts[0].new_zeros(len(parts[0]), 0)
         return Outputs(logits, dict(zip(self.features, parts[self.of_logits :], strict=True)))
 

@@ -275,11 +275,11 @@ def quiet() -> Iterator[None]:
 
 
 class Exported(nn.Module):
-    """A classifier as an exported graph in memory, from uint8 [B, 3, S, S] on the CPU to logits [B, C] alone.
+    """A classifier as an exported graph in memory, from uint8 [B, 3, S, S] on the CPU to logits [B, C] alone."""
 
-    The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime: the
-    weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino. It takes seconds.
-    """
+    # The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
+    # the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino. It takes
+    # seconds.
 
     classes, reads_ids = (), False
 

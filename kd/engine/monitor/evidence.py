@@ -72,7 +72,6 @@ class Evidence:
         return sum(row["steps"] for row in self.steady(rank))
 
     def step(self, rank: int = 0) -> dict[str, float]:
-        """Return the mean milliseconds of a steady step by span; of the device where it has events."""
         rows = self.steady(rank)
         total = summed([row.get("device_ms", row["ms"]) for row in rows])
         count = max(1, self.steps(rank))

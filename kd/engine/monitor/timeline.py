@@ -133,7 +133,6 @@ class Timeline:
                 self._now.loading = self._now.loading.plus(new)
 
     def _charge(self) -> None:
-        """Charge the time since the last boundary to the innermost open span."""
         now, name, times = time.perf_counter(), self._stack[-1] if self._stack else "other", self._now.host
         if self._now is self._setup and name == "other":
             name = "setup"

@@ -79,7 +79,6 @@ def _hosts() -> list[str]:
 
 
 def set_rendezvous(launch: Launch) -> None:
-    """Set the environment variables of torch's rendezvous where the launcher has not set them."""
     os.environ.setdefault("RANK", str(launch.rank))
     os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
     hosts = _hosts()

@@ -116,7 +116,6 @@ def gather(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str
 
 
 def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
-    """Load this rank's share of an unsharded optimizer's state, which any number of ranks may have saved."""
     position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
     local: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0

@@ -35,7 +35,6 @@ def require_normalization(where: str, mean: Sequence[float]) -> None:
 
 
 def read_names(path: str, where: str) -> list[str]:
-    """Return the lines of a text file: class names, in the order of the logits."""
     try:
         names = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

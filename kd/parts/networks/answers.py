@@ -75,7 +75,6 @@ class TableTeacher(nn.Module):
         return {"teacher": digest.hexdigest(), "architecture": architecture, "input": []}
 
     def forward(self, image: Tensor, ids: Tensor, view: int = 0) -> Outputs:
-        """Return the answers for images with ids [B] on the image's device: logits [B, C], or pooled features."""
         rows_B = self.rows[self.split][ids.cpu()]
         number = 0 if self.split else view % len(self.values)
         found = self.values[number][rows_B].to(image.device, torch.float32)

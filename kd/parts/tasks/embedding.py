@@ -212,7 +212,6 @@ class EmbeddingEvaluator(Evaluator):
         return outputs
 
     def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
-        """Return the pooled features of each teacher, by "teacher", "teacher_2", ..."""
         names = [TEACHER, *(f"teacher_{number}" for number in range(2, self.members + 1))]
         return {name: teacher.of(member).features["pooled"] for member, name in enumerate(names)}
 

@@ -87,7 +87,6 @@ class SingleLabelEvaluator(LogitsEvaluator):
         return scores
 
     def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return which answers are right, by their keys in a row, and of which images that is known."""
         found = {"ids": batch.ids, "seen": batch.weight > 0, "labelled": batch.labelled}
         for prefix, logits_BC in (("", student_BC), ("teacher_", teacher_BC)):
             if self.labelled and logits_BC is not None:
