@@ -153,7 +153,8 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
 
 
-KINDS = ("string", "large_string", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+SIZES = (8, 16, 32, 64)  # bits of an integer that may be a label
+KINDS = ("string", "large_string", *(f"{sign}int{bits}" for sign in ("", "u") for bits in SIZES))
 
 
 def _column(hub: Any, features: Any, option: str, key: str) -> str:
