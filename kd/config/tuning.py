@@ -100,7 +100,3 @@ class Fit:
     def length(self) -> str:
         """How long it is, as text; empty: nothing is fitted."""
         return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""
-
-    def rate(self, pretrained: bool) -> float:
-        """Return the peak learning rate; `pretrained`: the weights are not random."""
-        return self.lr or (FROM_PRETRAINED if pretrained else FROM_SCRATCH)

@@ -27,14 +27,13 @@ from kd.models.classifier import Classifier
 from kd.models.teacher import NoTeacher
 from kd.parts import registry
 from kd.setup.data import Data
-from kd.setup.loaders import BatchSplit, default_workers, split_batch
+from kd.setup.loaders import BatchSplit, split_batch, workers_of
 from kd.setup.modes import Trial, Work, torch_mode
 from kd.setup.recipe import Recipe, fit_folders, is_fitted
 from kd.setup.student import apply_mode, build_criterion, build_distillation
 from kd.setup.teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
 
-BUDGET_SECONDS = 3.0
-"""For timing the steps of a run in turns, after one of each."""
+BUDGET_SECONDS = 3.0  # for timing the steps of a run in turns, after one of each
 CPU_TRIAL, QUICK_MS = 16, 50.0
 """Images of a trial on a CPU, where all cores are busy with them. Models that take less time for so many are timed with
 a whole micro-batch, as any on an accelerator: what a step takes whatever its size would else count too much."""
@@ -90,8 +89,7 @@ class Bench:
     @property
     def workers(self) -> int:
         """Processes that load."""
-        workers = self.recipe.data.workers
-        return default_workers(self.backend) if workers == "auto" else int(workers)
+        return workers_of(self.recipe.data, self.backend)
 
     @property
     def asked(self) -> int:

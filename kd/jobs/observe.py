@@ -163,8 +163,7 @@ def line_of(finding: Finding) -> str:
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
 
-SHOWN_SHARE = 0.0005
-"""Of the time: a part below it would be shown as 0.0 %."""
+SHOWN_SHARE = 0.0005  # of the time: a part below it would be shown as 0.0 %
 
 
 def where_the_time_went(title: str, timeline: Timeline) -> list[str]:

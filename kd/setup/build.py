@@ -28,8 +28,7 @@ from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
 from kd.setup.teacher import Setting, choose_teacher
 
-BANK = 10_000
-"""Most training images in the k-NN index that scores an embedding student; shown without augmentation."""
+BANK = 10_000  # most training images in the k-NN index that scores an embedding student; shown without augmentation
 
 
 @contextmanager

@@ -158,13 +158,10 @@ def require_close(store: Store, view: int, found: Mapping[str, Sequence[float]],
     for name, (difference, largest) in found.items():
         if not difference <= tolerance * (max(1.0, largest) if name == "logits" else largest):
             what = "logit" if name == "logits" else f"value of '{name}'"
-            raise ModelError(
-                "teacher.cache.path",
-                f"'{store.folder}', view {view}: a stored {what} differs by {difference:.3g} from what the teacher "
-                "computes now",
-                f"At most {tolerance:g} of the largest ({largest:.3g})",
-                "Remove the folder, or choose another teacher.cache.path",
-            )
+            wrong = f"'{store.folder}', view {view}: a stored {what} differs by {difference:.3g} from what the teacher "
+            allowed = f"At most {tolerance:g} of the largest ({largest:.3g})"
+            remedy = "Remove the folder, or choose another teacher.cache.path"
+            raise ModelError("teacher.cache.path", f"{wrong}computes now", allowed, remedy)
 
 
 def _batch(ids: list[int], train: Dataset) -> Batch | None:

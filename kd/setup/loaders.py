@@ -52,12 +52,16 @@ def split_batch(section: DataSection, world_size: int, num_images: int) -> Batch
     return BatchSplit(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
 
 
-def default_workers(backend: Backend) -> int:
-    """Return the number of worker processes of this rank that `data.workers: auto` means.
+def workers_of(section: DataSection, backend: Backend) -> int:
+    """Return the number of worker processes of this rank.
 
-    On a CPU one, which hides reading, since more would take the step's cores; none on one or two cores. Beside an
-    accelerator all of this rank's cores but one, at most `MOST_WORKERS`.
+    `auto`: on a CPU one, which hides reading, since more would take the step's cores; none on one or two cores. Beside
+    an accelerator all of this rank's cores but one, at most `MOST_WORKERS`.
     """
+    if section.loader == "ray":
+        return 0  # a fork of a process with Ray's threads may never run
+    if section.workers != "auto":
+        return int(section.workers)
     share = max(1, cores() // backend.local_world_size)
     if backend.device.type == "cpu":
         return 1 if share > 2 else 0
@@ -70,7 +74,7 @@ def loaders(
     """Build the training and the validation loader of this rank."""
     if section.loader == "ray":
         return _remote(both, section, split, backend)
-    count = _workers(section, backend)
+    count = workers_of(section, backend)
     train = _local(both[0], split.batch_size, split.accumulate, section, backend, timeout_seconds)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
@@ -106,15 +110,9 @@ def evaluation_loader(
 def _local(
     shown: Views, batch_size: int, accumulate: int, section: DataSection, backend: Backend, timeout_seconds: float
 ) -> LocalLoader:
-    rank, ranks, count = backend.rank, backend.world_size, _workers(section, backend)
+    rank, ranks, count = backend.rank, backend.world_size, workers_of(section, backend)
     more = {"timeout_seconds": timeout_seconds, **_loading(section, backend)}
     return LocalLoader(shown, batch_size, accumulate, rank, ranks, count, **more)
-
-
-def _workers(section: DataSection, backend: Backend) -> int:
-    if section.loader == "ray":
-        return 0  # a fork of a process with Ray's threads may never run
-    return default_workers(backend) if section.workers == "auto" else int(section.workers)
 
 
 def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:

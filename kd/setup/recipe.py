@@ -23,7 +23,7 @@ from kd.config.schema import (
     TaskSection,
     TeacherSection,
 )
-from kd.config.tuning import FROM_SCRATCH, Fit, Tuning
+from kd.config.tuning import FROM_PRETRAINED, FROM_SCRATCH, Fit, Tuning
 from kd.core.evaluation import Task
 from kd.core.facts import Intervals
 from kd.engine.run import RunLength
@@ -179,7 +179,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
 
 def teacher_fit(config: Config, section: TeacherSection) -> Config:
     """Return the run that fits a teacher: the teacher as a student of the labels."""
-    fit, task = section.fit, config.task
+    fit, task, rate = section.fit, config.task, FROM_PRETRAINED if section.pretrained else FROM_SCRATCH
     if not build_task(task).logits:  # a model that learns labels has a classifier
         task = TaskSection(kind="single_label", options=default_options("tasks", "single_label"))
     return Config(
@@ -210,7 +210,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
         teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
-        optimizer=OptimizerSection(lr=fit.rate(section.pretrained), weight_decay=fit.weight_decay, warmup=fit.warmup),
+        optimizer=OptimizerSection(lr=fit.lr or rate, weight_decay=fit.weight_decay, warmup=fit.warmup),
         backend=config.backend,
     )
 

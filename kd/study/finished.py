@@ -52,12 +52,10 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 def require_files(path: Path, data: DataSection) -> None:
     """Refuse a run of `kd.distill` where its models and images must be built again from files."""
     if data.kind == MAP_DATASET:
-        raise RunError(
-            "run",
-            f"'{path}' was written by kd.distill: its models and images are Python objects",
-            "kd-report reads it; the other commands read what kd-train wrote, with your network as student.kind=torch",
-            "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export",
-        )
+        wrong = f"'{path}' was written by kd.distill: its models and images are Python objects"
+        allowed = "kd-report reads it; the other commands read what kd-train wrote, with your network as "
+        remedy = "Call kd.distill again with the same arguments and this folder, then result.metrics or result.export"
+        raise RunError("run", wrong, f"{allowed}student.kind=torch", remedy)
 
 
 def parse(file: Path | str, text: str, trust: bool) -> Config:

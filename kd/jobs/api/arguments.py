@@ -62,8 +62,7 @@ class Arguments:
     val: Any
     losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion
     sifter: str | Mapping[str, Any] | Sifter
-    labels: str
-    """One of `LABELS`."""
+    labels: str  # one of `LABELS`
     workers: int
     seed: int
 

@@ -37,21 +37,15 @@ OFF = 0.05
 class Distilled:
     """What `distill` returns."""
 
-    student: nn.Module
-    """The module that was passed in, trained in place; with `ema` it holds the averaged weights."""
-    metrics: dict[str, float]
-    """The last validation row."""
-    rows: list[dict[str, Any]]
-    """Every row of metrics, oldest first; training rows say where the time went."""
+    student: nn.Module  # the module that was passed in, trained in place; with `ema` it holds the averaged weights
+    metrics: dict[str, float]  # the last validation row
+    rows: list[dict[str, Any]]  # every row of metrics, oldest first; training rows say where the time went
     state: State
-    folder: Path | None
-    """Where checkpoints and metrics were written; None: nowhere."""
+    folder: Path | None  # where checkpoints and metrics were written; None: nowhere
     arguments: Arguments
     recipe: Recipe
-    classes: Sequence[str]
-    """Names that the training data has, or class_0, class_1, ..."""
-    data: str
-    """A hash of the data; "": not known."""
+    classes: Sequence[str]  # names that the training data has, or class_0, class_1, ...
+    data: str  # a hash of the data; "": not known
 
     def export(
         self,

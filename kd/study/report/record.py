@@ -14,8 +14,7 @@ from kd.core.intervals import Samples, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 
-FEWEST = 20
-"""Images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %."""
+FEWEST = 20  # images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""
 

@@ -35,10 +35,8 @@ from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials
 
 TEACHER = "teacher"
-SECONDS = 2.0
-"""For which the clock runs at most, times the number of models."""
-WIDTH, HEIGHT, LINE = 720, 360, 18
-"""Of the picture, and the height of a line below it, pixels."""
+SECONDS = 2.0  # for which the clock runs at most, times the number of models
+WIDTH, HEIGHT, LINE = 720, 360, 18  # of the picture, and the height of a line below it, pixels
 COLORS = {"--c1": "#2f6fde", "--rest": "#98a2b3", "--c2": "#d9822b", "--teacher": "#8e5bd0"}
 NOTE = (
     "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "

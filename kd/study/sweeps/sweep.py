@@ -22,8 +22,7 @@ from kd.study.sweeps import frontier
 from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
 from kd.study.sweeps.trials import Trials, failure
 
-FRESH = 2
-"""Other seeds with which the best trial is trained again."""
+FRESH = 2  # other seeds with which the best trial is trained again
 log = logging.getLogger("kd")
 
 
@@ -33,17 +32,14 @@ class Sweep:
 
     folder: Path
     """`run.folder`/NAME_sweep: a run folder for each trial, journal.jsonl, sweep.md, best.yaml; frontier.svg."""
-    best: Path
-    """The best configuration, which `kd-train` takes."""
+    best: Path  # the best configuration, which `kd-train` takes
     rows: list[dict[str, Any]]
     """Of each trial, the best first: `trial`, `values`, `score` of validation images, and its `interval` where it is
     known. Where the students differ also what they cost, see `kd.study.sweeps.frontier.measured`."""
     fresh: list[dict[str, Any]]
     """The same of the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
-    tested: dict[str, Any]
-    """`score` and `interval` of the best trial on test images; {} without a test split."""
-    text: str
-    """The table, and how much of the best score is the luck of its seed."""
+    tested: dict[str, Any]  # `score` and `interval` of the best trial on test images; {} without a test split
+    text: str  # the table, and how much of the best score is the luck of its seed
 
 
 def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: str = "", jobs: int = 1) -> Sweep:

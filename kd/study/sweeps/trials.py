@@ -25,13 +25,11 @@ from kd.files.storage import append_rows, disk_error, flush, lock, read_rows
 from kd.setup.recipe import resolve
 from kd.study.sweeps.space import Trial, prepared_alike, write_yaml
 
-POLL = 0.5
-"""Seconds between two looks at the trials: nothing to a trial, which takes minutes."""
+POLL = 0.5  # seconds between two looks at the trials: nothing to a trial, which takes minutes
 CHOOSE = "Choose one of them"
 LAST_BYTES = 2**14
 """Of an output, which are searched for its last line: an error of kd is one line of some hundred bytes."""
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when the one that started it ends."""
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when the one that started it ends
 log = logging.getLogger("kd")
 
 
