@@ -62,7 +62,6 @@ class _Lines(logging.Handler):
     """Print messages without a prefix: warnings to stderr, the rest to stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         print(record.getMessage(), file=stream, flush=True)
 
@@ -71,13 +70,11 @@ class Parser(argparse.ArgumentParser):
     """argparse's, with one line for a wrong call, and completion where a shell has argcomplete."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the line and exit."""
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
         message = message.removesuffix(", key=value")  # argparse says so of what may be left out
         self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Return the options of a command line."""
         if "_ARGCOMPLETE" in os.environ:
             import argcomplete  # type: ignore[import-not-found]  # an extra
 
@@ -89,7 +86,6 @@ class Shows(argparse.Action):
     """Prints what its function `const` returns, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        """Print and exit."""
         parser.exit(guarded(lambda: print(self.const(), flush=True)))
 
 

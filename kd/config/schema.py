@@ -72,7 +72,6 @@ class Augment:
 
     @property
     def mixes(self) -> bool:
-        """Whether any image is ever mixed with another."""
         return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
 
 

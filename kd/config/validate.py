@@ -147,7 +147,6 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
 
 
 def _losses_by(function: str) -> str:
-    """Name the losses of kd that read logits by a function."""
     defaults = {name: registry.default_options("losses", name) for name in registry.names("losses")}
     facts = {name: registry.facts("losses", name, options, "losses") for name, options in defaults.items()}
     return ", ".join(name for name, known in facts.items() if known.logits == function)
@@ -186,7 +185,6 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
 
 
 def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
-    """Yield what needs labels where images have none."""
     teacher = config.teacher
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.labels:
@@ -229,7 +227,6 @@ def _student(student: StudentSection) -> Iterator[KdError]:
 
 
 def _several(teacher: TeacherSection) -> Iterator[KdError]:
-    """Yield what is wrong with further teachers."""
     if teacher.also and (teacher.shard or teacher.pipeline):
         allowed = "Several teachers, or one that is divided over the ranks"
         yield ConfigError("teacher.also", "does not go with teacher.shard and teacher.pipeline", allowed, "Drop one")

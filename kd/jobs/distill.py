@@ -73,7 +73,6 @@ class Result(Trained):
         return f"Result(folder='{self.folder}', steps={self.steps}, parameters={self.parameters}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
-        """Return the scores as a table, for notebooks."""
         scores = Scores.read(RunDir(self.folder).manifest()["scores"])
         row = self.metrics if self.scored is None else self.scored.row
         teachers = scores.of_teachers(row)

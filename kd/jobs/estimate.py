@@ -82,13 +82,11 @@ class Bench:
         return replace(bench, images=split.micro_batch)
 
     def trial(self, module: Distillation | None = None, live: Teacher | None = None) -> Trial:
-        """Return steps on noise, of the run's student and teacher or of others."""
         size = self.teachers.data.plan.image_size
         return Trial(module or self.distillation, live or self.live, self.backend, size, self.images)
 
     @property
     def workers(self) -> int:
-        """Processes that load."""
         return workers_of(self.recipe.data, self.backend)
 
     @property

@@ -74,7 +74,6 @@ class Observer:
         self._looked = time.monotonic()
 
     def watch(self, run: Run) -> Run:
-        """Return the run with its spans and log windows listened to."""
         self._run = run
         self.timeline.loading = lambda: getattr(run.loader, "loading", Loading())
         return replace(run, span=self.timeline.span, window=self.window)

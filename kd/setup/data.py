@@ -85,7 +85,6 @@ class Data:
 
     @property
     def labelled(self) -> bool:
-        """Whether images have labels, all or some."""
         return self.plan.labels != "none"
 
     def labelled_share(self) -> float:

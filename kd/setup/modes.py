@@ -37,13 +37,11 @@ class ExecutionMode:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionMode:
-        """Return the mode of such a text."""
         precision, kernel, *compiled = text.split("+")
         return cls(precision, kernel, bool(compiled))
 
     @property
     def exported(self) -> bool:
-        """Whether it is a graph outside torch."""
         return self.kernel in RUNTIMES
 
     @property

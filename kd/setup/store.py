@@ -50,7 +50,6 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
 def _require_room(
     splits: Splits, rules: tuple[Shrunk, Cropped], ram: bool, folders: list[Path], backend: Backend
 ) -> None:
-    """Require room for a store, as rank 0 finds it, and log what it takes."""
     ranks, folder = backend.local_world_size, folders[0].parents[1]
     train, val = splits
     numbers = [0.0, 0.0, 0.0]
@@ -83,7 +82,6 @@ def _require_room(
 
 
 def _mean_bytes(source: Source, rule: Shrunk) -> float:
-    """Return the mean bytes that a training image takes in its slot, from a few evenly spaced ones."""
     found = []
     for id in evenly_spaced(len(source), SAMPLE):
         try:

@@ -79,7 +79,6 @@ class Setting:
 
     @property
     def facts(self) -> BackendFacts:
-        """What the options of the backend say."""
         return registry.facts("backends", self.machine.kind, self.machine.options, "backend.kind")
 
 
@@ -228,7 +227,6 @@ class TeacherFactory:
         return live
 
     def on(self, device: torch.device, mode: ExecutionMode) -> LiveTeacher:
-        """Make it on a device."""
         plan, backend = self.plan, self.backend
         dtype = torch.float32 if mode.exported else DTYPES[mode.precision]
         shard = backend.shard if plan.shard else None

@@ -147,7 +147,6 @@ class Arguments:
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
     def image(self) -> Tensor:
-        """Return the first training image, as the models get it."""
         if not isinstance(self.train, DataLoader):
             return MapDataset(self.train, self.seed, "train", "none").load(0, 0).pixels
         size = batch_of(self.train, 1)
@@ -226,7 +225,6 @@ def _require_trainable(student: nn.Module) -> None:
 
 
 def _require_items(where: str, items: Any) -> None:
-    """Require a map-style dataset with items, or a DataLoader of one."""
     source = items.dataset if isinstance(items, DataLoader) else items
     allowed = "A map-style dataset (len and [i]), or a DataLoader of one"
     if isinstance(source, IterableDataset) or not all(hasattr(source, name) for name in ("__len__", "__getitem__")):

@@ -103,7 +103,6 @@ class Distilled:
         return f"Distilled(folder={where}, steps={self.state.step}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
-        """Return the scores as a table, for notebooks."""
         scores = self.recipe.student.task.scores
         rows = scores.table({**scores.of_teachers(self.metrics), "student": self.metrics})
         shown = html_table(rows) if scores.own[0].key in self.metrics else ""

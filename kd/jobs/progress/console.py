@@ -101,7 +101,6 @@ class Console:
         return text
 
     def _left(self) -> str:
-        """Return the remaining time as text, from the speed since this process started."""
         done = self._progress - (self._first_progress or 0.0)
         if done <= 0:
             return ""

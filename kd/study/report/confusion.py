@@ -223,7 +223,6 @@ def _summary(one: Predictions, shown: Half, passed: np.ndarray, threshold: float
 
 
 def _classes(one: Predictions, shown: Half, passed: np.ndarray) -> str:
-    """Show each class, those of which most is passed on first."""
     both, rows = np.where(passed, shown.teacher, shown.student), []
     for label, name in enumerate(one.classes):
         if (of := shown.label == label).any():

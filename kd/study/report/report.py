@@ -114,7 +114,6 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
 
 
 def _held(file: Path, build: Callable[[Any], Value]) -> Value:
-    """Return what a JSON file of a run holds; empty without it."""
     return read_json(file, "run", "Remove the file", build) if file.is_file() else build(())
 
 

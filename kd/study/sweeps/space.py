@@ -45,7 +45,6 @@ class Space:
 
     @classmethod
     def read(cls, settings: Any, overrides: Sequence[str]) -> Space:
-        """Sort the overrides of a command."""
         fixed, lists = [], {}
         keys = [re.sub(r"\[(\w+)\]", r".\1", override.partition("=")[0]) for override in overrides]
         for i, override in enumerate(overrides):
@@ -67,11 +66,9 @@ class Space:
         return cls(settings, fixed, lists)
 
     def combinations(self) -> list[dict[str, str]]:
-        """Return the values of each trial."""
         return [dict(zip(self.lists, one, strict=True)) for one in itertools.product(*self.lists.values())]
 
     def load(self, values: Mapping[str, str], *more: str) -> Config:
-        """Load the configuration with these values, then `more` overrides."""
         return config.load(self.settings, [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more])
 
     def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str], baseline: bool = False) -> Trial:

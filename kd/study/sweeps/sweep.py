@@ -101,7 +101,6 @@ def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: s
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Hold the folder of a sweep against others."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder / ".lock", "run.name")
@@ -114,7 +113,6 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _ranked(tried: Trials) -> list[dict[str, Any]]:
-    """Return the rows of trials, the best first."""
     sign = 1 if tried.column().smaller else -1
     rows = [tried.rows[one.name] for one in tried.trials if one.name in tried.rows]
     return sorted(rows, key=lambda row: sign * row["score"])
@@ -149,7 +147,6 @@ def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refere
 
 
 def _shown(found: Mapping[str, Any], column: Column) -> str:
-    """Return a score with the interval that is known."""
     ends = " to ".join(column.text(end).removesuffix(" %") for end in found.get("interval", ()))
     return column.text(found["score"]) + (f" ({ends})" if ends else "")
 

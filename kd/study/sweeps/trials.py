@@ -183,7 +183,6 @@ class Trials:
             self._run(job, [job, write_yaml(first, self.folder)], self.folder / "prepare.log")
 
     def _run(self, name: str, words: Sequence[str], output: Path) -> None:
-        """Run one command to its end."""
         with Processes() as processes:
             processes.start(name, words, output)
             while not (ended := processes.ended()):
@@ -192,7 +191,6 @@ class Trials:
             raise failure(ended[name])
 
     def _record(self, trial: Trial) -> None:
-        """Write the line of a trial that has ended."""
         run = RunDir(self.folder / trial.name)
         best = run.best_row()
         key = self.by or self.scores.deciding(best).key
