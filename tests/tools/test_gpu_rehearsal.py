@@ -29,8 +29,16 @@ def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
     assert {row["part"] for row in rows} == set(gpu.PARTS)
     assert [row["what"] for row in rows if row["part"] == "export"] == ["kept from an earlier call"]
     assert "not finished" not in {row["unit"] for row in rows}
-    ran = {row["what"]: row for row in rows if row["part"] in ("step", "run", "memory")}
-    assert [what for what, row in ran.items() if float(row["value"]) <= 0 and not what.startswith("peak")] == []
+    ran = {row["what"]: row for row in rows if row["part"] in ("step", "run", "memory", "student", "configurations")}
+    assert [
+        what
+        for what, row in ran.items()
+        if float(row["value"]) <= 0 and not what.startswith("peak") and "waits" not in what
+    ] == []
+    exact = [row for row in rows if row["part"] == "resume" or "gradients of DDP" in row["what"]]
+    assert [float(row["value"]) for row in exact] == [0.0, 0.0, 0.0]  # on a CPU
+    warm = [row["note"] for row in rows if row["part"] == "configurations" and row["unit"] == "images/s"]
+    assert [note.endswith(", 0 images asked of the teacher") for note in warm] == [True, True]
     assert int(float(next(row["value"] for row in rows if row["unit"] == "collected"))) >= 10
 
 
@@ -59,9 +67,9 @@ def test_a_part_that_hangs_takes_its_own_time_and_the_csv_is_written_after_each(
     script = tmp_path / "part.py"
     script.write_text(HANGS)
     monkeypatch.setattr(gpu, "__file__", str(script))
-    assert list(gpu.PARTS)[:3] == ["run", "step", "tests"]
+    assert list(gpu.PARTS)[:5] == ["run", "student", "configurations", "step", "tests"]
     assert gpu.PARTS.keys() == gpu.SECONDS.keys()
     path = gpu.main(["--work", str(tmp_path), "--out", str(tmp_path), "--seconds", "5", "--minutes", "5"])
     rows = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
     assert [row["part"] for row in rows if row["unit"] == "not finished"] == ["step"]
-    assert [row["what"] for row in rows if row["part"] in ("run", "tests")] == ["0", "1"]
+    assert [row["what"] for row in rows if row["part"] in ("run", "tests")] == ["0", "3"]
