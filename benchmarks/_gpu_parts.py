@@ -156,14 +156,14 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
         content["data"] = {"kind": "imagefolder", "root": str(photographs(scale, work)), **kept}
         learned.pop("init", None)
         if scale.kind == "cpu":
-            content["data"] |= {"workers": 0, "batch_size": scale.batch, "micro_batch": 0}
+            content["data"] |= {"workers": 0, "batch_size": scale.batch, "micro_batch": 0, "eval_batch": 0}
         if scale.kind == "cpu" and learned["model"] == STUDENT:
             content["data"] |= {"image_size": scale.size}
             learned["args"], small["args"], small["model"] = scale.student_args, scale.teacher_args, scale.teacher
         sized = {**small.get("args", {}), "img_size": content["data"]["image_size"]}
         folder = teacher_folder(small["model"], sized, work / f"teacher_{name}")
         content["teacher"] = {"model": str(folder), "min_accuracy": 0, "cache": {"views": 1}}
-        content["backend"] = {"kind": scale.kind, "precision": "bf16" if scale.kind == "cuda" else "fp32"}
+        content["backend"] = machine(scale)
         fill = -(-scale.photos // content["data"]["batch_size"])
         for turn, steps in (("cold", fill), ("warm", scale.steps)):
             run = {"folder": str(work / "runs"), "name": f"{name}_{turn}", "steps": steps}
@@ -395,6 +395,15 @@ def teacher_folder(model: str, args: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+def machine(scale: Scale) -> dict[str, Any]:
+    """Return the section `backend` of a run."""
+    return (
+        {"kind": "cuda", "precision": "bf16"}
+        if scale.kind == "cuda"
+        else {"kind": "cpu", "precision": "fp32", "threads": 1}
+    )
+
+
 def train(scale: Scale, work: Path, name: str, *overrides: str, fresh: bool = True) -> Path:
     """Distill with kd and return the run folder; `fresh`: one that a cut attempt left is removed first."""
     from kd import config
@@ -410,12 +419,11 @@ def train(scale: Scale, work: Path, name: str, *overrides: str, fresh: bool = Tr
         "student": {"model": STUDENT, "args": scale.student_args},
         "losses": [{"kind": "kl", "temperature": 2.0}],
         "optimizer": {"lr": 1e-3},
-        "backend": {"kind": scale.kind, "precision": "bf16" if scale.kind == "cuda" else "fp32"},
+        "backend": machine(scale),
     }
     settings["data"] |= {"batch_size": scale.batch}
     if scale.kind == "cpu":
         settings["data"] |= {"workers": 0}
-        settings["backend"] |= {"threads": 1}
     if fresh:
         shutil.rmtree(work / "runs" / name, ignore_errors=True)
     return job(config.load(settings, list(overrides))).folder

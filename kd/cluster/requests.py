@@ -173,6 +173,8 @@ def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdEr
             keys[key] += f"/{last}"
         else:
             channels.append(_channel(name, value.rstrip("/") + "/"))
+        if job.data_group and not key.startswith("data."):  # data hosts decode images and need no weights
+            channels[-1]["DataSource"]["S3DataSource"]["InstanceGroupNames"] = [TRAINERS]
     return channels, keys, errors
 
 

@@ -112,6 +112,17 @@ def test_botocore_accepts_the_request(options, resources, more, food, command):
     assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/food/"
 
 
+@pytest.mark.parametrize("group", [(), ("--data-group", "ml.c5.xlarge:1")], ids=["one group", "two groups"])
+def test_weights_go_to_the_group_that_trains(group, food, command):
+    weights = "teacher.checkpoint=s3://bucket/teacher.safetensors"
+    request = dry(command, food, "--instance", "ml.g5.xlarge", *group, weights)["CreateTrainingJob"]
+    sources = {one["ChannelName"]: one["DataSource"]["S3DataSource"] for one in request["InputDataConfig"]}
+    assert sources["teacher-checkpoint"].get("InstanceGroupNames") == (["dnn"] if group else None)
+    assert (
+        "InstanceGroupNames" not in sources["data-root"]
+    )  # without names: all groups, so trainers list and may decode
+
+
 def test_spot_waits_longer_than_it_runs_and_a_file_is_laid_over(food, command, tmp_path):
     extra = tmp_path / "extra.json"
     extra.write_text('{"Tags": [{"Key": "team", "Value": "vision"}]}')
