@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,13 +30,17 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        storages = [one.untyped_storage() for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.note(tree_leaves(result))
+        return result
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Count the tensors among some values that were not counted yet."""
+        storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
         for storage in (one for one in storages if one._cdata not in self._alive):
             self._alive.add(storage._cdata)
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
             weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
-        return result
 
     def _end(self, storage: int, size: int) -> None:
         self._alive.discard(storage)
@@ -59,16 +65,24 @@ def step_bytes(recipe: Recipe, distillation: Distillation, teacher: Any, images:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    size, live, student = recipe.data.image_size, Live(), recipe.student
+    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # what cannot be counted is an exception too
+    size, live, student, fake = (
+        recipe.data.image_size,
+        Live(),
+        recipe.student,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    )
     half, fused = executed(recipe, student.precision, student.attention)
-    with FakeTensorMode(allow_non_fake_inputs=True), live:
-        module = on_meta(distillation, "cpu").train()
-        set_attention(module, fused)
-        if teacher is not None:
-            low, fused = executed(recipe, recipe.teacher.precision, recipe.teacher.attention)
-            teacher = on_meta(teacher, "cpu", torch.bfloat16 if low else None).eval()
-            set_attention(teacher, fused)
-        held = live.peak = live.bytes
+    module = on_meta(distillation, fake).train()
+    set_attention(module, fused)
+    live.note([*module.parameters(), *module.buffers()])
+    if teacher is not None:
+        low, fused = executed(recipe, recipe.teacher.precision, recipe.teacher.attention)
+        teacher = on_meta(teacher, fake, torch.bfloat16 if low else None).eval()
+        set_attention(teacher, fused)
+        live.note([*teacher.parameters(), *teacher.buffers()])
+    held = live.peak
+    with fake, live:
         for parameter in module.parameters() if reduced else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         labels = student.task.no_labels(images, distillation.student.num_classes)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -136,16 +137,18 @@ def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
     return ModelError(f"{where}.model", wrong, allowed, remedy)
 
 
-def on_meta(model: Any, device: str = "meta", network: torch.dtype | None = None) -> Any:
+def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) -> Any:
     """Return a copy of a model on the meta device, without copying its tensors; `network`: type of its weights there.
 
-    On another `device` as fake tensors, under a FakeTensorMode.
+    `fake`: a FakeTensorMode, whose tensors without values take their place on the CPU.
     """
     cast = {id(tensor) for tensor in model.network.parameters()} if network is not None else set()
     made: dict[int, Tensor] = {}
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        empty = torch.empty_like(tensor, device=device, dtype=network if id(tensor) in cast else None)
-        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    with fake or nullcontext():
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            dtype = network if id(tensor) in cast else tensor.dtype
+            empty = torch.empty_like(tensor, device="cpu" if fake else "meta", dtype=dtype)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, made)
 
 
