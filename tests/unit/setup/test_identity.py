@@ -135,6 +135,7 @@ LISTS = ("kind: csv, root: a, train_list: a.csv, val_list: b.csv",)
 HELD_OUT = ("kind: csv, root: a, train_list: a.csv, val_fraction: 0.2",)
 SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
 HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
+BY_TEACHER = ("sifter.kind=teacher", "teacher.cache.views=1")
 
 
 def loss(kind: str) -> tuple[str, ...]:
@@ -307,6 +308,14 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "sifter.keep [random]": ("R", "0.5", "sifter.kind=random"),
     "sifter.warmup [random]": ("R", "2", "sifter.kind=random"),
     "sifter.anneal [random]": ("R", "0.2", "sifter.kind=random"),
+    "sifter.score [teacher]": ("R", "entropy", *BY_TEACHER),
+    "sifter.choose [teacher]": ("R", "hardest", *BY_TEACHER),
+    "sifter.keep [teacher]": ("R", "0.5", *BY_TEACHER),
+    "sifter.warmup [teacher]": ("R", "2", *BY_TEACHER),
+    "sifter.anneal [teacher]": ("R", "0.2", *BY_TEACHER),
+    "sifter.refresh [teacher]": ("R", "5", *BY_TEACHER),
+    "sifter.reweight [teacher]": ("R", "true", *BY_TEACHER),
+    "sifter.shrink [relative]": ("R", "2", *RELATIVE),
     "sifter.beta_value [relative]": ("R", "2", *RELATIVE),
     "sifter.loss_history_length [relative]": ("R", "5", *RELATIVE),
     "sifter.sift_delay [relative]": ("R", "5", *RELATIVE),
