@@ -62,7 +62,7 @@ AT_POINTS = {
     "snapshot:snapshot",  # a checkpoint
     "_ddp:barrier",
 }
-ONCE_AN_EPOCH = {"history:_gather", "history:_sifted", "history:_split", "build:<lambda>"}  # the plan
+ONCE_AN_EPOCH = {"_table:_gather", "_table:_sifted", "history:_split", "build:<lambda>"}  # the plan
 HOST = {"loader:requests", "loader:_arriving", "cache:_found", "cache:<listcomp>"}
 """These read tensors that the host has: ids of a plan, batches that were not sent yet."""
 
