@@ -205,8 +205,10 @@ def scale(count: int) -> dict[str, Any]:
         waves = rng.normal(size=(10_000, 8, 8)) * decay * 30
         waves[100:200] = waves[:100]
         drawn = 128 + 24 * 24 * (BASES[0].T @ waves @ BASES[0]) + rng.normal(size=(10_000, 24, 24)) * 2
-        album._luma[start : start + 10_000] = drawn.clip(0, 255).astype(np.uint8)
-    album._count, album._crc[:], album._split[:], album._id[:] = count, 0, 0, np.arange(count)
+        album._room[0][start : start + 10_000] = drawn.clip(0, 255).astype(np.uint8)
+    for part, value in zip(album._room[1:], (0, 0, np.arange(count)), strict=True):
+        part[:] = value
+    album._show(count)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.process_time()
     hashed = hashes(album.luma)

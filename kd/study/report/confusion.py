@@ -141,7 +141,7 @@ def _photographs(one: Predictions) -> str:
 
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
-MOST_CLASSES = 40  # rows of the table by class: those of which most is passed on come first
+MOST_ROWS = 40  # rows of the table by class: those of which most is passed on come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,5 +231,5 @@ def _classes(one: Predictions, shown: Half, passed: np.ndarray) -> str:
                 cells[who] = percent(right[of].mean()) if count >= FEWEST else f"{right[of].sum()} of {count}"
             rows.append((share, {"class": name, "images": count, "passed on": percent(share), **cells}))
     rows.sort(key=lambda row: -row[0])
-    hint = f'<p class="hint">{MOST_CLASSES} of {len(rows)} classes.</p>' if len(rows) > MOST_CLASSES else ""
-    return card("The pair by class", hint, table([row for _, row in rows[:MOST_CLASSES]], ("class",)))
+    hint = f'<p class="hint">{MOST_ROWS} of {len(rows)} classes.</p>' if len(rows) > MOST_ROWS else ""
+    return card("The pair by class", hint, table([row for _, row in rows[:MOST_ROWS]], ("class",)))
