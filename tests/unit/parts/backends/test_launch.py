@@ -22,6 +22,7 @@ try:
     backend.setup()  # all-reduces a 1 over gloo
     world = dist.get_world_size() if dist.is_initialized() else 1
     print(f"<rank {backend.rank} local {backend.local_rank} of {world}>")
+    backend.close()  # a process that ends with gloo's threads alive may be aborted
 except BackendError as error:
     print(error)
 """
