@@ -10,6 +10,9 @@ from pathlib import Path
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kd
+
+OURS = f"{Path(kd.__file__).parent}{os.sep}"  # a clone may be called kd too, with its packages below
 WAITS = {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default", "aten.nonzero.default"}
 """Operators whose result the host reads, so that it waits for the device."""
 COPIES = {"cpu", "tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__array__"}
@@ -25,7 +28,7 @@ class Reads:
     def note(self) -> None:
         frame, places = sys._getframe(2), list[str]()
         while frame is not None:
-            if f"{os.sep}kd{os.sep}" in frame.f_code.co_filename:
+            if frame.f_code.co_filename.startswith(OURS):
                 places.append(f"{Path(frame.f_code.co_filename).stem}:{frame.f_code.co_name}")
             frame = frame.f_back
         if "loop:_train" in places:  # not while a run is set up
