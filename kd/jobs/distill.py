@@ -6,7 +6,6 @@ All ranks call these functions. Rank 0 writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -35,7 +34,7 @@ from kd.setup.home import compare
 from kd.setup.recipe import BASELINE, Recipe, TeacherPlan
 from kd.setup.student import load_distillation
 from kd.setup.teacher import Setting, Teachers
-from kd.study.report.summary import Trained, samples_of, skipped_text
+from kd.study.report.summary import samples_of, skipped_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,10 +43,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Result(Trained):
+class Result:
     """What a finished run leaves."""
 
-    report: str = ""
+    folder: Path
+    metrics: Mapping[str, float]  # the validation row of the best checkpoint
+    parameters: int
+    steps: int
+    scored: Scored | None = None  # the best checkpoint, scored once at the end
+    baseline: Result | None = None  # the same student, trained on labels alone
+    report: str = ""  # what report.md says
 
     def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
         """Export the best student, as `kd-export` does; the code that the run names is run.
@@ -101,29 +106,16 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             with signals.training():
                 state = train(replace(run, stop=signals.requested))
         observer.conclude(title, timed=bool(final) and record.path.name != BASELINE)  # one table a command
-        if trackers is not None and teachers.data.labelled and recipe.student.task.logits == "softmax":
-            from kd.study.report.predictions import mistakes  # only where a tracker shows them
-
-            with run.average.applied() if run.average is not None else nullcontext():
-                student, data = run.distillation.student.eval(), teachers.data
-                trackers.pictures(state.step, mistakes(student, data.views()[1], data.classes, backend.device))
-        sifting = sifting_report(run, teachers.data, folder)
         for line in epilogue(recipe, run, state, teachers.data, folder):
             console.info(f"{title}: {line}")
         scored = conclude(built, folder, final == "test") if final else None
         console.info(f"{title}: {scores.conclusion(scored)}" if scored is not None else "")
-    home = folder.manifest().get("teacher_home", {})
     return Result(
         folder=folder.path,
         metrics=folder.best_row() if backend.rank == 0 else {},
         scored=scored,
         parameters=count_parameters(run.distillation.student),
-        images_per_second=state.images / max(state.seconds, 1e-9),
-        teacher_parameters=count_parameters(teachers.model) if teachers.model is not None else 0,
-        sifting=sifting,
-        at_home=tuple(f"{where}: {one['text']}" for where, one in home.items()),
         steps=state.step,
-        skipped=state.skipped_in_all,
     )
 
 
@@ -281,17 +273,6 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
         broken_N[list(loader.unreadable)] = 1.0
         found |= {source.name(id) for id in run.backend.reduce_sum(broken_N).nonzero()[:, 0].tolist()}
     return sorted(found)
-
-
-def sifting_report(run: Run, data: Data, folder: RunDir) -> str:
-    """Return the sifting section of report.md and write the contact sheet; empty where nothing was sifted."""
-    state, source = run.sifter.state_dict(), data.train
-    epochs = folder.metrics("epoch") if run.backend.rank == 0 else []
-    if all(row["trained"] > len(source) - run.length.batch_size for row in epochs):
-        return ""
-    from kd.study.report.sifting import report  # draws pictures: only where something was sifted
-
-    return report(epochs, state, source, data.labels, run.length.batch_size, folder.path / "sifting.jpg")
 
 
 @torch.no_grad()

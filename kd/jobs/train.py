@@ -36,7 +36,6 @@ from kd.setup.recipe import (
     resolve,
 )
 from kd.setup.teacher import META, Setting, Teachers, load_teachers
-from kd.study.report.summary import curves, summary
 
 POLL = 0.5  # seconds between two looks at the folder
 MINE, FITTED, IN_USE = 0, 1, 2  # what rank 0 found; a number, because it is summed over the ranks
@@ -51,7 +50,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
     started = time.perf_counter() - before
     recipe = resolve(settings)
     check(recipe)  # what can be known now must not be found out after the teacher was fitted
-    record, scores = recipe.record, recipe.student.task.scores
+    record = recipe.record
     with accounted(started), opened(recipe, obtain_teachers, started) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
         if recipe.baseline is not None:
@@ -60,9 +59,13 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
                 unaided = replace(setting, teachers=Teachers(None, setting.data))
                 result = replace(result, baseline=distill(alone, unaided, inner, title, final))
         if setting.backend.rank == 0:
-            text = summary(record.name, recipe.loop.seed, result, scores)
-            text += curves(folder.metrics("train"), folder.metrics("val"), scores)
-            result = replace(result, report=redact(text))
+            from kd.study.report.record import record_of  # these two only where a run ends
+            from kd.study.report.summary import described
+
+            path = record.path
+            following = f"Next: `kd-export {path}` writes a folder that timm loads; `kd-report {path}` a page about it."
+            lines = [f"# {record.name}", "", *described(record_of(folder, recipe)), following, ""]
+            result = replace(result, report=redact("\n".join(lines)))
             write_text(record.path / "report.md", result.report)
     return result
 

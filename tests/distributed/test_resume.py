@@ -84,7 +84,7 @@ def test_three_sifted_ranks_make_equal_steps_and_resume(train, plain):
     trained = [(row["epoch"], row["trained"]) for row in undisturbed.rows("epoch")]
     assert trained[:3] == [(1, 36), (2, 24), (3, 24)]
     assert trained == [(row["epoch"], row["trained"]) for row in resumed.rows("epoch")]
-    assert torch.equal(resumed.checkpoint()["sifter.visits"], undisturbed.checkpoint()["sifter.visits"])
+    assert torch.equal(resumed.checkpoint()["sifter.seen"], undisturbed.checkpoint()["sifter.seen"])
     assert difference(resumed.checkpoint(), undisturbed.checkpoint()) < 1e-4
 
 

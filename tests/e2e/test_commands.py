@@ -403,7 +403,7 @@ def test_a_bug_is_a_traceback_and_exit_code_1(written, command, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- trackers
 
 
-def test_tensorboard_gets_every_row_and_the_mistakes(written, command, tmp_path):
+def test_tensorboard_gets_every_row(written, command, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra track is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -416,12 +416,6 @@ def test_tensorboard_gets_every_row_and_the_mistakes(written, command, tmp_path)
         kind, _, key = name.partition("/")
         expected = {row["step"]: row[key] for row in rows if row["kind"] == kind}
         assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(expected, rel=1e-6)
-    pictures = [tag for tag in events.Tags()["images"] if tag.startswith("mistakes/")]
-    wrong = 13 - round(13 * rows[-1]["accuracy"])
-    assert len(pictures) == min(wrong, 12) > 0
-    assert all(tag.partition("/")[2].split(",")[0] in tag.partition(": ")[2] for tag in pictures)  # FOLDER/<label>/...
-    (picture,) = events.Images(pictures[0])
-    assert (picture.step, picture.width, picture.height) == (2, 16, 16)
 
 
 def test_unknown_tracker(written, refused, tmp_path):

@@ -185,7 +185,8 @@ def test_the_columns_come_from_the_manifest(run, command, refused):
     file.write_text(json.dumps({**manifest, "scores": columns.record()}))
     report = command("report", run, "--images", "5")
     best = json.loads((run / "scored.json").read_text())["row"]
-    assert f"right answers {100 * best['accuracy']:.1f} % (" in report.out
+    assert "| right answers |" in " ".join(report.out.split())
+    assert f"| {100 * best['accuracy']:.1f} % (" in " ".join(report.out.split())
     assert f"distance {best['kl']:.4f} bits" in report.out
     assert "validation right answers" in (run / "report.html").read_text()
     file.write_text(json.dumps({**manifest, "scores": {"own": []}}))

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 from kd.core.errors import ConfigError, MissingExtra, did_you_mean
 
@@ -19,7 +14,7 @@ log = logging.getLogger("kd")
 
 
 class Trackers:
-    """Experiment trackers, which get every row of metrics, and pictures in the end."""
+    """Experiment trackers, which get every row of metrics."""
 
     def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`."""
@@ -36,11 +31,6 @@ class Trackers:
         row = {f"{kind}/{name}": value for name, value in values.items()}
         for name, tracker in list(self._started.items()):
             self._attempt(name, lambda tracker=tracker: tracker.log(row, step=step))
-
-    def pictures(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-        """Pass pictures on, uint8 [H, W, 3] by title, to trackers that show pictures."""
-        for name, tracker in list(self._started.items()):
-            self._attempt(name, partial(_pictures, name, tracker, step, images))
 
     def close(self) -> None:
         for name, tracker in list(self._started.items()):
@@ -78,15 +68,3 @@ def _start(cls: Any, project: str, folder: Path, config: Mapping[str, Any]) -> A
     plain = {key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in config.items()}
     tracker.store_init_configuration(plain)
     return tracker
-
-
-def _pictures(name: str, tracker: Any, step: int, images: Mapping[str, np.ndarray]) -> None:
-    if name == "mlflow":  # accelerate gives it files alone
-        with TemporaryDirectory() as folder:
-            for i, (title, pixels) in enumerate(images.items()):
-                plain = re.sub(r"[^\w.,()% -]+", "_", title)
-                Image.fromarray(pixels).save(Path(folder, f"{i:02d} {plain[:100]}.png"))
-            tracker.log_artifacts(folder, "mistakes")
-    elif hasattr(tracker, "log_images"):
-        layout = {"dataformats": "NHWC"} if name == "tensorboard" else {}
-        tracker.log_images({f"mistakes/{title}": pixels[None] for title, pixels in images.items()}, step, **layout)

@@ -38,9 +38,7 @@ class Remembering(Planned):
         count = context.num_images
         self.epoch = NEVER
         self.loss_N = torch.full((count,), torch.nan)
-        self.mean_N = torch.full((count,), torch.nan)
         self.seen_N = torch.full((count,), NEVER, dtype=torch.int32)
-        self.visits_N = torch.zeros(count, dtype=torch.int32)
         self.fresh_N = torch.full((count,), torch.nan)
         self._pending: list[tuple[Tensor, Tensor]] = []
 
@@ -55,14 +53,10 @@ class Remembering(Planned):
             self._fold()
             self.epoch = epoch
         if is_full_epoch(epoch, progress, self.limits.warmup, self.limits.anneal):
-            plan = full_plan(self.context, epoch)
-        else:
-            if new:
-                self.look()
-            plan = self._sifted(epoch)
+            return full_plan(self.context, epoch)
         if new:
-            self.visits_N[plan.ids] += 1
-        return plan
+            self.look()
+        return self._sifted(epoch)
 
     def look(self) -> None:
         """Read what else the choice of a new epoch depends on; all ranks call it."""
@@ -107,10 +101,7 @@ class Remembering(Planned):
 
     def _fold(self) -> None:
         fresh = ~self.fresh_N.isnan()
-        new = self.fresh_N[fresh]
-        first = self.mean_N[fresh].isnan()
-        self.mean_N[fresh] = torch.where(first, new, 0.5 * self.mean_N[fresh] + 0.5 * new)
-        self.loss_N[fresh], self.seen_N[fresh] = new, self.epoch
+        self.loss_N[fresh], self.seen_N[fresh] = self.fresh_N[fresh], self.epoch
         self.fresh_N.fill_(torch.nan)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -125,4 +116,4 @@ class Remembering(Planned):
             getattr(self, f"{name}_N").copy_(state[name])
 
 
-_TABLE = ("loss", "mean", "seen", "visits", "fresh")
+_TABLE = ("loss", "seen", "fresh")

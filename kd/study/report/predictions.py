@@ -1,13 +1,12 @@
-"""What models answer on validation images: for the page of a run, cached in its answers.json; and for trackers."""
+"""What models answer on validation images: for the page of a run; cached in its answers.json."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -30,7 +29,6 @@ from kd.study.report.record import Picture, Predictions
 
 FILE = "answers.json"
 MOST_PICTURES = 24  # pictures on which the models differ, 6 kB each in the page
-LOOKED, SHOWN = 500, 12  # images among which the surest mistakes are looked for; mistakes
 
 
 def answers(
@@ -146,16 +144,3 @@ def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torc
     count = max(1, len(content["label"]))
     content["cpu_ms"] = {} if device.type != "cpu" else {name: 1000 * each / count for name, each in seconds.items()}
     return content
-
-
-def mistakes(student: Any, shown: Views, classes: Sequence[str], device: torch.device) -> dict[str, np.ndarray]:
-    """Return images of a split that a student gets wrong, uint8 [S, S, 3], its surest mistakes first, by a title."""
-    found = ask_all({"student": student}, shown, LOOKED, device)
-    wrong = [i for i, label in enumerate(found["label"]) if label != found["student"][i]]
-    wrong.sort(key=lambda i: -found["student_share"][i])
-    pictures = {}
-    for i in wrong[:SHOWN]:
-        id, label, answer = found["ids"][i], classes[found["label"][i]], classes[found["student"][i]]
-        title = f"{label}, answered {answer} ({100 * found['student_share'][i]:.0f} %): {shown.source.name(id)}"
-        pictures[title] = shown.load(id, 0).pixels.permute(1, 2, 0).numpy()
-    return pictures

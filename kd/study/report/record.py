@@ -13,6 +13,9 @@ from kd.config import instances
 from kd.core.intervals import Samples, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
+from kd.files.json_file import read_json
+from kd.files.run_dir import RunDir
+from kd.setup.recipe import BASELINE, Recipe, resolve
 
 FEWEST = 20  # images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -95,7 +98,6 @@ class RunRecord:
     answers: Predictions | None = None
     scored: Scored | None = None  # the last score of the best checkpoint; None: of a run that has not ended
     exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, where there is one
-    sheet: bytes = b""  # the contact sheet of a sifted run, JPEG
     baseline: RunRecord | None = None  # the same student trained on labels alone
     notes: Sequence[str] = ()  # why something is missing
 
@@ -184,6 +186,24 @@ class RunRecord:
     @property
     def cost(self) -> float:
         return self.per_hour * self.billable / 3600
+
+
+def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
+    """Read the scores of a run and of its baseline; not its clocks, and not what the models answer."""
+    manifest, findings, path = folder.manifest(), folder.path / "findings.json", folder.path / BASELINE
+    alone = recipe.baseline if (path / "config.yaml").is_file() else None
+    return RunRecord(
+        name=recipe.record.name,
+        keys=recipe.record.shown,
+        manifest=manifest,
+        train=folder.metrics("train"),
+        val=folder.metrics("val"),
+        epochs=folder.metrics("epoch"),
+        scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
+        findings=read_json(findings, "run", "Remove the file", list) if findings.is_file() else (),
+        scored=folder.scored(),
+        baseline=None if alone is None else record_of(RunDir(path), resolve(alone, path)),
+    )
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from kd import config
 from kd.core.errors import RunError
 from kd.core.references import redact
-from kd.core.scores import Scores
-from kd.core.text import clock, table
+from kd.core.text import table
 from kd.files.json_file import read_json
+from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
-from kd.setup.recipe import BASELINE, resolve
+from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import Trust, opened_run
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
-from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, repeats, verdicts
-from kd.study.report.summary import curves, skipped_text
-
-Value = TypeVar("Value")
+from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, record_of, repeats, verdicts
+from kd.study.report.summary import described
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ def report(
 def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
     """Return the table that compares the costs of runs."""
     with _damage_as_one_line(paths):
-        runs = distinct([read(path, -1, overrides, trust) for path in paths])
+        runs = distinct([record_of(*_opened(path, overrides, trust)) for path in paths])
         if not any(run.cost for run in runs):
             remedy = "Add price.instance=ml.g5.xlarge, or price.per_hour=1.5, behind the runs"
             raise RunError("price.instance", "no run has a price", "The machine, or its price an hour", remedy)
@@ -85,50 +82,38 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
     """Read a run folder; a negative number of images leaves out the models' answers."""
-    folder, stored = opened_run(path, trust)
-    recipe = resolve(config.load(config.to_dict(stored), overrides, here=False))
-    manifest, val = folder.manifest(), folder.metrics("val")
-    counted, note = None, ""
+    folder, recipe = _opened(path, overrides, trust)
+    counted, note, exported = None, "", path / "export" / "manifest.json"
     if images >= 0 and folder.best_row():
         vouched = Trust.of(trust, overrides, recipe.data)
         counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images, vouched)
-    sheet = path / "sifting.jpg"
-    return RunRecord(
-        name=recipe.record.name,
-        keys=recipe.record.shown,
-        manifest=manifest,
-        train=folder.metrics("train"),
-        val=val,
-        epochs=folder.metrics("epoch"),
-        scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
+    return replace(
+        record_of(folder, recipe),
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
-        findings=_held(path / "findings.json", list),
         answers=counted,
-        scored=folder.scored(),
-        exported=_held(path / "export" / "manifest.json", dict),
-        sheet=sheet.read_bytes() if sheet.is_file() else b"",
-        baseline=read(path / BASELINE, -1, (), trust) if (path / BASELINE / "config.yaml").is_file() else None,
+        exported=read_json(exported, "run", "Remove the file") if exported.is_file() else {},
         notes=(note,) if note else (),
     )
 
 
-def _held(file: Path, build: Callable[[Any], Value]) -> Value:
-    return read_json(file, "run", "Remove the file", build) if file.is_file() else build(())
+def _opened(path: Path, overrides: Sequence[str], trust: bool) -> tuple[RunDir, Recipe]:
+    folder, stored = opened_run(path, trust)
+    return folder, resolve(config.load(config.to_dict(stored), overrides, here=False))
 
 
 def summary(runs: Sequence[RunRecord]) -> str:
-    """Return runs as Markdown: curves, findings, means over seeds, costs, what differs."""
+    """Return runs as Markdown: each one, its findings, which is better, means over seeds, costs, what differs."""
     lines = [f"# {', '.join(run.name for run in runs)}", ""]
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []
-        lines += [*_results(run), curves(run.train, run.val, run.scores)]
+        lines += described(run)
         for one in run.findings:
             change = f"{one['key']}={one['value']}"
             advice = one["advice"].replace(change, f"`{change}`")
             lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}")
         lines += [""] if run.findings else []
-    if compared := verdicts(runs):
+    if len(runs) > 1 and (compared := verdicts(runs)):
         lines += ["On the same images, with the 95 % interval of the difference:", ""]
         lines += [*(f"- {line}" for line in compared), ""]
     for group in repeats(runs):
@@ -141,18 +126,3 @@ def summary(runs: Sequence[RunRecord]) -> str:
         rows = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
         lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
     return "\n".join(lines)
-
-
-def _results(run: RunRecord) -> list[str]:
-    stands = [f"**{line}**", ""] if (line := run.unfinished_text) else []
-    if not run.best:
-        return [*stands, "Not evaluated yet.", ""]
-    parts = [run.scores.text(run.best)] if run.scored is None else [run.scores.conclusion(run.scored)]
-    if run.baseline is not None and run.baseline.best:
-        score, alone = run.baseline.decides, run.baseline
-        parts.append(f"labels only {score.text(alone.counted[score.key], alone.samples.get(score.key))}")
-    parts += [f"{run.images_per_second:.0f} images/s", f"{clock(run.seconds)} of training"]
-    skipped = skipped_text(run.skipped, run.steps)
-    note = [run.scored.note, ""] if run.scored is not None else []
-    note += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
-    return [*stands, ", ".join(parts) + ".", "", *note, *([skipped, ""] if skipped else [])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.study.report.record import RunRecord, teachers_of
-from kd.study.report.sifting import saving_text
+from kd.study.report.summary import saving_text
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
@@ -226,7 +225,7 @@ def variants(runs: Sequence[RunRecord]) -> str:
 
 
 def sifting(runs: Sequence[RunRecord]) -> str:
-    """Show the share of images that a sifter trained in each epoch, and its contact sheet."""
+    """Show the share of images that a sifter trained in each epoch."""
     cards = []
     for i, run in enumerate(runs):
         saving = saving_text(run.epochs, run.manifest)
@@ -237,9 +236,4 @@ def sifting(runs: Sequence[RunRecord]) -> str:
         title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
         drawn = lines([series], (1060, 180), "epoch", "%", True)
         cards.append(card(title, drawn, f'<p class="hint">{esc(saving)}</p>'))
-        if run.sheet:
-            data = base64.b64encode(run.sheet).decode()
-            image = f'<img class="sheet" alt="contact sheet of {esc(run.name)}" src="data:image/jpeg;base64,{data}">'
-            hint = "Above: never left out, highest loss (often label errors). Below: left out most."
-            cards.append(card("Contact sheet", image, f'<p class="hint" style="margin:10px 0 0">{hint}</p>'))
     return section("Sifting", "", *cards)

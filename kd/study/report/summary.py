@@ -1,54 +1,38 @@
-"""report.md of a run: its scores as a table, its curves as sparklines, and what to type next."""
+"""A run as Markdown, for its report.md and for terminals: scores as a table, what was noticed, curves as sparklines."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kd.core.intervals import Samples
 from kd.core.scores import Scored, Scores
-from kd.core.text import table
+from kd.core.text import clock, percent, table
+from kd.study.report.record import RunRecord
 
 ALONE = "student, labels only"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What a finished training has to show."""
-
-    folder: Path
-    metrics: Mapping[str, float]  # the validation row of the best checkpoint
-    parameters: int
-    images_per_second: float  # over all of the training so far, evaluation left out
-    teacher_parameters: int = 0  # of all teachers
-    scored: Scored | None = None  # the best checkpoint, scored once at the end; None: a teacher that was fitted
-    sifting: str = ""  # what the sifter did, as Markdown
-    at_home: tuple[str, ...] = ()  # how each teacher's answers differ from those with its own preprocessing
-    steps: int = 0
-    skipped: int = 0  # steps whose gradient was not finite
-    baseline: Trained | None = None  # the same student, trained on labels alone
-
-
-def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
-    """Return the scores of a run and what to type next, as Markdown; empty if it was never evaluated."""
-    if not result.metrics:
-        return ""
-    scored, baseline = result.scored, result.baseline
-    row = result.metrics if scored is None else scored.row
+def described(run: RunRecord) -> list[str]:
+    """Return the scores of a run, what is to be known of them, and its curves, as lines of Markdown."""
+    stands = [f"**{line}**", ""] if (line := run.unfinished_text) else []
+    drawn = [curves(run.train, run.val, run.scores)]
+    if not run.best:
+        return [*stands, "Not evaluated yet.", "", *drawn]
+    scores, scored, row, baseline = run.scores, run.scored, run.counted, run.baseline
     teachers, comparison = scores.of_teachers(row), scores.against_teacher(row)
     student = "student, distilled" if comparison else "student"
     models, samples = {**teachers, student: row}, samples_of(scored, teachers, student)
-    sizes = [(result.teacher_parameters if len(teachers) == 1 else 0, 0.0)] * len(teachers)
-    sizes.append((result.parameters, result.images_per_second))
-    if baseline is not None:
-        models[ALONE] = baseline.metrics if baseline.scored is None else baseline.scored.row
+    size = run.manifest.get("parameters", {})
+    sizes = [(size.get("teacher", 0) if len(teachers) == 1 else 0, 0.0)] * len(teachers)
+    sizes.append((size.get("student", 0), run.images_per_second))
+    if baseline is not None and baseline.best:
+        models[ALONE] = baseline.counted
         samples |= samples_of(baseline.scored, (), ALONE)
-        sizes.append((baseline.parameters, baseline.images_per_second))
+        sizes.append((size.get("student", 0), baseline.images_per_second))
     rows = [
         {
             **cells,
@@ -58,25 +42,21 @@ def summary(name: str, seed: int, result: Trained, scores: Scores) -> str:
         for cells, (parameters, speed) in zip(scores.table(models, samples), sizes, strict=True)
     ]
     on = [f"On {scored.images:,} {scored.title} images:", ""] if scored is not None else []
-    lines = [f"# {name}", "", *on, table(rows), ""]
-    lines += differences(scores, row, samples, student)
+    lines = [*stands, *on, table(rows), "", *differences(scores, row, samples, student)]
     lines += [comparison, ""] if comparison else []
     lines += verdict(scores, row, samples, student)
-    for of, one in (("", result), ("Labels only: ", baseline)):
+    for of, one in (("", run), ("Labels only: ", baseline)):
         lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
-    lines += [f"{line[0].upper()}{line[1:]}.\n" for line in result.at_home]
-    lines += [result.sifting] if result.sifting else []
-    lines += [scored.note, ""] if scored is not None else []
-    key = scores.deciding(row).key
     lines += [
-        f"Best of the evaluations on the validation split by {scores.deciding(row).with_title(result.metrics[key])}; "
-        f"seed {seed}; run folder `{result.folder}`.",
-        "",
-        f"Next: `kd-export {result.folder}` writes a folder that timm loads; `kd-report {result.folder}` a page about "
-        "the run.",
-        "",
+        f"{where[0].upper()}{where[1:]}: {one['text']}.\n"
+        for where, one in run.manifest.get("teacher_home", {}).items()
     ]
-    return "\n".join(lines)
+    lines += [text] if (text := sifted(run.epochs, run.manifest)) else []
+    lines += [scored.note, ""] if scored is not None else []
+    lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
+    best = run.decides.with_title(run.best[run.decides.key])
+    text = f"Best of the evaluations on the validation split by {best}; seed {run.keys.get('run.seed', 0)}; "
+    return [*lines, f"{text}{clock(run.seconds)} of training.", "", *drawn]
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
@@ -150,3 +130,51 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(BLOCKS[min(7, int(8 * (value - low) / span))] for value in means)
+
+
+def sifted(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
+    """Return a table of the epochs of a sifted run and the time saved, as Markdown; empty where nothing was sifted.
+
+    The baseline is the run's own epochs that visited all images. Not separated: the time that a cache saves in the
+    same epochs. In the rows of `epochs`, oldest first, `seconds` counts from the start of the run.
+    """
+    if not saving_text(epochs, manifest):
+        return ""
+    num_images, batch_size, spent = manifest["images"], int(manifest["batch_size"]), 0.0
+    rows, full, less = [], [], []
+    for number, row in enumerate(epochs):
+        seconds, spent = row["seconds"] - spent, row["seconds"]
+        (full if row["trained"] > num_images - batch_size else less).append(seconds)
+        rows.append(
+            {
+                "epoch": number,
+                "considered": f"{num_images}",
+                "trained": f"{row['trained']:.0f}",
+                "kept": percent(row["trained"] / num_images),
+                "effective sample size": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
+                "seconds": f"{seconds:.1f}",
+            }
+        )
+    text = f"## Sifting\n\n{table(rows)}\n"
+    if full and less:
+        mean_full, mean_sifted = sum(full) / len(full), sum(less) / len(less)
+        text += (
+            f"\nA sifted epoch took {percent(1 - mean_sifted / mean_full)} less time than this run's own full ones "
+            f"({mean_sifted:.1f} against {mean_full:.1f} s); the run as much as {spent / mean_full:.1f} full ones. "
+            "Fewer epochs save time too: sifting has paid only if this run is better than one with sifter.kind=none "
+            f"and run.epochs={max(1, round(spent / mean_full))}.\n"
+        )
+    return text
+
+
+def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
+    """Return in one sentence how many images a sifter left out; empty if none, or if the manifest lacks the counts."""
+    images, batch = manifest.get("images", 0), int(manifest.get("batch_size", 0))
+    trained = sum(row["trained"] for row in epochs)
+    if not isinstance(images, int) or not images or all(row["trained"] > images - batch for row in epochs):
+        return ""
+    return (
+        f"{trained:,.0f} of {images * len(epochs):,} images were trained: "
+        f"{percent(1 - trained / (images * len(epochs)))} were left out. Everything in "
+        f"{max(1, round(trained / images))} epochs trains as many: compare with that."
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from kd.parts.tasks import embedding, label_sets, single_label
 from kd.study.report.page import render
 from kd.study.report.record import RunRecord, price_rows
 from kd.study.report.report import summary as text
-from kd.study.report.summary import Trained, curves, summary
 
 DEPTH = Scores(
     own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),
@@ -31,10 +29,6 @@ TRAIN = [{"step": step, "epoch": 0, "images": 8 * step, "seconds": step, "loss":
 
 def words(text: str) -> str:
     return " ".join(text.split())
-
-
-def trained(metrics: dict, baseline: Trained | None = None) -> Trained:
-    return Trained(Path("runs/depth"), metrics, 2_000_000, 40.0, teacher_parameters=8_000_000, baseline=baseline)
 
 
 def record(name: str = "depth", **changes) -> RunRecord:
@@ -59,41 +53,39 @@ def test_console(capsys):
     assert unlabelled.endswith("val gap 0.5000 m, bias 0.2500 m")
 
 
-def test_summary():
-    baseline = trained(metrics=ALONE[0])
-    found = words(summary("depth", 0, trained(metrics=VAL[0], baseline=baseline), DEPTH))
+def test_text():
+    rows = [{**TRAIN[0], "images": 200}, {**TRAIN[1], "images": 360}]
+    sizes = {"parameters": {"student": 2_000_000, "teacher": 8_000_000}}
+    one = record(manifest=sizes, train=rows, keys={"run.seed": 0, "run.steps": 9})
+    found = words(text([one]))
     assert "| model | within a quarter | mean absolute error |" in found
     assert "| teacher | 87.5 % | 0.1250 | 8.00 M | - |" in found
     assert "| student, distilled | 75.0 % | 0.3750 | 2.00 M | 40 |" in found
     assert "| student, labels only | 25.0 % | 0.8125 |" in found
     assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in found
-    assert "by within a quarter 75.0 %; seed 0" in found
-    assert summary("depth", 0, trained(metrics={}), DEPTH) == ""
-    lines = curves(TRAIN, VAL, DEPTH).splitlines()
-    assert any(line.startswith("mean absolute error") and line.endswith("0.3750 -> 0.6250") for line in lines)
+    assert "by within a quarter 75.0 %; seed 0; 9 s of training" in found
+    assert "mean absolute error ▁█ 0.3750 -> 0.6250" in found
+    assert "Not evaluated yet." in text([replace(one, val=[])])
 
 
-def test_summary_without_labels_and_without_a_teacher():
-    unlabelled = words(summary("depth", 0, trained(metrics={"gap": 0.5}), DEPTH))
+def test_text_without_labels_and_without_a_teacher():
+    unlabelled = words(text([record(val=[{"step": 9, "gap": 0.5}], baseline=None)]))
     assert "| model | parameters | training images/s |" in unlabelled
-    assert "| student, distilled | 2.00 M |" in unlabelled
+    assert "| student, distilled | - | 8 |" in unlabelled
     assert "by gap 0.5000 m; seed 0" in unlabelled
-    alone = words(summary("depth", 0, trained(metrics=ALONE[0]), DEPTH))
+    alone = words(text([record(val=ALONE, baseline=None)]))
     assert "| student | 25.0 % |" in alone
     assert "teacher" not in alone
 
 
-def test_summary_of_several_teachers():
+def test_text_of_several_teachers():
     row = {**VAL[0], "teacher_delta1_2": 1.0, "teacher_mae_2": 0.0}
-    found = words(summary("depth", 0, trained(metrics=row), DEPTH))
+    found = words(text([record(val=[row], manifest={"parameters": {"student": 1, "teacher": 8_000_000}})]))
     assert "| teacher | 87.5 % | 0.1250 | - |" in found  # the parameters are of both together
     assert "| teacher 2 | 100.0 % | 0.0000 | - |" in found
 
 
-def test_text_and_prices():
-    found = text([record()])
-    assert "within a quarter 75.0 % (teacher 87.5 %), gap 0.5000 m, labels only 25.0 %, 8 images/s" in found
-    assert "0.3750 -> 0.6250" in found
+def test_prices():
     (row,) = price_rows([record()])
     assert row["score"] == "within a quarter 75.0 %"
     assert row["USD a point"] != "-"
