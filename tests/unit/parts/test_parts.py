@@ -22,10 +22,6 @@ CONTEXT = {
 }
 
 
-def test_there_are_parts_in_every_folder():
-    assert {folder for folder, _ in PARTS} == set(registry.FOLDERS)
-
-
 @pytest.mark.parametrize(("folder", "name"), PARTS)
 def test_a_part_has_options_and_build(folder, name):
     module = registry.find(folder, name, "here")
@@ -41,12 +37,3 @@ def test_private_modules_are_no_parts():
     assert not [name for _, name in PARTS if name.startswith("_")]
     with pytest.raises(PartNotFound, match="no part named '_decode' in datasets"):
         registry.find("datasets", "_decode", "data.kind")
-
-
-def test_default_options_can_be_changed():
-    assert registry.default_options("losses", "kl", temperature=3.0).temperature == 3.0
-
-
-def test_descriptions():
-    assert dict(registry.describe("losses"))["kl"].startswith("Match the student's softened")
-    assert len(registry.describe("backends")) == len(registry.names("backends"))

@@ -103,14 +103,6 @@ def test_a_test_list_has_images_of_its_own(root):
         build(options, "test", ("apple_pie", "baklava"))
 
 
-def test_val_fraction_holds_out_a_part_of_each_class(root):
-    content = "path,label\n" + "".join(f"{name},{name.split('/')[0]}\n" for name in IMAGES)
-    train = open_list(root, content, val_list="", val_fraction=0.34)
-    val = build(Options(root=str(root), train_list="a.csv", val_fraction=0.34), "val", train.classes)
-    assert {**pairs(train), **pairs(val)} == {name: name.split("/")[0] for name in IMAGES}
-    assert sorted(pairs(val).values()) == ["apple_pie", "baklava"]
-
-
 def test_listed_images_may_have_any_ending_and_unlisted_files_are_not_looked_at(root):
     shutil.move(root / "baklava/1.jpg", root / "baklava/1.jfif")
     (root / "baklava/1.dat").write_bytes(b"x")

@@ -51,18 +51,10 @@ def test_rgb_survives_bit_for_bit(kind):
     assert np.array_equal(np.asarray(read(stored(NOISE, kind, **options))), np.asarray(NOISE))
 
 
-def test_the_content_decides_and_not_the_name():
-    assert read(stored(NOISE, "WEBP")).size == NOISE.size  # the subject says .jpg
-
-
 @pytest.mark.parametrize("mode", ["L", "1", "P"])
 def test_modes_without_alpha_look_as_pillow_shows_them(mode):
     image = NOISE.convert(mode)
     assert np.array_equal(np.asarray(read(stored(image))), np.asarray(image.convert("RGB")))
-
-
-def test_one_pixel_is_an_image():
-    assert read(stored(Image.new("RGB", (1, 1), RED))).getpixel((0, 0)) == RED
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
@@ -152,12 +144,6 @@ def test_orientation_is_applied_once(kind, orientation):
     assert not image.getexif()
 
 
-def test_orientation_of_a_jpeg():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    assert read(stored(NOISE, "JPEG", exif=exif)).size == (NOISE.height, NOISE.width)
-
-
 def test_turning_an_image_does_not_write_its_exif_anew(monkeypatch):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -219,26 +205,19 @@ def test_truncated_jpeg_is_called_so_with_the_remedy():
 
 
 @pytest.mark.parametrize(
-    ("length", "match"), [(3, "the image is truncated or damaged in its first bytes"), (30, "the image is truncated")]
+    ("data", "message"),
+    [
+        (b"", r"file 'a/b.jpg': it is empty \(0 bytes\)"),
+        (b"<!DOCTYPE html>\n", r"file 'a/b\.jpg': it is not an image .it begins with b'<!DOCTYPE html>"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "it is not an image"),
+        (stored(NOISE, "JPEG")[:3], "the image is truncated or damaged in its first bytes"),
+        (stored(NOISE, "JPEG")[:30], "the image is truncated"),
+    ],
 )
-def test_truncated_in_the_header(length, match):
-    with pytest.raises(DataError, match=match):
-        read(stored(NOISE, "JPEG")[:length])
-
-
-def test_text_named_jpg():
-    with pytest.raises(DataError, match=r"file 'a/b\.jpg': it is not an image .it begins with b'<!DOCTYPE html>"):
-        read(b"<!DOCTYPE html>\n<title>404</title>")
-
-
-def test_empty_file():
-    with pytest.raises(DataError, match=r"file 'a/b.jpg': it is empty \(0 bytes\)"):
-        read(b"")
-
-
-def test_postscript_is_not_handed_to_another_program():
-    with pytest.raises(DataError, match="it is not an image"):
-        read(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n")
+def test_bytes_that_are_no_image(data, message):
+    """PostScript is not handed to another program."""
+    with pytest.raises(DataError, match=message):
+        read(data)
 
 
 @pytest.mark.parametrize("side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"])

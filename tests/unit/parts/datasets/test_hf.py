@@ -3,7 +3,6 @@
 import builtins
 import os
 
-import numpy as np
 import pytest
 from pieces import labels, png
 
@@ -73,18 +72,6 @@ def test_the_stamp_is_made_of_the_times_of_the_files(tmp_path):
     os.utime(tmp_path / "named" / "train" / "b" / "2.png", ns=(1, 1))
     after = build(Options(path=str(tmp_path / "named")), "train", None)
     assert [after.stamp(id) != before.stamp(id) for id in range(2)] == [False, True]
-
-
-def test_val_fraction(tmp_path):
-    save(tmp_path / "d", train=table([0, 1] * 10))
-    chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2)
-    train = build(chosen, "train", None)
-    val = build(chosen, "val", train.classes)
-    assert np.bincount(labels(val)).tolist() == [2, 2]
-    names = {source.name(id) for source in (train, val) for id in range(len(source))}
-    assert names == {f"train[{row}]" for row in range(20)}
-    red = val.decode(0).image.getpixel((0, 0))[0]
-    assert (val.name(0), val.label(0)) == (f"train[{red}]", red % 2)
 
 
 def test_one_saved_table_is_the_training_split(tmp_path):
@@ -182,16 +169,6 @@ def test_corrupt_and_absent_images(tmp_path):
     for id, message in enumerate(("it is not an image", "the row holds no image", "the image is truncated")):
         with pytest.raises(DataError, match=rf"^data\.path: image 'train\[{id}\]': {message}"):
             source.decode(id)
-
-
-def test_every_size_is_in_the_fingerprint(tmp_path):
-    prints = set()
-    for changed in (None, 0, 199, 399):
-        rows = [{"bytes": bytes(100 + (row == changed)), "path": None} for row in range(400)]
-        features = table([0]).features
-        made = hub.Dataset.from_dict({"image": rows, "label": [row % 2 for row in range(400)]}, features=features)
-        prints.add(build(save(tmp_path / f"d{changed}", train=made), "train", None).fingerprint)
-    assert len(prints) == 4
 
 
 @pytest.mark.parametrize("value", [-1, None])

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from pieces import WITHOUT_HEIF, labels, names
+from pieces import WITHOUT_HEIF, names
 from PIL import Image
 
 from kd.core.errors import DataError
@@ -32,18 +31,6 @@ def fill(root: Path, *names: str) -> Path:
 
 def options(root: Path, **more) -> Options:
     return Options(root=str(root), **more)
-
-
-def test_train_and_val_folders(tmp_path):
-    fill(tmp_path, "train/pear/2.png", "train/pear/10.png", "train/apple/1.png", "val/pear/1.png")
-    train = build(options(tmp_path), "train", None)
-    assert train.classes == ("apple", "pear")
-    assert names(train) == ["train/apple/1.png", "train/pear/10.png", "train/pear/2.png"]
-    assert labels(train) == [0, 1, 1]
-    val = build(options(tmp_path), "val", train.classes)  # it lacks apples, and pears keep their label
-    assert val.classes == train.classes
-    assert labels(val) == [1]
-    assert val.decode(0).image.getpixel((0, 0)) == (3, 0, 0)
 
 
 def test_classes_nest_to_any_depth(tmp_path):
@@ -97,7 +84,7 @@ def test_what_is_said_without_pillow_heif():
     argv = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", "-k", "heic or left_out or not_read", *chosen]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 4
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 3
 
 
 def test_many_kinds_of_files_are_one_line(tmp_path):
@@ -131,14 +118,6 @@ def test_dangling_and_circular_file_links_fail_in_decode_only(tmp_path):
             source.decode(id)
 
 
-def test_text_named_jpg_is_named_in_decode(tmp_path):
-    fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
-    (tmp_path / "train/apple/1.jpg").write_text("hello")
-    source = build(options(tmp_path), "train", None)
-    with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.jpg': it is not an image"):
-        source.decode(0)
-
-
 @pytest.mark.skipif(os.name != "posix", reason="file names are bytes on POSIX only")
 def test_file_name_that_is_not_utf8(tmp_path):
     fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
@@ -149,53 +128,6 @@ def test_file_name_that_is_not_utf8(tmp_path):
     source = build(options(tmp_path), "train", None)
     assert source.name(0) == "train/apple/\\xff.png"
     source.decode(0)
-
-
-def test_one_of_many_files_replaced_is_another_fingerprint(tmp_path):
-    """All sizes count, not a sample of them; times do not, since a copy of the data is the same data."""
-    for name in ("a", "b"):
-        folder = tmp_path / "train" / name
-        folder.mkdir(parents=True)
-        for number in range(300):
-            (folder / f"{number:03d}.jpg").write_bytes(bytes(100))
-    first = build(options(tmp_path), "train", None).fingerprint
-    prints = set()
-    for number in range(1, 300, 37):
-        file = tmp_path / "train" / "b" / f"{number:03d}.jpg"
-        file.write_bytes(bytes(101))
-        prints.add(build(options(tmp_path), "train", None).fingerprint)
-        file.write_bytes(bytes(100))
-    os.utime(file, (1, 1))
-    assert len(prints) == 9
-    assert first not in prints
-    assert build(options(tmp_path), "train", None).fingerprint == first
-
-
-def test_fingerprint_follows_the_content_and_not_the_place(tmp_path):
-    fill(tmp_path / "here", "train/a/1.png", "train/b/1.png")
-    shutil.copytree(tmp_path / "here", tmp_path / "there")
-    first = build(options(tmp_path / "here"), "train", None).fingerprint
-    assert build(options(tmp_path / "there"), "train", None).fingerprint == first
-    Image.new("RGB", (64, 64), (1, 2, 3)).save(tmp_path / "there/train/a/1.png")
-    resized = build(options(tmp_path / "there"), "train", None).fingerprint
-    (tmp_path / "there/train/a/1.png").rename(tmp_path / "there/train/a/2.png")
-    renamed = build(options(tmp_path / "there"), "train", None).fingerprint
-    assert len({first, resized, renamed}) == 3
-
-
-def test_val_fraction_is_stratified_disjoint_and_portable(tmp_path):
-    fill(
-        tmp_path / "x", *(f"{name}/{n}.png" for name in ("apple", "pear") for n in range(20)), "fig/1.png", "fig/2.png"
-    )
-    shutil.copytree(tmp_path / "x", tmp_path / "y")
-    train = build(options(tmp_path / "x", val_fraction=0.2), "train", None)
-    val = build(options(tmp_path / "x", val_fraction=0.2), "val", train.classes)
-    assert not set(names(train)) & set(names(val))
-    assert len(set(names(train) + names(val))) == 42
-    assert np.bincount(labels(val)).tolist() == [4, 1, 4]
-    other = build(options(tmp_path / "y", val_fraction=0.2), "val", train.classes)
-    assert names(other) == names(val)
-    assert other.fingerprint == val.fingerprint != train.fingerprint
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -217,35 +149,20 @@ ONE_EACH = ("train/apple/1.png", "train/pear/1.png")
 @pytest.mark.parametrize(
     ("files", "wanted", "split", "message"),
     [
-        (
-            ["food101/1.png"],
-            {"root": "fod101"},
-            "train",
-            r"'.*fod101' does not exist. Did you mean 'food101'",
-        ),
+        (["food101/1.png"], {"root": "fod101"}, "train", r"'.*fod101' does not exist. Did you mean 'food101'"),
         (["food.tar"], {"root": "food.tar"}, "train", r"is a file\. A folder of images. Unpack the archive"),
         ([], {}, "train", r"no images for the split 'train' in '.*train'. Files in class folders, ending in .jpg"),
         (["train/apple/1.png"], {}, "train", r"the split 'train' has only one class, 'apple'"),
         ([*ONE_EACH, "train/1.png", "train/2.png"], {}, "train", r"'train/1\.png' lies outside any .*, with 1 more"),
         (
-            ["val/aple/1.png", "val/pear/1.png"],
+            ["val/aple/1.png"],
             {},
             "val",
-            r"the class 'aple', which is not among the 2 .*\. Allowed: apple, pear\. Did you mean 'apple'",
+            r"the class 'aple', which .*\. Allowed: apple, pear\. Did you mean 'apple'",
         ),
-        (
-            ["trian/a/1.png"],
-            {},
-            "train",
-            r"no folder 'train'. It has: trian. Did you mean 'trian'\? Set data.train_split",
-        ),
+        (["trian/a/1.png"], {}, "train", r"no folder 'train'. It has: trian. Did you mean 'trian'\? Set data.train_s"),
         (["validation/a/1.png"], {}, "val", r"no folder 'val'. It has: validation. Did you mean 'validation'\?"),
-        (
-            ["test/a/1.png"],
-            {},
-            "val",
-            r"It has: test. Did you mean 'test'\? Set data.val_split, or data.val_f",
-        ),
+        (["test/a/1.png"], {}, "val", r"It has: test. Did you mean 'test'\? Set data.val_split, or data.val_f"),
         (["apple/1.png"], {}, "train", r"It has: apple. Set data.train_split, or data.val_fraction=0.1"),
         (ONE_EACH, {"val_fraction": 0.1}, "train", r"data\.root is already split: it has a folder 'train'"),
     ],
@@ -282,18 +199,6 @@ def test_options(wrong, message):
 def test_a_listing_is_compact(tmp_path):
     fill(tmp_path, *(f"train/{name}/{n:03d}.png" for name in "ab" for n in range(50)))
     assert len(pickle.dumps(build(options(tmp_path), "train", None))) < 100 * 48  # an image: path, end, label, times
-
-
-def test_real_photographs(photographs):
-    train = build(options(photographs), "train", None)
-    assert (len(train.classes), len(train)) == (28, 56)
-    val = build(options(photographs), "val", train.classes)
-    assert len(set(labels(val))) == 22
-    assert all(val.name(id).split("/")[1] == val.classes[val.label(id)] for id in range(len(val)))
-    image = val.decode(0).image
-    assert max(image.size) >= 348
-    with Image.open(photographs / val.name(0)) as reference:
-        assert np.array_equal(np.asarray(image), np.asarray(reference.convert("RGB")))
 
 
 def test_a_test_split_beside_train_and_val(tmp_path):

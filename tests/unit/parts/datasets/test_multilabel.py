@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pieces import WITHOUT_HEIF
 from PIL import Image
 
 from kd.core.errors import DataError
@@ -85,34 +84,23 @@ PAIRS, WIDE = "file,labels\na.jpg,rice|egg\nc.jpg,egg\n", "file,egg,rice\na.jpg,
 @pytest.mark.parametrize(
     ("name", "content", "changes"),
     [
-        ("a.csv", PAIRS, {}),
-        ("a.CSV", PAIRS, {}),
         ("a.tsv", PAIRS.replace(",", "\t"), {}),
-        ("a.csv", "\ufeff" + PAIRS, {}),
-        ("a.csv", PAIRS.replace("\n", "\r\n"), {}),
-        ("a.csv", PAIRS.replace("\n", "\n\n"), {}),
-        ("a.csv", PAIRS.replace(".jpg", ""), {}),
-        ("a.csv", PAIRS.replace("a.jpg", "./a.jpg").replace("c.jpg", "deep/../c.jpg"), {}),
-        ("a.csv", PAIRS.replace("a.jpg", "ROOT/a.jpg"), {}),
         ("a.csv", PAIRS.replace("|", " | "), {}),
         ("a.csv", PAIRS.replace("|", "|egg|"), {}),
         ("a.csv", PAIRS.replace("|", "||"), {}),
-        ("a.csv", PAIRS.replace("rice|egg", '"rice|egg"'), {}),
         ("a.csv", PAIRS.replace("|", ";"), {"separator": ";"}),
         ("a.csv", PAIRS.replace("|", " "), {"separator": " "}),
         ("a.csv", PAIRS.replace("rice|egg", '"rice,egg"'), {"separator": ","}),
         ("a.csv", WIDE, {}),
         ("a.TSV", WIDE.replace(",", "\t"), {}),
-        ("a.csv", WIDE.replace(",", ", "), {}),
         ("a.csv", WIDE.replace("1", "1.0").replace(",0", ",0.0"), {}),
-        ("a.csv", WIDE.replace(".jpg", ""), {}),
         ("a.json", '{"a.jpg": ["rice", "egg"], "c.jpg": ["egg"]}', {}),
         ("a.JSON", '{"./a": [" rice", "egg", "egg"], "c": ["egg"]}', {}),
         ("a.json", '\ufeff{"a": ["rice", "egg"], "c.jpg": ["egg"]}', {}),
     ],
 )
 def test_forms_that_say_the_same(root, name, content, changes):
-    (root / name).write_text(content.replace("ROOT", str(root)))
+    (root / name).write_text(content)
     found = source(root, name, val_fraction=0.0, val_labels="v.csv", **changes)
     assert (sets(found), list(found.classes)) == (FEW, ["egg", "rice"])
 
@@ -134,66 +122,38 @@ def test_classes_of_a_table(root, content, expected):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", "file,labels\na.jpg\n", "line 2 has 1 fields"),
-        ("a.csv", "file,labels\na.jpg,rice,egg\n", "line 2 has 3 fields"),
-        ("a.csv", "file,labels\na.jpg,egg\na.jpg,egg\n", "line 3: 'a.jpg' is the image of line 2"),
         ("a.csv", "file,labels\na.jpg,egg\n./a.jpg,rice\n", "line 3: './a.jpg' is the image of line 2: 'a.jpg'"),
-        ("a.csv", "file,labels\na.jpg,egg\na,rice\n", "line 3: 'a' is the image of line 2"),
         ("a.csv", "file,labels\na.jpg,egg\nROOT/a.jpg,rice\n", "is the image of line 2"),
-        ("a.csv", "file,labels\n/elsewhere/a.jpg,egg\n", "line 2: '/elsewhere/a.jpg' does not lie in"),
-        ("a.csv", "file,labels\n../a.jpg,egg\n", "line 2: '../a.jpg' does not lie in"),
-        ("a.csv", "a.jpg,rice|egg\nc.jpg,egg\n", "its first line is an image, 'a.jpg'"),
-        ("a.csv", "gone.jpg,rice|egg\nc.jpg,egg\n", "its first line is an image, 'gone.jpg'"),
         ("a.csv", "a,rice|egg\nc,egg\n", "its first line is an image, 'a'"),
-        ("a.csv", "a.jpg,1,0\nc.jpg,1,1\n", "its first line is an image"),
         ("a.csv", "file,rice\na.jpg,1\nc.jpg,0\n", "'rice' holds 0 and 1 alone: a table of one class"),
         ("a.csv", "file,rice\na.jpg,1.0\nc.jpg,\n", "a table of one class"),
         ("a.csv", "file,labels\na.jpg,rice;egg\nc.jpg,egg\n", "joined by ';' ('rice;egg'): set data.separator=';'"),
-        ("a.csv", "file,labels\na.jpg,rice;egg\n", "joined by ';'"),
         ("a.csv", 'file,labels\na.jpg,"rice,egg"\nc.jpg,egg\n', "set data.separator=','"),
-        ("a.csv", "file,egg,rice,egg\na.jpg,1,1,0\n", "its first line names 'egg' twice"),
         ("a.csv", "file,egg, egg\na.jpg,1,1\n", "its first line names 'egg' twice"),
         ("a.csv", "file,egg,\na.jpg,1,1\n", "a column has no name"),
         ("a.csv", "file,egg,rice\na.jpg,1,maybe\n", "line 2 has 'maybe' where 0 or 1"),
-        ("a.csv", "file,egg,rice\na.jpg,1,0.5\n", "line 2 has '0.5' where 0 or 1"),
-        ("a.csv", "file,egg,rice\na.jpg,1,-1\n", "line 2 has '-1' where 0 or 1"),
-        ("a.csv", "file,egg,rice\na.jpg,1,\n", "line 2 has '' where 0 or 1"),
         ("a.csv", "file,egg,rice\na.jpg,nan,1\n", "line 2 has 'nan' where 0 or 1"),
         ("a.csv", "file,egg,rice\na.jpg,,\n", "line 2: 'a.jpg' has no entry"),
-        ("a.csv", "file\n", "does not name two columns or more: it is 'file'"),
-        ("a.csv", "file;labels\na.jpg;egg\n", "it is 'file;labels'"),
-        ("a.csv", "file\tlabels\na.jpg\tegg\n", "does not name two columns"),
-        ("a.csv", "", "does not name two columns"),
         ("a.csv", "file,labels\n", "has no images"),
-        ("a.csv", "file,labels\nz.jpg,egg\n", "line 2: 'z.jpg' is no image"),
         ("a.csv", "file,labels\nA.JPG,egg\n", "line 2: 'A.JPG' is no image"),
-        ("a.csv", "file,labels\ndeep,egg\n", "line 2: 'deep' is no image"),
-        pytest.param("a.csv", "file,labels\nphoto.heic,egg\n", "pillow-heif reads them", marks=WITHOUT_HEIF),
-        ("a.csv", b"file,labels\na.jpg,\xe9gg\n", "'utf-8' codec can't decode"),
-        ("a.csv", b"\x89PNG\r\n", "'utf-8' codec can't decode"),
         ("a.json", "[1]", "it holds a list"),
-        ("a.json", "3", "it holds a int"),
         ("a.json", '{"a.jpg": "egg"}', "'a.jpg' has no list of names"),
         ("a.json", '{"a.jpg": [1]}', "'a.jpg' has no list of names"),
-        ("a.json", '{"a.jpg": {"egg": 1}}', "'a.jpg' has no list of names"),
         ("a.json", '{"a.jpg": ["egg"], "a.jpg": ["rice"]}', "'a.jpg' is the image of 'a.jpg'"),
         ("a.json", '{"a.jpg": ["egg"], "./a.jpg": ["rice"]}', "'./a.jpg' is the image of 'a.jpg'"),
         ("a.json", '{"a.jpg": null}', "'a.jpg' has no entry"),
         ("a.json", "{", "a.json"),
         ("a.json", "[" * 100_000, "recursion"),
         ("a.xlsx", "", "A file that ends in .csv, .tsv, .json"),
-        ("a.npy", "", "A file that ends in .csv, .tsv, .json"),
-        ("none.csv", None, "cannot be read"),
         ("deep.csv", "a folder", "cannot be read"),
     ],
 )
 def test_a_wrong_file_is_one_line(root, name, content, words):
-    (root / "photo.heic").write_bytes(b"x")
+    """What a list of one label an image has in common with it is in test_csv.py."""
     if content == "a folder":
         (root / name).mkdir()
-    elif content is not None:
-        data = content if isinstance(content, bytes) else content.replace("ROOT", str(root)).encode()
-        (root / name).write_bytes(data)
+    else:
+        (root / name).write_text(content.replace("ROOT", str(root)))
     with pytest.raises(DataError, match=r"^data\.train_labels: ") as caught:
         source(root, name)
     assert words in str(caught.value)

@@ -27,20 +27,6 @@ def options(tmp_path: Path, **more) -> Options:
     return Options(**{"train": str(tmp_path / "train.tar"), "val": str(tmp_path / "val.tar"), **more})
 
 
-def test_integers_over_several_shards(tmp_path):
-    for number in range(11):
-        write_tar(
-            tmp_path / f"train-{number:06d}.tar", {f"{number}.png": png(number), f"{number}.cls": str(number % 3)}
-        )
-    source = build(options(tmp_path, train=str(tmp_path / "train-{000000..000010}.tar")), "train", None)
-    assert source.classes == ("0", "1", "2")
-    assert labels(source) == [number % 3 for number in range(11)]
-    assert source.name(10) == "train-000010.tar/10"
-    assert [source.decode(id).image.getpixel((0, 0))[0] for id in range(11)] == list(range(11))
-    wild = build(options(tmp_path, train=str(tmp_path / "train-*.tar")), "train", None)
-    assert wild.fingerprint == source.fingerprint
-
-
 def test_the_stamp_is_made_of_the_times_of_the_write_tar(tmp_path):
     for number in range(2):
         write_tar(tmp_path / f"train-{number}.tar", samples([0, 1]))
@@ -50,17 +36,6 @@ def test_the_stamp_is_made_of_the_times_of_the_write_tar(tmp_path):
     after = build(both, "train", None)
     assert after.fingerprint == before.fingerprint
     assert [after.stamp(id) != before.stamp(id) for id in range(4)] == [False, False, True, True]
-
-
-def test_names_in_text_and_val_by_the_training_classes(tmp_path):
-    write_tar(tmp_path / "train.tar", samples(["pear\n", "apple", "fig"]))
-    write_tar(tmp_path / "val.tar", samples(["pear"]))
-    train = build(options(tmp_path), "train", None)
-    assert (train.classes, labels(train)) == (("apple", "fig", "pear"), [2, 0, 1])
-    val = build(options(tmp_path), "val", train.classes)
-    assert (val.classes, labels(val)) == (train.classes, [2])
-    with pytest.raises(DataError, match=r"the split 'val' has the class 'pear', which is not among the 2 classes of"):
-        build(options(tmp_path), "val", ("apple", "fig"))
 
 
 def test_test_shards(tmp_path):
@@ -210,15 +185,6 @@ def test_shard_that_shrinks_after_the_index(tmp_path, monkeypatch):
         source.decode(1)
     assert not isinstance(short.value, CorruptImage)
     assert not isinstance(gone.value, CorruptImage)
-
-
-def test_corrupt_member(tmp_path):
-    write_tar(tmp_path / "train.tar", {**samples([0, 1]), "x.png": b"text", "x.cls": "1", "y.png": b"", "y.cls": "0"})
-    source = build(options(tmp_path), "train", None)
-    with pytest.raises(DataError, match=r"^data\.train: image 'train\.tar/x': it is not an image"):
-        source.decode(2)
-    with pytest.raises(DataError, match=r"image 'train\.tar/y': it is empty"):
-        source.decode(3)
 
 
 def test_shards_of_an_object_store(tmp_path, aws):

@@ -1,17 +1,10 @@
-"""The families of transformers with a classifier, made small from their own configuration classes, with random weights.
-
-`python tests/unit/parts/networks/families.py PHOTOGRAPHS` prints each family for the imported kd.
-"""
+"""The families of transformers with a classifier, made small from their own configuration classes; random weights."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -190,45 +183,3 @@ def load(folder: Path, features: tuple[str, ...] = ()) -> Any:
     return registry.build(
         "networks", "transformers", options, "x", spec=spec, image_size=SIDE, features=features
     ).eval()
-
-
-def square(image: Image.Image) -> Image.Image:
-    """Return what kd shows of an image."""
-    from kd.files.pixels import centre_crop
-
-    return centre_crop(image, SIDE, 1.0)
-
-
-def row(name: str, photographs: list[Image.Image]) -> str:
-    """Return a line of the table: pixels of the same square, answers on it, and answers on the whole photograph."""
-    from kd.core.errors import KdError
-
-    with tempfile.TemporaryDirectory() as place:
-        folder = make(name, Path(place))
-        try:
-            teacher = load(folder)
-            views = [square(image) for image in photographs]
-            image = torch.from_numpy(np.stack([np.asarray(view) for view in views]).transpose(0, 3, 1, 2).copy())
-            with torch.no_grad():
-                pixels, ours = teacher.normalize(image), teacher(image).logits
-        except KdError as error:
-            return f"| {name} | {error} | | |"
-        own = prepared(folder, views, **FLAT)
-        flat, whole = answers(folder, own), answers(folder, prepared(folder, photographs))
-    pixels = pixels[:, getattr(teacher.network, "order", [0, 1, 2])]
-    resized = f"{pixels.shape[-1]} px" if pixels.shape[-1] != SIDE else f"{(pixels - torch.cat(own)).abs().max():.0e}"
-    usual = whole.mean(0)  # random weights prefer one class in all images
-    same = ((ours - usual).argmax(1) == (whole - usual).argmax(1)).sum().item()
-    spread = (whole - usual).std()
-    gaps = " | ".join(f"{(ours - one).abs().max() / spread:.1g}" for one in (flat, whole))
-    return f"| {name} | {resized} | {gaps} | {same} of {len(whole)} |"
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    files = sorted(Path(sys.argv[1]).rglob("*.jp*g"))
-    chosen = [Image.open(files[i * len(files) // 16]).convert("RGB") for i in range(16)]
-    print("| family | pixels, difference | same square, spreads | whole photograph, spreads | same top class |")
-    print("|---|---|---|---|---|")
-    for family in sys.argv[2:] or [*FAMILIES, *REFUSED]:
-        print(row(family, chosen), flush=True)

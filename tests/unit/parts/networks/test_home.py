@@ -256,10 +256,6 @@ def test_a_module_that_does_not_fit_is_one_line(change, message, bare, mine):
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_without_weights_answers(bare, mine):
-    assert loaded(bare, {**mine, "model": "home_module:Means"})[1].model(torch.ones(2, 3, 16, 16).byte()).logits.shape
-
-
 # ----------------------------------------------------------------------------------------------------------- vectors
 
 

@@ -152,15 +152,6 @@ def test_records_of_another_teacher_are_refused(make, tmp_path):
         make(LOSSES, *cached(tmp_path))
 
 
-def test_features_beyond_float16_are_an_error_that_names_the_key(make, tmp_path):
-    made = make(LOSSES, *cached(tmp_path))
-    live = made.run.teacher.live
-    forward = live._forward
-    live._forward = lambda image: [part.map(lambda tensor: tensor * 1e6) for part in forward(image)]
-    with pytest.raises(ModelError, match=r"^teacher\.cache\.dtype: .*'pooled'.*fp32"):
-        train(made.run)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
