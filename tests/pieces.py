@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from kd.parts.datasets._decode import HEIF
 
@@ -44,6 +46,56 @@ def base(photos: Path, folder: Path) -> dict[str, Any]:
         "optimizer": {"lr": 2e-3},
         "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
     }
+
+
+def fitted(folder: Path, epochs: int = 4) -> dict[str, Any]:
+    """The section of a teacher that is fitted on the labels first, below a folder."""
+    fit = {"epochs": epochs, "lr": 3e-3, "folder": str(folder)}
+    return {**tiny(2, 48), "precision": "fp32", "min_accuracy": 0, "fit": fit}
+
+
+def compared(photos: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
+    """A configuration whose losses are compared between worlds and devices; each image is in a batch of twelve."""
+    made = {**base(photos, photos), "teacher": {**given(teacher), "min_accuracy": 0}}
+    made["run"] = {"name": "run"}
+    made["losses"] = [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}]
+    backend = sections.pop("backend")
+    return {**merged(merged(made, {"data": {"batch_size": 12}}), sections), "backend": {"precision": "fp32", **backend}}
+
+
+class Trained(NamedTuple):
+    """A finished run."""
+
+    folder: Path
+    world: Any = None
+    """How its processes ended, where it had some of its own."""
+
+    def rows(self, kind: str = "train") -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl of a kind."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows()]
+
+    def manifest(self) -> dict[str, Any]:
+        return json.loads((self.folder / "manifest.json").read_text())
+
+    def checkpoint(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint, the newest if none is named: weights, average, optimizer."""
+        folders = self.folder / "checkpoints"
+        folder = max(folders.glob("step_*")) if step is None else folders / f"step_{step:08d}"
+        return load_file(folder / "tensors.safetensors")
+
+    def ids(self, world_size: int, micros: int) -> list[list[int]]:
+        """Return what each step was trained on, put together from what the sifter of all ranks recorded."""
+        record = self.folder.with_suffix(".record")
+        texts = [(record / f"rank_{rank}.jsonl").read_text() for rank in range(world_size)]
+        seen = [[json.loads(line) for line in text.splitlines()] for text in texts]
+        return [
+            [id for i in range(micros) for rank in range(world_size) for id in seen[rank][step * micros + i]]
+            for step in range(len(seen[0]) // micros)
+        ]
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
@@ -96,6 +148,15 @@ def paint(folder: Path, per_class: Sequence[int], seed: int, size: int = 20) -> 
             pixels = generator.integers(0, 120, (size + number % 3, size, 3), np.uint8)
             pixels[..., channel] += 100
             Image.fromarray(pixels).save(folder / name / f"{number:02d}.jpg", quality=90)
+
+
+def centre(path: Path, size: int = 16) -> np.ndarray:
+    """Return the middle of a picture as an evaluation sees it, by Pillow alone: uint8 [3, size, size]."""
+    image = Image.open(path).convert("RGB")
+    side = min(image.size)
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    square = image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    return np.asarray(square).transpose(2, 0, 1).copy()
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

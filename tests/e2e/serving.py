@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
@@ -15,6 +16,15 @@ from typing import Any, NamedTuple
 from pieces import wait_until
 
 ROOT = Path(__file__).parents[2]
+
+
+LIMITED = """
+import sys
+from pathlib import Path
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.server import ServeOptions, serve
+serve(ServeOptions(folder=Path(sys.argv[1]), port=0, limits=Limits(%s)))
+"""
 
 
 class Reply(NamedTuple):
@@ -32,8 +42,12 @@ class Reply(NamedTuple):
 class Running:
     """A server process; use it as a context manager."""
 
-    def __init__(self, folder: Path, *options: str, wait: bool = True, cwd: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *options: str, wait: bool = True, cwd: Path | None = None, limits: str = ""
+    ) -> None:
         argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--port", "0", *options]
+        if limits:  # which no option of the command sets
+            argv = [sys.executable, "-c", LIMITED % limits, str(folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         # Not a pipe: nobody reads it while the server runs, and a full pipe stops whoever writes.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -111,6 +125,11 @@ class Running:
     def memory_mb(self, key: str = "VmRSS") -> float:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def images(*files: bytes) -> bytes:
+    """Return a JSON body of several images."""
+    return json.dumps({"images": [base64.b64encode(data).decode() for data in files]}).encode()
 
 
 def validation(photos: Path) -> list[tuple[bytes, str]]:

@@ -212,6 +212,13 @@ class Connection(H11Protocol):
         self.transport.write_eof()
         self._read_timer = self.loop.call_later(DISCARD_SECONDS, self.transport.abort)
 
+    def shutdown(self) -> None:
+        """Close the connection. A refused one has its answer, and h11 raises if it is to send more."""
+        if self._discarding:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def _start_reading(self) -> None:
         self._read_timer = self.loop.call_later(self.limits.header_seconds, self._header_timeout)
 
