@@ -14,22 +14,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "kd").rglob("*.py"))
 
-ORDER = tuple(
-    [
-        "core",
-        "files",
-        "models",
-        "parts",
-        "config",
-        "data",
-        "engine",
-        "cluster",
-        "setup",
-        "study",
-        "deploy",
-        "jobs",
-        "cli",
-    ]
+ORDER = (
+    "core",
+    "files",
+    "models",
+    "parts",
+    "config",
+    "data",
+    "engine",
+    "cluster",
+    "setup",
+    "study",
+    "deploy",
+    "jobs",
+    "cli",
 )
 BELOW_SETUP = {"core", "files", "models", "parts.registry", "config", "data", "engine", "cluster"}
 MAY_IMPORT = {
@@ -84,6 +82,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+TREES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+
+
 def imports(tree: ast.AST, functions: bool = True) -> Iterator[str]:
     """Yield every module that a file imports, `if TYPE_CHECKING` too; without `functions`, when it is imported."""
     for node in ast.iter_child_nodes(tree):
@@ -136,14 +137,11 @@ def test_fourteen_rooms():
         assert all(within(one, below) for one in MAY_IMPORT[room]), room
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports(path):
-    name = name_of(path)
-    if name == "kd/__init__.py":
-        allowed = ("__future__", "importlib", "os", "typing", "kd")  # kd under TYPE_CHECKING: its names are lazy
-        assert all(within(module, allowed) for module in imports(ast.parse(path.read_text())))
-    else:
-        assert wrong_imports(name, imports(ast.parse(path.read_text()))) == []
+def test_imports():
+    names = ("__future__", "importlib", "os", "typing", "kd")  # kd under TYPE_CHECKING: its names are lazy
+    wrong = {path: wrong_imports(path, imports(tree)) for path, tree in TREES.items() if path != "kd/__init__.py"}
+    assert {path: modules for path, modules in wrong.items() if modules} == {}
+    assert all(within(module, names) for module in imports(TREES["kd/__init__.py"]))
 
 
 @pytest.mark.parametrize(
@@ -186,21 +184,19 @@ def test_no_file_imports_itself_through_others():
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_budgets(path):
-    text = path.read_text()
-    name = name_of(path)
-    assert len(text.splitlines()) <= 350, f"{name} is longer than 350 lines"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            doc = ast.get_docstring(node, clean=False)
-            lines = (node.end_lineno or 0) - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
-            assert lines <= 60, f"{name}:{node.lineno} {node.name} has {lines} lines beside its docstring"
+def test_budgets():
+    long = {name_of(path): count for path in FILES if (count := len(path.read_text().splitlines())) > 350}
+    for name, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef):
+        doc = ast.get_docstring(node, clean=False)
+        lines = (node.end_lineno or 0) - node.lineno + 1 - (len(doc.splitlines()) if doc else 0)
+        if lines > 60:
+            long[f"{name}:{node.lineno} {node.name}"] = lines
+    assert long == {}, "a file has 350 lines at most, a function 60 beside its docstring"
 
 
-def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[Path, Any]]:
-    for path in FILES:
-        yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds))
+def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+    for name, tree in TREES.items():
+        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, kinds))
 
 
 def test_a_class_name_means_one_thing():
@@ -211,8 +207,8 @@ def test_a_class_name_means_one_thing():
 
 def test_few_functions_take_many_arguments():
     many = [
-        f"{name_of(path)} {node.name}"
-        for path, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef)
+        f"{name} {node.name}"
+        for name, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef)
         if sum(one.arg not in ("self", "cls") for one in [*node.args.args, *node.args.kwonlyargs]) >= 7
     ]
     assert len(many) <= 8, many

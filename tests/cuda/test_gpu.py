@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from pieces import Trained, compared, slow, tiny
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "distributed"))
@@ -30,26 +29,7 @@ from kd.jobs.train import train as job  # noqa: E402
 STEPS = 8
 
 
-class Trained(NamedTuple):
-    """A finished run."""
-
-    folder: Path
-
-    def rows(self) -> list[dict[str, Any]]:
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [row for row in rows if row["kind"] == "train"]
-
-    def losses(self) -> list[float]:
-        return [row["loss"] for row in self.rows()]
-
-    def manifest(self) -> dict[str, Any]:
-        return json.loads((self.folder / "manifest.json").read_text())
-
-    def checkpoint(self) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "checkpoints" / f"step_{STEPS:08d}" / "tensors.safetensors")
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(scope="module", params=[slow("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)])
 def kind(request) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
@@ -61,19 +41,9 @@ def settings(kind, photos, teacher, tmp_path_factory) -> dict[str, Any]:
     """A run of eight steps, three an epoch, in float32 without TensorFloat-32."""
     exact = {"tf32": False} if kind == "cuda" else {"threads": 1}
     every = {"log": 1, "evaluate": STEPS, "checkpoint": STEPS // 2}
-    return {
-        "run": {"folder": str(tmp_path_factory.mktemp("runs")), "steps": STEPS, "every": every, "keep": 9},
-        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 12, "workers": 0},
-        "teacher": {"model": str(teacher), "attention": "unfused", "precision": "fp32", "min_accuracy": 0},
-        "student": {
-            "model": "vit_tiny_patch16_224",
-            "args": {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2},
-            "attention": "unfused",
-        },
-        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
-        "optimizer": {"lr": 2e-3},
-        "backend": {"kind": kind, "precision": "fp32", "timeout_seconds": 60, **exact},
-    }
+    run = {"folder": str(tmp_path_factory.mktemp("runs")), "steps": STEPS, "every": every, "keep": 9}
+    backend = {"kind": kind, "timeout_seconds": 60, **exact}
+    return compared(photos, teacher, run=run, student=tiny(1, 32), backend=backend)
 
 
 @pytest.fixture(scope="module")

@@ -9,30 +9,37 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import HERE, start
-from world_runs import BATCH, STEPS, Trained
+from pieces import Trained, compared, tiny
+from ranks import HERE, STEPS, start
 
 
 @pytest.fixture(scope="session")
 def config_file(photos, teacher, tmp_path_factory) -> Path:
     """A run of 20 steps, 3 an epoch, with a checkpoint every 5: the deaths of these tests fall into an epoch."""
-    content = {
-        "run": {"steps": STEPS, "every": {"log": 1, "evaluate": STEPS, "checkpoint": 5}, "keep": 9},
-        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": BATCH, "workers": 0},
-        "teacher": {"model": str(teacher), "attention": "unfused", "precision": "fp32", "min_accuracy": 0},
-        "student": {
-            "model": "vit_tiny_patch16_224",
-            "args": {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "drop_rate": 0.1},
-            "attention": "unfused",
-        },
-        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
-        "sifter": {"kind": "outside.recording"},
-        "optimizer": {"lr": 2e-3},
-        "backend": {"kind": "cpu", "precision": "fp32", "threads": 1, "timeout_seconds": 20},
-    }
+    content = compared(
+        photos,
+        teacher,
+        run={"steps": STEPS, "every": {"log": 1, "evaluate": STEPS, "checkpoint": 5}, "keep": 9},
+        student={"args": {**tiny()["args"], "drop_rate": 0.1}},
+        sifter={"kind": "outside.recording"},
+        backend={"kind": "cpu", "threads": 1, "timeout_seconds": 20},
+    )
     file = tmp_path_factory.mktemp("config") / "run.yaml"
     file.write_text(yaml.safe_dump(content))
     return file
+
+
+@pytest.fixture
+def changed_file(config_file, tmp_path) -> Callable[..., Path]:
+    """Write that run with some sections replaced: `changed_file(backend={...})`."""
+
+    def write(**sections: Any) -> Path:
+        file = tmp_path / "changed" / "run.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(yaml.safe_dump({**yaml.safe_load(config_file.read_text()), **sections}))
+        return file
+
+    return write
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +66,7 @@ def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
         world = start(
             "kd.cli.training:train", argv, ranks, {"KD_RECORD": str(record), **env}, (HERE, *path), launcher=launcher
         )
-        return Trained(world, folder / name)
+        return Trained(folder / name, world)
 
     return run
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+STEPS = 20
+"""Of the runs of this folder."""
 
 
 class World(NamedTuple):

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pieces import slow
-from ranks import start
+from pieces import Trained, slow
+from ranks import STEPS, start
 from waits import AT_POINTS, HOST
-from world_runs import STEPS, Trained
 
 MICROS = "data.micro_batch=3"
 TWO_RANKS = {
@@ -42,10 +41,11 @@ def test_two_ranks_of_two_micros_are_one_rank_of_four(plain):
     assert difference(one.checkpoint(), one.checkpoint(5)) > 1e-2  # it did learn
 
 
+@pytest.mark.slow
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(plain):
     adamw = (MICROS, "student.args.drop_rate=0")
     one, two = plain(1, *adamw), plain(2, *adamw)
-    losses = [[row["loss"] for row in run.rows("train")] for run in (one, two)]
+    losses = [run.losses() for run in (one, two)]
     assert len(losses[0]) == STEPS
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
@@ -63,8 +63,8 @@ def test_a_compiled_student_learns_alike_on_two_ranks(config_file, tmp_path):
     env, losses = {"KD_RECORD": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}, []
     for name, compile in (("eager", "off"), ("compiled", "on")):
         argv = [config_file, f"run.folder={tmp_path}", f"run.name={name}", *keys, f'student.compile="{compile}"']
-        world = start("kd.cli.training:train", argv, 2, env, timeout=800).ended_well()
-        losses.append([row["loss"] for row in Trained(world, tmp_path / name).rows("train")])
+        start("kd.cli.training:train", argv, 2, env, timeout=800).ended_well()
+        losses.append(Trained(tmp_path / name).losses())
     modes = json.loads((tmp_path / "compiled" / "manifest.json").read_text())["modes"]
     assert modes["student"] == "fp32+unfused+compiled"
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -118,7 +118,7 @@ def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
     assert '"lr_scale"' in untouched.read_text()
 
 
-@pytest.mark.parametrize("sifter", ["none", "relative, sift_delay: 0"])
+@pytest.mark.parametrize("sifter", [slow("none"), "relative, sift_delay: 0"])
 def test_two_ranks_wait_for_the_device_at_known_points_only(config_file, tmp_path, sifter):
     keys = (f"run.folder={tmp_path}", "run.name=waits", f"sifter={{kind: {sifter}}}", "optimizer.zero=true")
     world = start("waits:train_two_ranks", [config_file, *keys], 2, path=(Path(__file__).parents[1],))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(("ranks", "cut"), [(2, {"vit", "xcit", "swin"}), (3, {"vit", "xcit"})])
 @pytest.mark.slow
 def test_every_rank_gets_the_whole_teachers_answers(tmp_path, ranks, cut):
-    start("pipelining:main", [tmp_path], ranks, path=(HERE,)).ended_well()
+    start("dividing:main", ["cut", tmp_path], ranks, path=(HERE,)).ended_well()
     facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for name in facts[0]:
         found = [rank[name] for rank in facts]
@@ -36,12 +36,12 @@ def test_a_run_with_a_pipelined_teacher_is_the_same_run(train, plain, more):
     whole = plain(2, *more)
     cut = train(f"pipelined-{len(more)}", 2, "teacher.pipeline=2", *more)
     cut.world.ended_well()
-    losses = [[row["loss"] for row in run.rows("train")] for run in (whole, cut)]
+    losses = [run.losses() for run in (whole, cut)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     last = [run.rows("val")[-1] for run in (whole, cut)]
     assert last[1]["teacher_nll"] == pytest.approx(last[0]["teacher_nll"], rel=1e-6)
     assert last[1]["teacher_accuracy"] == last[0]["teacher_accuracy"]
-    held = json.loads((cut.folder / "manifest.json").read_text())["teacher_mib"]
+    held = cut.manifest()["teacher_mib"]
     assert 0.2 < held["rank"] / held["whole"] < 0.8
     assert "MiB on this rank, divided over 2" in cut.world.logs[0]
 
@@ -51,7 +51,7 @@ def test_a_pipelined_teacher_runs_in_float32_and_a_run_resumes_without(train):
     auto = ("teacher.precision=auto", "teacher.attention=auto")
     killed = train("pipelined-auto", 2, "teacher.pipeline=2", *auto, env={"KD_DIE": "1:13"})
     assert killed.world.codes[1] == -9, killed.world.logs[1]
-    modes = json.loads((killed.folder / "manifest.json").read_text())["modes"]
+    modes = killed.manifest()["modes"]
     assert modes["teacher"] == "fp32+unfused"  # a divided teacher is not compared with itself in another precision
     resumed = train("pipelined-auto", 2, *auto)
     resumed.world.ended_well()

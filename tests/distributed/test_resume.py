@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 from pieces import slow, without_clocks
-from ranks import environment, free_port, start
+from ranks import STEPS, environment, free_port, start
 from test_equal_worlds import difference
-from world_runs import STEPS
 
 ZERO = ("optimizer.zero=true", "optimizer.ema=0.9")
 SGD = ("optimizer.kind=sgd", "optimizer.lr=0.05", "data.micro_batch=4")

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
-import yaml
-from pieces import slow
+from pieces import Trained, fitted, slow
 from ranks import HERE, start
 from test_resume import same_bits
-from world_runs import Trained
 
 SHARD = "teacher.shard=true"
+STAND_IN = HERE.parent / "contracts" / "smddp_stand_in"
 
 
 @pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_logits_are_the_whole_teachers_to_the_last_bit(tmp_path, ranks):
-    start("sharding:main", [tmp_path], ranks, path=(HERE,)).ended_well()
+    start("dividing:main", ["shared", tmp_path], ranks, path=(HERE,)).ended_well()
     facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for rank in facts:
         for name, case in rank.items():
@@ -37,10 +36,10 @@ def test_a_run_with_a_sharded_teacher_is_the_same_run(train, plain, ranks):
     whole, sharded = plain(ranks, *more), train(f"sharded-{ranks}", ranks, SHARD, *more)
     sharded.world.ended_well()
     assert same_bits(whole.checkpoint(), sharded.checkpoint())
-    assert [row["loss"] for row in whole.rows("train")] == [row["loss"] for row in sharded.rows("train")]
+    assert whole.losses() == sharded.losses()
     timeless = [{k: v for k, v in run.rows("val")[-1].items() if k != "seconds"} for run in (whole, sharded)]
     assert timeless[0] == timeless[1]
-    manifest = json.loads((sharded.folder / "manifest.json").read_text())
+    manifest = sharded.manifest()
     held = manifest["teacher_mib"]
     assert held["rank"] / held["whole"] == pytest.approx(1 / ranks, abs=0.05)
     assert sharded.rows("train")[-1]["teacher_mib"] == held["rank"]
@@ -53,7 +52,7 @@ def test_a_sharded_teacher_runs_in_float32_and_a_run_resumes_unsharded(train):
     killed = train("sharded-auto", 2, SHARD, *auto, env={"KD_DIE": "1:13"})
     assert killed.world.codes[1] == -9, killed.world.logs[1]
     assert "lost the other ranks" in killed.world.logs[0]
-    modes = json.loads((killed.folder / "manifest.json").read_text())["modes"]
+    modes = killed.manifest()["modes"]
     assert modes["teacher"] == "fp32+unfused"  # a divided teacher is not compared with itself in another precision
     resumed = train("sharded-auto", 2, *auto)
     resumed.world.ended_well()
@@ -67,27 +66,20 @@ def test_a_sharded_teacher_runs_in_float32_and_a_run_resumes_unsharded(train):
         (2, {"kind": "smddp", "device": "cpu"}, "teacher.shard: is true, but this release of smddp refuses"),
     ],
 )
-def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(config_file, tmp_path, ranks, backend, text):
-    content = yaml.safe_load(config_file.read_text())
-    content["backend"] = {"precision": "fp32", "timeout_seconds": 20, **backend}
-    content["teacher"] |= {"model": "vit_tiny_patch16_224", "fit": {"epochs": 3, "folder": str(tmp_path / "teachers")}}
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(content))
-    stand_in = HERE.parent / "contracts" / "smddp_stand_in"
+def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(changed_file, tmp_path, ranks, backend, text):
+    given = fitted(tmp_path / "teachers")
+    file = changed_file(backend={"precision": "fp32", "timeout_seconds": 20, **backend}, teacher=given)
     argv, env = [file, f"run.folder={tmp_path}", SHARD], {"SMDDP_REFUSES_ALLGATHER": "1"}
-    world = start("kd.cli.training:train", argv, ranks, env, path=(HERE, stand_in))
+    world = start("kd.cli.training:train", argv, ranks, env, path=(HERE, STAND_IN))
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]
     assert not (tmp_path / "teachers").exists()
 
 
-def test_a_sharded_teacher_over_smddp_is_the_same_run(config_file, plain, tmp_path):
+@pytest.mark.slow
+def test_a_sharded_teacher_over_smddp_is_the_same_run(changed_file, plain, tmp_path):
     """AWS documents AllGather for P4d and P4de. On the stand-in, which is gloo."""
-    content = yaml.safe_load(config_file.read_text())
-    content["backend"] = {"kind": "smddp", "device": "cpu", "precision": "fp32", "timeout_seconds": 20}
-    file = tmp_path / "smddp.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file = changed_file(backend={"kind": "smddp", "device": "cpu", "precision": "fp32", "timeout_seconds": 20})
     argv = [file, f"run.folder={tmp_path}", "run.name=over", SHARD]
-    stand_in = HERE.parent / "contracts" / "smddp_stand_in"
-    world = start("kd.cli.training:train", argv, 2, path=(HERE, stand_in)).ended_well()
-    assert same_bits(Trained(world, tmp_path / "over").checkpoint(), plain(2).checkpoint())
+    start("kd.cli.training:train", argv, 2, path=(HERE, STAND_IN)).ended_well()
+    assert same_bits(Trained(tmp_path / "over").checkpoint(), plain(2).checkpoint())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pieces import slow
 
 
-@pytest.mark.parametrize("store", ["disk", "ram"])
+@pytest.mark.parametrize("store", ["disk", slow("ram")])
 def test_two_ranks_with_a_store_are_two_ranks_without(plain, train, store):
     """The photos are not larger than training needs, so that a store changes no pixel."""
     with_store = train(f"stored-{store}", 2, f"data.store={store}", "data.workers=1")

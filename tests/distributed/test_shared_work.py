@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 
 import pytest
 import yaml
-from pieces import tiny, wait_until
+from pieces import fitted, wait_until
 from ranks import HERE, environment, start
 
 from kd.files.storage import lock
@@ -18,15 +17,10 @@ OURS = "data.kind=outside.signalling"
 
 
 @pytest.fixture
-def fit_file(config_file, tmp_path):
+def fit_file(changed_file, config_file, tmp_path):
     """A configuration whose teacher is fitted below `tmp_path`."""
-    content = yaml.safe_load(config_file.read_text())
-    fit = {"epochs": 4, "lr": 3e-3, "folder": str(tmp_path / "teachers")}
-    content["teacher"] = {**tiny(2, 48), "attention": "unfused", "precision": "fp32", "min_accuracy": 0, "fit": fit}
-    content["run"]["folder"] = str(tmp_path)
-    file = tmp_path / "fit.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
+    run = {**yaml.safe_load(config_file.read_text())["run"], "folder": str(tmp_path)}
+    return changed_file(teacher=fitted(tmp_path / "teachers"), run=run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -80,5 +74,5 @@ def test_the_list_of_corrupt_images_is_of_all_ranks(train, photos, tmp_path):
     more += ("data.on_corrupt=skip", "data.max_skipped=1")
     run = train("corrupt", 2, *more)
     run.world.ended_well()
-    listed = json.loads((run.folder / "manifest.json").read_text())["unreadable"]
+    listed = run.manifest()["unreadable"]
     assert len(listed) == len(broken) == 8

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from pieces import slow
 from ranks import start
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_all_ranks_take_the_same_steps_and_none_waits_forever(ranks):
     world = start("sifted:main", [], ranks, timeout=60).ended_well()
     found = [json.loads(log.splitlines()[-1]) for log in world.logs]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pieces import tiny, without_clocks
-from ranks import HERE, environment, start
+from pieces import Trained, fitted, without_clocks
+from ranks import HERE, STEPS, environment, start
 from test_resume import same_bits
-from world_runs import STEPS, Trained
 
 OURS = ("data.kind=outside.signalling", "optimizer.ema=0.9", f"run.every.checkpoint={STEPS}")
 SLOW = {"KD_SLOW": "0.02"}
@@ -62,13 +61,9 @@ def test_a_signal_leaves_a_checkpoint(train, plain, ranks, sent, rank, step, req
 
 @pytest.mark.parametrize(("ranks", "sent"), [(1, "SIGTERM:train:50"), (1, "SIGTERM:val:20"), (2, "SIGTERM:train:40")])
 @pytest.mark.slow
-def test_a_signal_in_the_fit_of_the_teacher(config_file, tmp_path, ranks, sent):
-    content = yaml.safe_load(config_file.read_text())
-    fit = {"epochs": 4, "lr": 3e-3, "folder": str(tmp_path / "signalled")}
-    content["teacher"] = {**tiny(2, 48), "attention": "unfused", "precision": "fp32", "min_accuracy": 0, "fit": fit}
-    content["run"]["steps"] = 2
-    file = tmp_path / "fit.yaml"
-    file.write_text(yaml.safe_dump(content))
+def test_a_signal_in_the_fit_of_the_teacher(changed_file, config_file, tmp_path, ranks, sent):
+    short = {**yaml.safe_load(config_file.read_text())["run"], "steps": 2}
+    file = changed_file(teacher=fitted(tmp_path / "signalled"), run=short)
 
     def run(folder: str, env: dict[str, str]):
         argv = [file, "data.kind=outside.signalling", f"run.folder={tmp_path}/{folder}"]
@@ -160,7 +155,7 @@ def test_a_signal_to_the_whole_group_leaves_the_data_workers_their_work(config_f
     resumed = start("kd.cli.training:train", argv[4:])
     resumed.ended_well()
     undisturbed = plain(1, *OURS, threads)
-    assert same_bits(Trained(resumed, tmp_path / "group").checkpoint(), undisturbed.checkpoint())
+    assert same_bits(Trained(tmp_path / "group").checkpoint(), undisturbed.checkpoint())
 
 
 def to_the_group(process):
@@ -183,4 +178,4 @@ def test_torchrun_passes_a_signal_on(config_file, plain, tmp_path):
     resumed = start("kd.cli.training:train", [*argv[9:-1]], 2)
     resumed.ended_well()
     undisturbed = plain(2, *OURS)
-    assert same_bits(Trained(resumed, tmp_path / "launched").checkpoint(), undisturbed.checkpoint())
+    assert same_bits(Trained(tmp_path / "launched").checkpoint(), undisturbed.checkpoint())

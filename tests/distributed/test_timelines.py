@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from world_runs import STEPS
+from ranks import STEPS
 
 from kd.files.storage import read_rows
 

@@ -5,37 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from pieces import slow, without_clocks
-
-from kd.core.host import cores
+from pieces import without_clocks
 
 
 def rows(tmp_path, name: str, kind: str) -> list[dict]:
     found = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     return without_clocks([row for row in found if row["kind"] == kind])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("store", ["ram", "disk"])
-@pytest.mark.slow
-def test_small_images_train_to_the_same_bits(written, command, tmp_path, store, workers):
-    """The photos of 20 px are not larger than training at 16 px needs: nothing differs, from no worker on."""
-    for name, kind, count in (("without", "none", 0), ("with", store, workers), ("again", store, 0)):
-        done = command("train", written(), f"run.name={name}", f"data.store={kind}", f"data.workers={count}")
-        assert done.code == 0, done
-        assert ("store: about 0.2 MiB of decoded images " in done.out) == (kind != "none")
-    for name in ("with", "again"):
-        for kind in ("train", "val"):
-            assert rows(tmp_path, name, kind) == rows(tmp_path, "without", kind)
-    if store == "disk":
-        assert "stores', 0.2 MiB of it there already" in done.out
 
 
 @pytest.mark.slow
@@ -100,45 +81,8 @@ def test_a_cache_knows_the_store_that_its_pixels_went_through(written, command, 
     assert "was made with another transform" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("data.store=tape", "data.store: is 'tape'"),
-        ("data.store_size=15", "data.store_size: is 15, but data.image_size is 16. 0, or at least 16"),
-    ],
-)
-def test_bad_keys(written, refused, override, line):
-    assert refused("train", written(), override).startswith(line)
-
-
-def test_a_place_that_cannot_be_written_is_one_line(written, refused, tmp_path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "stores").write_text("in the way")
-    assert refused("train", written(), "data.store=disk").startswith("data.store: cannot write '")
-
-
-@pytest.mark.parametrize("on_corrupt", ["error", slow("skip")])
-def test_corrupt_images_are_what_they_were(written, command, photos, tmp_path, on_corrupt):
-    root = tmp_path / "photos"
-    shutil.copytree(photos, root)
-    (root / "train" / "fig" / "03.jpg").write_bytes(b"")
-    path, told = written(data={"root": str(root), "on_corrupt": on_corrupt}), []
-    for store in ("none", "disk", "ram"):
-        done = command("train", path, f"run.name={store}", f"data.store={store}")
-        told.append((done.code, done.err, re.findall(r"images could not be decoded.*", done.out)))
-    assert told[0] == told[1] == told[2]
-    assert told[0][0] == (2 if on_corrupt == "error" else 0)
-
-
 def test_check_says_what_a_store_may_take(written, command):
     done = command("train", written(), "data.store=disk", "--check")
     assert done.code == 0, done
     assert re.search(r"^store     disk: at most \d", done.out, re.MULTILINE)
     assert not re.search(r"^store ", command("train", written(), "--check").out, re.MULTILINE)
-
-
-def test_the_number_of_workers_is_recorded(written, command, tmp_path):
-    done = command("train", written(data={"workers": "auto"}), "run.epochs=1")
-    assert done.code == 0, done
-    manifest = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())
-    assert manifest["workers"] == (1 if cores() > 2 else 0)

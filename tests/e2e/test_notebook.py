@@ -40,27 +40,6 @@ def kernel(tmp_path, monkeypatch):
     return execute
 
 
-RUN = """
-import torch, kd
-from torch import nn
-from torch.utils.data import TensorDataset
-
-items = TensorDataset(torch.randn(32, 3, 2, 2), torch.arange(32) % 3)
-models = [nn.Sequential(nn.Flatten(), nn.Linear(12, 3)) for _ in range(2)]
-kd.distill(teacher=models[0], student=models[1], train=items, val=items, epochs=3, batch_size=16)
-"""
-
-
-@pytest.mark.slow
-def test_a_run_prints_its_lines_and_shows_its_result(tmp_path, kernel):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN)])
-    (cell,) = kernel(notebook).cells
-    assert {one.output_type for one in cell.outputs} == {"stream", "execute_result"}, cell.outputs
-    assert printed(cell).count("| val accuracy") == 3  # epochs
-    assert "where the time of 6 steps went" in printed(cell)
-    assert cell.outputs[-1]["data"]["text/html"].count("<tr>") == 3  # a head, teacher and student
-
-
 @pytest.mark.slow
 def test_every_cell_runs(photos, tmp_path, kernel):
     notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)

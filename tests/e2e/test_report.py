@@ -219,9 +219,14 @@ def test_prices_into_a_file_and_a_folder_with_an_equals_sign(run, command, tmp_p
     assert "| 36.000 |" in told.out
 
 
-def test_a_check_answers_with_money(written, command):
-    checked = command("train", written(), "--check", "price.per_hour=36")
-    assert "USD 36 an hour" in checked.out
+def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
+    config, runs = (run / "config.yaml").read_text(), []
+    for seed in range(3):
+        runs.append(Path(shutil.copytree(run, tmp_path / f"seed{seed}")))
+        text = config.replace("seed: 0", f"seed: {seed}", 1).replace("name: tiny", f"name: seed{seed}")
+        (runs[-1] / "config.yaml").write_text(text)
+    told = command("report", *runs, "--images", "5")
+    assert "Mean of 3 seeds (seed0, seed1, seed2), 95 % interval: accuracy" in told.out, told
 
 
 @pytest.mark.parametrize(

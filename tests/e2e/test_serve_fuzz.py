@@ -7,28 +7,21 @@ from __future__ import annotations
 
 import base64
 import http.client
-import io
 import json
-import os
 import socket
 from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import quote
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzzing import IMAGES, damaged, fuzz, image, junk, texts
+from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from serving import Running
 
 pytestmark = pytest.mark.slow
 
-GIVEN = os.environ.get("KD_FUZZ")
-EXAMPLES = int(GIVEN or 350)
-FUZZ = settings(
-    max_examples=EXAMPLES, deadline=None, database=None, derandomize=not GIVEN, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES, FUZZ = fuzz(350)
 
 
 class Target:
@@ -97,28 +90,14 @@ def target(server, request, record_property) -> Iterator[Target]:
     assert sum(made.statuses.values()) >= EXAMPLES * 0.9
 
 
-# Half of a surrogate pair is legal in JSON and has no UTF-8.
-texts = st.one_of(st.text(st.characters(), max_size=20), st.sampled_from(["image", "images", "\ud800", "x" * 300]))
+words = texts("image", "images", "x" * 300)
 numbers = st.one_of(st.integers(-2, 300), st.sampled_from([2**63, -(10**40), 0.5, 1e308, float("inf"), float("nan")]))
-scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
-junk = st.recursive(
-    scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
-    max_leaves=8,
-)
+anything = junk(st.one_of(st.none(), st.booleans(), numbers, words), words)
 
 
 def mostly(strategy: st.SearchStrategy) -> st.SearchStrategy:
     """Draw from the strategy nine times of ten, else anything that JSON has."""
-    return st.integers(0, 9).flatmap(lambda n: strategy if n else junk)
-
-
-def damaged(body: bytes) -> st.SearchStrategy[bytes]:
-    """Cut a body, or put some bytes in place of others."""
-    places = st.integers(0, len(body))
-    return st.builds(
-        lambda at, gone, put: body[:at] + put + body[at + gone :], places, st.integers(0, 40), st.binary(max_size=40)
-    )
+    return st.integers(0, 9).flatmap(lambda n: strategy if n else anything)
 
 
 def encoded(document: object) -> st.SearchStrategy[bytes]:
@@ -126,24 +105,15 @@ def encoded(document: object) -> st.SearchStrategy[bytes]:
     return st.one_of(st.just(body), damaged(body), st.just(json.dumps(document).encode("utf-16")))
 
 
-def image(kind: str, mode: str = "RGB", **options: object) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)).convert(mode).save(
-        file, kind, **options
-    )
-    return file.getvalue()
-
-
-IMAGES = [
-    image("JPEG"), image("JPEG", progressive=True), image("JPEG", "CMYK"), image("PNG"), image("PNG", "P"),
-    image("PNG", "1"), image("PNG", "RGBA"), image("WEBP"), image("WEBP", lossless=True),
+FILES = [
+    *IMAGES.values(), image("JPEG", "CMYK"), image("PNG", "1"), image("PNG", "RGBA"),
 ]  # fmt: skip
-files = st.sampled_from(IMAGES).flatmap(lambda file: st.one_of(st.just(file), damaged(file)))
-base64s = st.one_of(files.map(lambda file: base64.b64encode(file).decode()), texts)
+files = st.sampled_from(FILES).flatmap(lambda file: st.one_of(st.just(file), damaged(file)))
+base64s = st.one_of(files.map(lambda file: base64.b64encode(file).decode()), words)
 documents = st.one_of(
     st.fixed_dictionaries({"image": mostly(base64s)}),
     st.fixed_dictionaries({"images": mostly(st.lists(mostly(base64s), max_size=4))}),
-    junk,
+    anything,
 )
 multiparts = st.lists(files, max_size=3).map(
     lambda parts: b"".join(b"--x\r\na: b\r\n\r\n" + part + b"\r\n" for part in parts) + b"--x--\r\n"
@@ -166,7 +136,7 @@ values = st.one_of(
 queries = st.one_of(
     st.just(""),
     st.integers(-1, 9).map(lambda n: f"?top={n}"),
-    texts.map(lambda t: "?top=" + quote(t, errors="replace")),
+    words.map(lambda t: "?top=" + quote(t, errors="replace")),
 )
 
 

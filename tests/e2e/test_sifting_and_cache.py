@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-FILE = "model.safetensors"
 VIEWS = ("teacher.cache.views=2", "run.epochs=4", "run.every.log=1")
 
 
@@ -43,29 +40,8 @@ def test_a_filled_cache_runs_no_teacher(written, command):
 def test_another_run_s_cache_is_refused_by_name(written, command, refused, tmp_path):
     path = f"teacher.cache.path={tmp_path / 'cache'}"
     assert command("cache", written(), *VIEWS, path).code == 0
-    for override, field in (
-        ("run.seed=1", "seed (0; this run has 1)"),
-        ("data.augment.crop=0.9", "transform ("),
-        ("teacher.cache.dtype=fp32", "dtype (fp16; this run has fp32)"),
-    ):
-        told = refused("train", written(), *VIEWS, path, override, "run.name=other")
-        assert f"was made with another {field}" in told
-
-
-@pytest.mark.parametrize("losses", ["wttm", "kl"])
-def test_logits_that_float16_cannot_hold_end_with_the_key_that_can(
-    written, command, refused, teacher, tmp_path, losses
-):
-    loud = shutil.copytree(teacher, tmp_path / "loud")
-    weights = load_file(loud / FILE)
-    save_file({name: tensor * 1e6 if "head" in name else tensor for name, tensor in weights.items()}, loud / FILE)
-    path = written(teacher={"model": str(loud)}, losses=[{"kind": losses}])
-    start = "teacher.cache.dtype: the teacher's 'logits' holds values that are not finite as float16."
-    for name in ("cache", "train"):
-        line = refused(name, path, *VIEWS)
-        assert line.startswith(start)
-        assert "Set teacher.cache.dtype=fp32" in line
-    assert command("cache", path, *VIEWS, "teacher.cache.dtype=fp32").code == 0
+    told = refused("train", written(), *VIEWS, path, "run.seed=1", "run.name=other")
+    assert "was made with another seed (0; this run has 1)" in told
 
 
 @pytest.mark.slow
@@ -104,14 +80,6 @@ def test_beside_another_writer_a_run_reads_and_kd_cache_waits_for_its_turn(writt
     assert f"teacher.cache: '{folder}' has another writer" in trained.out
     assert re.search(r"teacher_images [1-9]", trained.out)
     assert (folder / "view_0001.logits").stat().st_size == 0
-
-
-@pytest.mark.parametrize("job", ["cache", "train"])
-def test_a_cache_that_cannot_be_begun_is_one_line(written, refused, tmp_path, job):
-    (tmp_path / "file").write_text("")
-    line = refused(job, written(), *VIEWS, f"teacher.cache.path={tmp_path / 'file' / 'cache'}")
-    assert line.startswith("teacher.cache.path: cannot write '")
-    assert "(Not a directory). Choose a folder that you may write" in line
 
 
 def test_nothing_to_cache_is_one_line(written, command):

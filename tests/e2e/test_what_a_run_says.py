@@ -21,7 +21,3 @@ def test_the_table_of_time_comes_once_and_a_resumed_run_says_from_where(written,
     again = command("train", path, "run.baseline=true")
     assert again.code == 0, again
     assert f"resumes from step {step // 2}" in again.out
-
-
-def test_one_epoch_is_one(written, command):
-    assert "(1 epoch)" in command("train", written(run={"epochs": 1}), "--check").out

@@ -50,18 +50,8 @@ def until_rows(process: subprocess.Popen[str], journal: Path, size: int) -> None
 
 
 def starts(exported: Path, images: Path, target: Path, *options: str) -> subprocess.Popen[str]:
-    argv = [
-        sys.executable,
-        "-m",
-        "kd.cli",
-        "predict",
-        str(exported),
-        str(images),
-        "--to",
-        str(target),
-        "--ray",
-        *options,
-    ]
+    argv = [sys.executable, "-m", "kd.cli", "predict", str(exported), str(images)]
+    argv += ["--to", str(target), "--ray", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(argv, cwd=target.parent, text=True, **pipes)
 

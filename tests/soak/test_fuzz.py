@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from fuzzing import IMAGES, damaged, fuzz, junk, texts
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pieces import tiny
-from PIL import Image
 
 from kd.config import load, schema
 from kd.config.explain import explain
@@ -35,11 +32,7 @@ from kd.parts.datasets import imagefolder
 
 pytestmark = pytest.mark.slow
 
-GIVEN = os.environ.get("KD_FUZZ")
-EXAMPLES = int(GIVEN or 60)
-FUZZ = settings(
-    max_examples=EXAMPLES, deadline=None, database=None, derandomize=not GIVEN, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES, FUZZ = fuzz(60)
 
 
 @pytest.fixture
@@ -52,70 +45,25 @@ def seen(record_property) -> Iterator[Counter]:
     assert counted.total() >= EXAMPLES * 0.9
 
 
-def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-    """Flip a bit, cut, or put some bytes in place of others."""
-    places = st.integers(0, len(content) - 1)
-
-    def flip(at: int, bit: int) -> bytes:
-        return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
-
-    def put(at: int, gone: int, new: bytes) -> bytes:
-        return content[:at] + new + content[at + gone :]
-
-    return st.one_of(
-        st.builds(flip, places, st.integers(0, 7)),
-        places.map(lambda end: content[:end]),
-        st.builds(put, places, st.integers(0, 40), st.binary(max_size=40)),
-    )
-
-
 # ------------------------------------------------------------------------------------------------ configuration
 
 KEYS = sorted({key for row in explain() for key in row[0].replace("[]", "").split(".")})
-texts = st.one_of(
-    st.text(max_size=12),
-    st.sampled_from(["auto", "none", "", "kl", "history", "${run.name}", "${oc.env:KD_FUZZ_NONE}", "${", "???", "\0"]),
-)
+words = texts("auto", "none", "kl", "history", "${run.name}", "${oc.env:KD_FUZZ_NONE}", "${", "???", "\0")
 numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**63, 1e308]))
-scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
-keys = st.one_of(st.sampled_from(KEYS), texts, st.integers(-2, 3), st.booleans())
-junk = st.recursive(
-    scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3)),
-    max_leaves=6,
-)
+keys = st.one_of(st.sampled_from(KEYS), words, st.integers(-2, 3), st.booleans())
+anything = junk(st.one_of(st.none(), st.booleans(), numbers, words), keys)
 PATHS = [row[0].replace("[]", ".0") for row in explain()]
 paths = st.one_of(st.sampled_from(PATHS), st.lists(keys.map(str), min_size=1, max_size=3).map(".".join))
 overrides = st.one_of(
-    st.builds(lambda path, value: f"{path}={value}", paths, junk),
-    st.builds(lambda path, value: f"{path}={json.dumps(value, default=str)}", paths, junk),
-    texts,
+    st.builds(lambda path, value: f"{path}={value}", paths, anything),
+    st.builds(lambda path, value: f"{path}={json.dumps(value, default=str)}", paths, anything),
+    words,
 )
-likely = st.sampled_from(
-    [
-        True,
-        False,
-        0,
-        1,
-        2,
-        0.5,
-        "",
-        "auto",
-        "on",
-        "off",
-        "fp32",
-        "bf16",
-        "int8",
-        "fp8",
-        "openvino",
-        "onnxruntime",
-        "none",
-    ]
-)
+LIKELY = [True, False, 0, 1, 2, 0.5, "", "auto", "on", "off", "fp32", "bf16", "int8", "fp8", "openvino", "none"]
 SECTIONS = [row[0].replace("[]", ".0") for row in explain() if not row[3].startswith("[kind:")]
 single = st.one_of(  # most values are refused for their type; likely ones come as far as the rules between keys
-    st.tuples(paths, junk, st.booleans()),
-    st.tuples(st.sampled_from(SECTIONS), likely, st.just(False)),
+    st.tuples(paths, anything, st.booleans()),
+    st.tuples(st.sampled_from(SECTIONS), st.sampled_from(LIKELY), st.just(False)),
 ).map(lambda made: (made[0].split("."), *made[1:]))
 changes = st.lists(single, max_size=3)
 
@@ -188,23 +136,6 @@ def test_configurations_as_files(tmp_path, seen):
 
 
 # -------------------------------------------------------------------------------------------------------- images
-
-
-def image(kind: str, mode: str = "RGB", **options: object) -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
-    Image.fromarray(pixels).convert(mode).save(file, kind, **options)
-    return file.getvalue()
-
-
-IMAGES = {
-    "jpeg": image("JPEG"),
-    "progressive": image("JPEG", progressive=True),
-    "png": image("PNG"),
-    "palette": image("PNG", "P"),
-    "webp": image("WEBP"),
-    "lossless": image("WEBP", lossless=True),
-}
 
 
 @pytest.mark.parametrize("kind", IMAGES)
@@ -359,7 +290,7 @@ def test_exports_of_other_values(export, seen):
     @example(["files", "config.json"], 5)
     @example(["input", "size"], float("inf"))
     @example(["input", "size"], -5)
-    @given(st.one_of(fields, files), st.one_of(junk, st.sampled_from([float("inf"), float("nan"), "16", [[]]])))
+    @given(st.one_of(fields, files), st.one_of(anything, st.sampled_from([float("inf"), float("nan"), "16", [[]]])))
     def tried(path, value):
         content = changed(json.loads(json.dumps(good)), [(path, value, False)])
         (export / "manifest.json").write_text(json.dumps(content))

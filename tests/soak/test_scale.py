@@ -6,7 +6,6 @@ MiB. No process group: plans, requests and records are functions of (seed, epoch
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import time
@@ -19,8 +18,8 @@ from kd.core.errors import DataError
 from kd.core.types import Plan, Sample, SiftContext
 from kd.data.loader import LocalLoader, Request
 from kd.models.cache import Codec, Store, open_store
-from kd.parts.sifters import history, random
-from kd.parts.sifters._plan import full_plan, generator, num_selected
+from kd.parts.sifters import history
+from kd.parts.sifters._plan import full_plan, num_selected
 
 pytestmark = pytest.mark.slow
 
@@ -84,28 +83,6 @@ def test_each_image_of_a_step_is_on_one_of_a_thousand_ranks(accumulate, record_p
     record_property("tried", RANKS * steps)
 
 
-def test_after_a_resume_every_rank_goes_on_where_it_was():
-    plan = full_plan(context(0, count=4 * GLOBAL), epoch=0)
-    for rank in range(0, RANKS, 37):
-        assert requests(plan, GLOBAL, 1, rank, RANKS, start=2) == requests(plan, GLOBAL, 1, rank, RANKS)[2:]
-
-
-@pytest.mark.parametrize("kind", ["everything", "random"])
-def test_a_thousand_ranks_plan_the_same(kind, record_property):
-    def planned(rank: int) -> Plan:
-        if kind == "everything":
-            return full_plan(context(rank), epoch=3)
-        return random.build(random.Options(keep=0.5), context(rank)).plan(3, 0.5)
-
-    first = planned(0)
-    assert len(first.ids.unique()) == len(first.ids)
-    for rank in range(1, RANKS):
-        other = planned(rank)
-        assert torch.equal(first.ids, other.ids)
-        assert torch.equal(first.weights, other.weights)
-    record_property("tried", RANKS)
-
-
 def test_a_thousand_history_tables_agree(record_property):
     """Each rank observes the images of its own part; the sum over the ranks makes the tables and the plans equal."""
     count, added = 2 * GLOBAL + 7, []
@@ -153,17 +130,6 @@ def test_ranks_write_records_of_different_ids(tmp_path, record_property):
     assert whole.all()
     assert records["logits"][:, 0].tolist() == list(range(GLOBAL))
     record_property("tried", RANKS)
-
-
-@pytest.mark.parametrize(("count", "batch", "views"), [(1003, 64, 2), (1003, 64, 5), (70, 64, 3), (128, 64, 2)])
-def test_views_leave_out_the_images_that_a_list_would(count, batch, views):
-    for epoch in range(2 * views + 1):
-        made = dataclasses.replace(context(0, count, batch, 1), views=views)
-        order = torch.randperm(count, generator=generator(made, "order", epoch)).tolist()
-        cut = torch.randperm(count, generator=generator(made, "cut", 0)).tolist()
-        first = epoch % views * (count % batch)
-        dropped = {cut[(first + number) % count] for number in range(count % batch)}
-        assert full_plan(made, epoch).ids.tolist() == [id for id in order if id not in dropped]
 
 
 # ------------------------------------------------------------------------------------------------------- many ids

@@ -34,9 +34,8 @@ Ran = Callable[..., list[dict[str, str]]]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings(
-        "ignore::pytest.PytestUnraisableExceptionWarning"
-    ),  # of scripts that end with their files
+    # of scripts that end with their files
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
@@ -78,9 +77,8 @@ def ran(tmp_path, monkeypatch) -> Ran:
 
 
 def test_audit(ran, photos):
-    (row,) = ran(
-        "audit", "leaks", "--data", photos, "--splits", "train", "val", "--name", "food_mini", theme="audit_food_mini"
-    )
+    words = ["leaks", "--data", photos, "--splits", "train", "val", "--name", "food_mini"]
+    (row,) = ran("audit", *words, theme="audit_food_mini")
     assert row["images"] == str(sum(len(list(photos.glob(f"{split}/*/*"))) for split in ("train", "val")))
 
 
@@ -145,10 +143,8 @@ def test_multi_label(ran):
 
 
 def test_page_faults(ran):
-    rows = ran(
-        "page_faults", "--rounds", "1", "--teachers", "vit_tiny_patch16_224", "--batch", "2", "--precision", "fp32"
-    )
-    assert {row["way"] for row in rows} == {"glibc", "kd"}
+    words = ["--teachers", "vit_tiny_patch16_224", "--batch", "2", "--precision", "fp32"]
+    assert {row["way"] for row in ran("page_faults", "--rounds", "1", *words)} == {"glibc", "kd"}
 
 
 def test_patience(ran, tmp_path):

@@ -43,11 +43,8 @@ def test_flags_of_timm_say_what_the_configuration_says(compare):
     assert flags["model-kwargs"] == ["depth=2", "img_size=64"]  # as kd builds it
 
 
-def test_a_model_of_any_image_size_is_told_none(compare):
+def test_what_timm_cannot_be_told(compare):
     assert "model-kwargs" not in compare.timm_flags(settings(model="resnet18"), 5, seed=0)
-
-
-def test_a_warmup_that_timm_cannot_have_is_refused(compare):
     loaded = config.load(config.to_dict(settings()), ["run.epochs=3"])
     with pytest.raises(SystemExit, match=r"optimizer\.warmup"):
         compare.timm_flags(loaded, 5, seed=0)

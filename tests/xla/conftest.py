@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from xla_runs import STEPS, Trained
+from pieces import Trained, compared
 
+STEPS = 20
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 if find_spec("torch_xla") is not None:
     # autograd counts the devices at its first backward, which here would be the fixture's teacher on the CPU
@@ -36,20 +37,10 @@ def run_file(photos, teacher, tmp_path_factory) -> Path:
     """A run of 20 steps of two micro-batches, three steps an epoch; the validation split ends in a padded batch."""
     import yaml
 
-    content = {
-        "run": {"steps": STEPS, "every": {"log": 1, "evaluate": STEPS, "checkpoint": 10}, "keep": 9},
-        "data": {"kind": "imagefolder", "root": str(photos), "image_size": 16, "batch_size": 12, "micro_batch": 6},
-        "teacher": {"model": str(teacher), "attention": "unfused", "precision": "fp32", "min_accuracy": 0},
-        "student": {
-            "model": "vit_tiny_patch16_224",
-            "args": {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2},
-            "attention": "unfused",
-        },
-        "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
-        "optimizer": {"lr": 2e-3},
-        "backend": {"precision": "fp32"},
-    }
-    content["data"]["workers"] = 0
+    every = {"log": 1, "evaluate": STEPS, "checkpoint": 10}
+    content = compared(
+        photos, teacher, run={"steps": STEPS, "every": every, "keep": 9}, data={"micro_batch": 6}, backend={}
+    )
     file = tmp_path_factory.mktemp("config") / "run.yaml"
     file.write_text(yaml.safe_dump(content))
     return file
