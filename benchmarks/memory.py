@@ -110,7 +110,7 @@ def count(plan: Any, batch: int, classes: int) -> dict[str, float]:
     """Return what `--check` counts, MiB."""
     import torch
 
-    from kd.jobs.memory import executed, held_bytes, step_bytes
+    from kd.jobs.description import executed, held_bytes, step_bytes
     from kd.models.teacher import count_parameters
 
     with torch.device("meta"):

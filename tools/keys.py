@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from kd import config
+from kd.config.explain import explain
 
 ROOT = Path(__file__).parents[1]
 TITLE = """# Keys
@@ -23,7 +23,7 @@ Written by `python tools/keys.py` from what `kd help` prints. `kd help KEY` expl
 def page() -> str:
     """Return the page: a heading for each section, and one for each part in it."""
     lines, section, kind = [TITLE], "", ""
-    rows = [(*row, *(re.findall(r"^\[kind: (\w+)\] ", row[3]) or [""])) for row in config.explain()]
+    rows = [(*row, *(re.findall(r"^\[kind: (\w+)\] ", row[3]) or [""])) for row in explain()]
     order = {key: place for place, key in enumerate(dict.fromkeys(row[0].split(".")[0] for row in rows))}
     rows.sort(key=lambda row: (order[row[0].split(".")[0]], row[4]))
     for key, allowed, default, meaning, part in rows:

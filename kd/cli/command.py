@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from kd.core import options
 from kd.core.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
+from kd.core.host import signals
 from kd.core.options import field_docs
-from kd.jobs.signals import signals
 
 if TYPE_CHECKING:
     from kd.config.schema import Config
@@ -137,11 +137,11 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 def explained(prefix: str = "") -> str:
     """Return what the keys below a dotted prefix mean: two lines or more for each."""
-    from kd import config  # kd-serve and the like do without the configuration and what it imports
+    from kd.config.explain import explain  # kd-serve and the like do without the configuration and what it imports
 
-    rows = config.explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
+    rows = explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
     if not rows:
-        near = did_you_mean(prefix, [row[0] for row in config.explain()]) or "See `kd-train --help-keys`"
+        near = did_you_mean(prefix, [row[0] for row in explain()]) or "See `kd-train --help-keys`"
         raise ConfigError(prefix, "no such key", "", near)
     lines = []
     for key, allowed, default, meaning in rows:

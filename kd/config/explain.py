@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import get_args, get_origin
 
 from kd.config.schema import Config
+from kd.config.tuning import allows, types_of
 from kd.core.options import field_docs
 from kd.parts import registry
 
@@ -39,41 +39,3 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
         for name in (f.metadata["only"] or registry.names(folder)) if folder else ():
             for *row, meaning in _explain(registry.options_type(folder, name, where), where):
                 yield *row, f"[kind: {name}] {meaning}"  # type: ignore[misc]
-
-
-def types_of(cls: type) -> dict[str, Any]:
-    """Return the fields a YAML may set, with their types."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name != "options"}
-
-
-def allows(cls: type, key: str) -> str:
-    """Describe in words what a key accepts."""
-    field = next(f for f in dataclasses.fields(cls) if f.name == key)
-    if "parts" in field.metadata:
-        return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
-    text = _describe(types_of(cls)[key])
-    low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
-    limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []
-    limits += [f"<= {high:g}"] if high is not None else []
-    return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-
-
-def _describe(annotation: Any) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
-    if origin in (Union, types.UnionType):
-        if args == (int, str):
-            return "auto or a whole number"
-        return " or ".join(_describe(arg) for arg in args)
-    if origin is tuple and args[-1] is not Ellipsis:
-        return f"a list of {len(args)} values, each {_describe(args[0])}"
-    if origin in (tuple, list):
-        return f"a list of {_describe(args[0])}"
-    if origin is dict or annotation is Any:
-        return "a section of key: value" if origin else "text, a list or a section"
-    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from kd.config.explain import allows, types_of
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
 from kd.config.schema import BackendSection, Config
+from kd.config.tuning import allows, types_of
 from kd.config.validate import validate
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean
-from kd.core.references import Referenced, written
+from kd.core.text import Referenced, written
 from kd.parts import registry
 
 

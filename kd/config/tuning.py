@@ -1,9 +1,12 @@
-"""How weights move: the optimizer, what fine-tuning does to single layers, and fitting a teacher."""
+"""How a key is declared, and what it accepts; the sections that say how weights move: optimizer, tuning, fit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import types
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kd.parts import registry
 
 FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
 """Learning rates of `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
@@ -18,6 +21,44 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, ab
 def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
     """Declare the `kind` of a part section; `only`: these of kd's parts."""
     return field(default=default, metadata={"parts": part_folder, "only": only})
+
+
+def types_of(cls: type) -> dict[str, Any]:
+    """Return the fields a YAML may set, with their types."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls) if f.name != "options"}
+
+
+def allows(cls: type, key: str) -> str:
+    """Describe in words what a key accepts."""
+    field = next(f for f in fields(cls) if f.name == key)
+    if "parts" in field.metadata:
+        return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
+    text = _describe(types_of(cls)[key])
+    low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
+    limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []
+    limits += [f"<= {high:g}"] if high is not None else []
+    return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def _describe(annotation: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(str(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        if args == (int, str):
+            return "auto or a whole number"
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"a list of {len(args)} values, each {_describe(args[0])}"
+    if origin in (tuple, list):
+        return f"a list of {_describe(args[0])}"
+    if origin is dict or annotation is Any:
+        return "a section of key: value" if origin else "text, a list or a section"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Of this machine: cores and how busy a thread is on them, free memory, versions of packages."""
+"""Of this machine and process: cores and how busy a thread is on them, free memory, versions, signals."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import ctypes
 import math
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from kd.core.references import redact
+from kd.core.errors import Interrupted
+from kd.core.text import redact
 
 CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
@@ -23,8 +27,8 @@ CONTAINERS = (  # limit, use, and which line of which file counts pages of files
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of malloc.h: more free bytes at the top of the heap than this are returned (2**17 by default); so many blocks may
 have a map of their own (2**16)."""
-
-
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+TOGETHER = 1.0  # seconds in which two signals count as one: a launcher passes on what its whole group has received too
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's forward of 16 images took
 0.97 s with the first on two cores of an AMD EPYC, and 3.6 s in float32 on one without (`benchmarks/mfu_*.csv`)."""
@@ -174,7 +178,7 @@ def shared_memory_mib(folder: str = "/dev/shm") -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command of this process; see `kd.core.references.redact`."""
+    """Return versions, machine and command of this process; see `kd.core.text.redact`."""
     return {
         "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
         "python": platform.python_version(),
@@ -202,3 +206,61 @@ def processor() -> str:
         return names[0] if names else platform.processor()
     except OSError:
         return platform.processor()
+
+
+class Signals:
+    """What this process was asked by SIGTERM and SIGINT, which are handled while a command runs.
+
+    Training writes a checkpoint after its step; anything else ends at once. From Python, where no command installs
+    this, Ctrl-C stays a KeyboardInterrupt and SIGTERM ends the process.
+    """
+
+    _process, _training, _name, _first = 0, False, "", 0.0
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle signals here, if this is the main thread, and restore what was there."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._process, self._training, self._name = os.getpid(), False, ""
+        before = [signal.signal(number, self._receive) for number in HANDLED]
+        try:
+            yield
+        finally:
+            for number, handler in zip(HANDLED, before, strict=True):
+                signal.signal(number, handler)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Remember a signal for `requested` here, instead of ending at once."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+        if self._name:
+            raise Interrupted(self._message())
+
+    def requested(self) -> bool:
+        return bool(self._name)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a data worker, in the same group: it serves until its trainer ends
+            return
+        if self._name and time.monotonic() - self._first < TOGETHER:
+            return
+        if self._name:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._name, self._first = signal.Signals(number).name, time.monotonic()
+        if not self._training:
+            raise Interrupted(self._message())
+        # not print: the signal may have come in the middle of one
+        os.write(2, f"{self._name}: finishing the step and writing a checkpoint; a second signal ends now\n".encode())
+
+    def _message(self) -> str:
+        return f"stopped by {self._name}; the same command resumes"
+
+
+signals = Signals()  # of this process: it has only one set of handlers

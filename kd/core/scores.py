@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kd.core.intervals import Samples, verdict
@@ -204,3 +205,22 @@ class GraphScores:
     title: str  # of that score
     summary: str  # for a person: `same top-1 on 200 of 200 validation images`
     others: int = 0  # images that get another answer
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a finished training leaves."""
+
+    folder: Path
+    metrics: Mapping[str, float]  # the validation row of the best checkpoint
+    parameters: int
+    steps: int
+    scored: Scored | None = None  # the best checkpoint, scored once at the end
+    baseline: Trained | None = None  # the same student, trained on labels alone
+    report: str = ""  # what report.md says
+
+
+def skipped_text(skipped: int, steps: int) -> str:
+    """Say how many steps were left out by `optimizer.on_nonfinite: skip`; "" where none was."""
+    text = f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or infinite."
+    return text if skipped else ""

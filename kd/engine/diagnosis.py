@@ -11,33 +11,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import NonFiniteLoss
 from kd.core.seeds import seed_from
-from kd.core.types import Batch, Plan, State
+from kd.core.types import Batch
+from kd.engine.meter import Diverged
 from kd.engine.run import Run
-
-# The same command would resume from the last checkpoint and diverge in the same step again.
-LOWER = "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
-AFTER_DIVERGING = f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
-AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
-
-
-class Diverged(NonFiniteLoss):
-    """Terms are not finite in a step of this run."""
-
-    at: tuple[State, Plan]  # the state before the first such step, and its epoch's plan
-
-
-def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:
-    """Return the error that names terms and steps."""
-    text = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
-    if 1 < len(steps) == steps[-1] - steps[0] + 1:
-        text = f"steps {steps[0]} to {steps[-1]}"
-    where = "losses" if terms != ["grad_norm"] else "optimizer"
-    wrong = f"{', '.join(terms)} became NaN or infinite in {text}{more}"
-    error = Diverged(where, wrong, "All terms must stay finite", AFTER_DIVERGING)
-    error.at = at
-    return error
 
 
 def located(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:

@@ -13,8 +13,7 @@ from torch import Tensor
 from kd.core.errors import Interrupted
 from kd.core.seeds import seed_from
 from kd.core.types import Batch, Plan, State
-from kd.engine.diagnosis import Diverged, located
-from kd.engine.meter import Meter, require_applied
+from kd.engine.meter import Diverged, Meter, require_applied
 from kd.engine.run import Run, Scoring, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
 
@@ -26,6 +25,8 @@ def train(run: Run) -> State:
     try:
         return _train(run)
     except Diverged as error:  # the data of the epoch is closed by now
+        from kd.engine.diagnosis import located  # most runs stay finite
+
         state, plan = error.at
         with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as again:
             raise located(run, error, next(again, [])) from None

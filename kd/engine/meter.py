@@ -11,9 +11,12 @@ from torch import Tensor
 
 from kd.core.errors import NonFiniteLoss
 from kd.core.types import Plan, State
-from kd.engine.diagnosis import AFTER_SKIPPING, diverged
 from kd.engine.run import Run
 
+# The same command would resume from the last checkpoint and diverge in the same step again.
+LOWER = "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
+AFTER_DIVERGING = f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
+AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
 MOST_SKIPPED = 10  # steps in a row that may be skipped: a run that has diverged makes no good step any more
 
 
@@ -104,3 +107,21 @@ def require_applied(state: State) -> None:
     if 2 * state.skipped_in_all > state.step:
         wrong = f"{state.skipped_in_all} of {state.step} steps were skipped: their gradient was NaN or infinite"
         raise NonFiniteLoss("optimizer.on_nonfinite", wrong, "At most half of the steps", AFTER_SKIPPING)
+
+
+class Diverged(NonFiniteLoss):
+    """Terms are not finite in a step of this run."""
+
+    at: tuple[State, Plan]  # the state before the first such step, and its epoch's plan
+
+
+def diverged(terms: list[str], steps: list[int], at: tuple[State, Plan], more: str = "") -> Diverged:
+    """Return the error that names terms and steps."""
+    text = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+    if 1 < len(steps) == steps[-1] - steps[0] + 1:
+        text = f"steps {steps[0]} to {steps[-1]}"
+    where = "losses" if terms != ["grad_norm"] else "optimizer"
+    wrong = f"{', '.join(terms)} became NaN or infinite in {text}{more}"
+    error = Diverged(where, wrong, "All terms must stay finite", AFTER_DIVERGING)
+    error.at = at
+    return error

@@ -12,7 +12,7 @@ from torch import Tensor
 from kd.core.contracts import Backend
 from kd.core.errors import NonFiniteLoss, RunError
 from kd.core.types import State
-from kd.engine.diagnosis import AFTER_DIVERGING
+from kd.engine.meter import AFTER_DIVERGING
 from kd.engine.run import Run
 
 DIGEST = 8  # bytes of a hash that are compared; each is sent as a float32, which holds it exactly

@@ -22,7 +22,7 @@ from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
 from kd.setup.build import shown_split
 from kd.setup.cache import open_cache
-from kd.setup.loaders import loaders
+from kd.setup.data import loaders
 from kd.setup.recipe import TeacherPlan, resolve
 from kd.setup.teacher import Setting, choose_teacher
 

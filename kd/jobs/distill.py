@@ -6,85 +6,34 @@ All ranks call these functions. Rank 0 writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kd.core.contracts import Source
 from kd.core.errors import ModelError, RunError
 from kd.core.evaluation import Sampled
-from kd.core.host import environment
-from kd.core.scores import Scored, Scores
-from kd.core.text import html_table
+from kd.core.host import environment, signals
+from kd.core.scores import Scored, Trained, skipped_text
 from kd.core.types import State
 from kd.engine.loop import train
 from kd.engine.run import Run
 from kd.files.run_dir import RunDir
+from kd.jobs.check import compare
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
-from kd.jobs.signals import signals
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Built, Results, build_run
 from kd.setup.data import Data
-from kd.setup.home import compare
 from kd.setup.recipe import BASELINE, Recipe, TeacherPlan
 from kd.setup.student import load_distillation
 from kd.setup.teacher import Setting, Teachers
-from kd.study.report.summary import samples_of, skipped_text
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kd.deploy.export.export import WrittenExport
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Result:
-    """What a finished run leaves."""
-
-    folder: Path
-    metrics: Mapping[str, float]  # the validation row of the best checkpoint
-    parameters: int
-    steps: int
-    scored: Scored | None = None  # the best checkpoint, scored once at the end
-    baseline: Result | None = None  # the same student, trained on labels alone
-    report: str = ""  # what report.md says
-
-    def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
-        """Export the best student, as `kd-export` does; the code that the run names is run.
-
-        `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.options`, such as `int8=True`.
-        """
-        from kd.deploy.export.export import ExportOptions, export  # most runs end without one
-
-        return export(self.folder, Path(target) if target else None, ExportOptions(**options), trust=True)
-
-    @property
-    def student(self) -> nn.Module:
-        """The best student, loaded from the run folder; the code that the run names is run."""
-        from kd.setup.recipe import resolve
-        from kd.study.finished import best_student, opened_run  # most runs end without one
-
-        folder, stored = opened_run(self.folder, trust=True)
-        plan = resolve(stored)
-        return best_student(folder, plan.student, plan.data, folder.manifest()["classes"])[0]
-
-    def __repr__(self) -> str:
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
-        return f"Result(folder='{self.folder}', steps={self.steps}, parameters={self.parameters}, metrics: {scores})"
-
-    def _repr_html_(self) -> str:
-        scores = Scores.read(RunDir(self.folder).manifest()["scores"])
-        row = self.metrics if self.scored is None else self.scored.row
-        teachers = scores.of_teachers(row)
-        return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
-
-
-def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Result:
+def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
     """Train one student in an opened run folder, from where it stands.
 
     Its teachers, their data and the backend are the `setting`; a person sees the `title`. `final`: on which images the
@@ -110,7 +59,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
             console.info(f"{title}: {line}")
         scored = conclude(built, folder, final == "test") if final else None
         console.info(f"{title}: {scores.conclusion(scored)}" if scored is not None else "")
-    return Result(
+    return Trained(
         folder=folder.path,
         metrics=folder.best_row() if backend.rank == 0 else {},
         scored=scored,

@@ -26,8 +26,7 @@ from kd.engine.criterion import Distillation
 from kd.models.classifier import Classifier
 from kd.models.teacher import NoTeacher
 from kd.parts import registry
-from kd.setup.data import Data
-from kd.setup.loaders import BatchSplit, split_batch, workers_of
+from kd.setup.data import BatchSplit, Data, split_batch, workers_of
 from kd.setup.modes import Trial, Work, torch_mode
 from kd.setup.recipe import Recipe, fit_folders, is_fitted
 from kd.setup.student import apply_mode, build_criterion, build_distillation

@@ -26,7 +26,7 @@ from kd.core.text import quoted
 from kd.core.types import Costs
 from kd.data.loader import most_skipped
 from kd.files.storage import write_text
-from kd.jobs.check import check
+from kd.jobs.description import describe
 from kd.jobs.estimate import Bench, estimate, fastest, measure, seconds_of
 from kd.models.classifier import count_attention
 from kd.parts import registry
@@ -58,7 +58,7 @@ log = logging.getLogger("kd")
 
 def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> str:
     """Check a recipe, look for damaged and repeated images, among all if `everything`, and time a few steps."""
-    checked, data = check(recipe, path, answers=True), open_sources(recipe.data)
+    checked, data = describe(recipe, path, answers=True), open_sources(recipe.data)
     most = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
     lines = [checked, *look(data.splits, most, recipe.record.path, everything)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -15,11 +15,12 @@ from kd import config
 from kd.config import Config
 from kd.core.contracts import Backend
 from kd.core.errors import ConfigError, FolderInUse, RunError
-from kd.core.references import redact, written
+from kd.core.scores import Trained
+from kd.core.text import redact, written
 from kd.files.run_dir import RunDir
 from kd.files.storage import write_text
 from kd.jobs.check import check
-from kd.jobs.distill import Result, distill
+from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
 from kd.models.timm_folder import export_files
 from kd.setup.build import distributed
@@ -42,7 +43,7 @@ MINE, FITTED, IN_USE = 0, 1, 2  # what rank 0 found; a number, because it is sum
 log = logging.getLogger("kd")
 
 
-def train(settings: Config, before: float = 0.0, final: str = "test") -> Result:
+def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained:
     """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
 
     The time of the run begins `before` seconds ago, when its command began. `final`: "val" leaves test images alone.

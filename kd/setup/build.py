@@ -23,7 +23,7 @@ from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Logger, Run, RunStore
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.loaders import BatchSplit, evaluation_loader, loaders
+from kd.setup.data import BatchSplit, evaluation_loader, loaders
 from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
 from kd.setup.teacher import Setting, choose_teacher

@@ -25,8 +25,7 @@ from kd.models.classifier import Ensemble, set_attention
 from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
 from kd.parts import registry
-from kd.setup.data import Data
-from kd.setup.loaders import BatchSplit, split_batch
+from kd.setup.data import BatchSplit, Data, split_batch
 from kd.setup.modes import ExecutionMode, noise, require, torch_mode
 from kd.setup.recipe import TeacherPlan, fit_folders, is_fitted
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kd import config
 from kd.core.errors import ConfigError
-from kd.setup.loaders import split_batch
+from kd.setup.data import split_batch
 
 
 @pytest.fixture

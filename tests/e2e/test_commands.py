@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import kd
 from kd import config
 from kd.cli.__main__ import COMMANDS, main
+from kd.config.explain import explain
 from kd.config.schema import Config
 
 
@@ -219,7 +220,7 @@ def test_check_names_classes_without_validation(written, photos, command, tmp_pa
 def test_help_explains_every_key(command, name):
     answer = command(name, "--help-keys")
     assert answer.code == 0
-    for key, _, _, meaning in config.explain():
+    for key, _, _, meaning in explain():
         assert f"\n  {key}  (" in f"\n{answer.out}"
         assert " ".join(meaning.split())[:40] in " ".join(answer.out.split())
 

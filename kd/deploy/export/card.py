@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.core.host import processor
-from kd.core.references import written
-from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
+from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows, written
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.graphs import Made, Subject
 from kd.deploy.export.options import accepted_line

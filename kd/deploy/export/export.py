@@ -13,7 +13,7 @@ from kd import config
 from kd.config.schema import BackendSection, DataSection, StudentSection
 from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, versions
-from kd.core.references import written
+from kd.core.text import written
 from kd.deploy.export import graphs
 from kd.deploy.export.card import ModelCard, loading
 from kd.deploy.export.graphs import Made, ReadImages, Subject

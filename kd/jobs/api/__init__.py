@@ -27,8 +27,8 @@ from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
-from kd.jobs.api.result import Distilled
-from kd.jobs.distill import Result, require_same
+from kd.jobs.api.result import Distilled, Result
+from kd.jobs.distill import require_same
 from kd.jobs.observe import clock_of, where_the_time_went
 from kd.jobs.progress.console import Console
 from kd.jobs.train import open_run
@@ -37,7 +37,7 @@ from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
 from kd.setup.build import Parts, Results, assemble, distributed, sift_context
-from kd.setup.loaders import split_batch
+from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, Record
 from kd.setup.student import build_criterion
 
@@ -56,7 +56,7 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
         KdError: anything that the user can repair, in one line.
     """
     values = config.to_dict(settings) if isinstance(settings, Config) else settings
-    return train_job(config.load(values, overrides))
+    return Result.of(train_job(config.load(values, overrides)))
 
 
 @own_words()

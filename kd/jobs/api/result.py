@@ -1,4 +1,4 @@
-"""What `kd.distill` returns: the trained module, its scores, and its way into an export."""
+"""What `kd.train` and `kd.distill` return: the scores, the student, and its way into an export."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from torch.utils.data import DataLoader
 
 from kd.core.errors import ConfigError
 from kd.core.host import environment
+from kd.core.scores import Scores, Trained
 from kd.core.seeds import evenly_spaced
 from kd.core.text import html_table
 from kd.core.types import State
 from kd.data.loader import batches_of, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
+from kd.files.run_dir import RunDir
 from kd.jobs.api.arguments import Arguments, batch_of
 from kd.models.classifier import Classifier, Network, digest, resized
-from kd.setup.recipe import Recipe
+from kd.setup.recipe import Recipe, resolve, values_of
+from kd.study.finished import best_student, opened_run
+from kd.study.report.summary import samples_of
 
 if TYPE_CHECKING:
     from kd.deploy.export.export import WrittenExport
@@ -31,6 +35,42 @@ if TYPE_CHECKING:
 BATCH = 16  # images of a forward: a batch of the comparison of graphs
 OFF = 0.05
 """How far a pixel may lie from a whole grey level; 8-bit pixels that were normalized in float32 stay within 1e-4."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Result(Trained):
+    """What a finished run leaves."""
+
+    @classmethod
+    def of(cls, trained: Trained) -> Result:
+        baseline = cls.of(trained.baseline) if trained.baseline is not None else None
+        return cls(**{**values_of(trained), "baseline": baseline})
+
+    def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
+        """Export the best student, as `kd-export` does; the code that the run names is run.
+
+        `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.options`, such as `int8=True`.
+        """
+        from kd.deploy.export.export import ExportOptions, export  # most callers do not export
+
+        return export(self.folder, Path(target) if target else None, ExportOptions(**options), trust=True)
+
+    @property
+    def student(self) -> nn.Module:
+        """The best student, loaded from the run folder; the code that the run names is run."""
+        folder, stored = opened_run(self.folder, trust=True)
+        plan = resolve(stored)
+        return best_student(folder, plan.student, plan.data, folder.manifest()["classes"])[0]
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
+        return f"Result(folder='{self.folder}', steps={self.steps}, parameters={self.parameters}, metrics: {scores})"
+
+    def _repr_html_(self) -> str:
+        scores = Scores.read(RunDir(self.folder).manifest()["scores"])
+        row = self.metrics if self.scored is None else self.scored.row
+        teachers = scores.of_teachers(row)
+        return html_table(scores.table({**teachers, "student": row}, samples_of(self.scored, teachers, "student")))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kd.core.intervals import Samples
-from kd.core.scores import Scored, Scores
+from kd.core.scores import Scored, Scores, skipped_text
 from kd.core.text import clock, percent, table
 from kd.study.report.record import RunRecord
 
@@ -92,12 +92,6 @@ def verdict(
     paid = "Distillation paid" if low > 0 else "Distillation did not pay" if high < 0 else "Not shown to have paid"
     points = f"{100 * value:+.1f} points" if column.unit == "%" else f"{value:+.4f}"
     return [f"{paid}: {points} of {column.title} over labels alone at equal steps, with one seed.", ""]
-
-
-def skipped_text(skipped: int, steps: int) -> str:
-    """Say how many steps were left out by `optimizer.on_nonfinite: skip`; "" where none was."""
-    text = f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or infinite."
-    return text if skipped else ""
 
 
 def curves(train: Sequence[Mapping[str, Any]], val: Sequence[Mapping[str, Any]], scores: Scores) -> str:

@@ -17,6 +17,7 @@ import yaml
 from kd import config
 from kd.cluster import aws as sending
 from kd.cluster import requests
+from kd.config.explain import explain
 from kd.config.flat import flat
 from kd.config.schema import Member
 from kd.core.errors import ConfigErrors, RunError
@@ -283,7 +284,7 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
     inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
     rendered = {"data.root [food_mini]"}
     texts = {}
-    for key, allowed, _, meaning in config.explain():
+    for key, allowed, _, meaning in explain():
         kind = re.match(r"\[kind: (\w+)\]", meaning)
         if allowed == "Allowed: text" and re.search(r"(?i)\b(file|folder|path|shards)s?\b", meaning):
             texts[key + (f" [{kind[1]}]" if kind else "")] = meaning

@@ -18,7 +18,7 @@ from kd.config import Config, dump, explain, load, schema, to_dict
 from kd.config.load import _out_of_range
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.host import environment
-from kd.core.references import redact
+from kd.core.text import redact
 from kd.parts import registry
 from kd.setup.recipe import resolve
 

@@ -24,7 +24,7 @@ from kd.data.loader import LocalLoader
 from kd.data.workers import worker_error
 from kd.parts.registry import default_options
 from kd.setup.build import build_backend, distributed
-from kd.setup.loaders import BatchSplit, loaders
+from kd.setup.data import BatchSplit, loaders
 
 PLAN = Plan(torch.arange(400), torch.ones(400))
 

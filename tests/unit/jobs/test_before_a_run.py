@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import kd
 from kd import config
 from kd.core.errors import ModelError
-from kd.jobs.check import check
+from kd.jobs.description import describe
 from kd.jobs.train import teach
 from kd.models import timm_folder
 from kd.parts.datasets._decode import HEIF
@@ -28,7 +28,7 @@ from kd.setup.recipe import resolve
 
 def lines(settings: dict, *overrides: str) -> dict[str, str]:
     """Return what `--check` says, by the first word of a line."""
-    return {line.split()[0]: line for line in check(resolve(config.load(settings, overrides))).splitlines()}
+    return {line.split()[0]: line for line in describe(resolve(config.load(settings, overrides))).splitlines()}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
         pytest.skip("pillow-heif is installed: the files would be read")
     heic = "2 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]')"
     expected = [heic, "1 folder has no image and is no class: train/plum", "1 file is not read: 1 .txt"]
-    checked = check(resolve(config.load(ours))).splitlines()
+    checked = describe(resolve(config.load(ours))).splitlines()
     assert [line.strip() for line in checked if "no image and" in line or "not read" in line] == expected
     with caplog.at_level(logging.INFO, "kd"):
         kd.train(ours, "run.steps=1", "run.epochs=1")

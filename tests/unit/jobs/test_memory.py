@@ -8,8 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kd import config
 from kd.engine.criterion import Distillation
-from kd.jobs.check import check
-from kd.jobs.memory import held_bytes, step_bytes
+from kd.jobs.description import describe, held_bytes, step_bytes
 from kd.models.classifier import set_attention
 from kd.models.load import load
 from kd.models.spec import Spec
@@ -102,7 +101,7 @@ def test_what_is_held_is_floats_of_each_weight(overrides, floats):
 
 def test_check_says_the_peak_of_the_largest_phase(settings):
     fitted = {"model": "vit_tiny_patch16_224", "args": {"patch_size": 8, **SMALL}, "fit": {"epochs": 1}}
-    lines = [check(resolve(config.load({**settings, "teacher": fitted})), answers=full) for full in (False, True)]
+    lines = [describe(resolve(config.load({**settings, "teacher": fitted})), answers=full) for full in (False, True)]
     held, peak = (line.splitlines()[-1].partition("memory    ")[2] for line in lines)
     assert "activations come on top" in held
     assert peak.endswith("weights, optimizer and the peak of a step")

@@ -7,7 +7,7 @@ from torch import nn
 
 import kd
 from kd import config
-from kd.jobs.check import check
+from kd.jobs.description import describe
 from kd.jobs.forecast import forecast
 from kd.setup.recipe import resolve
 
@@ -55,7 +55,7 @@ def test_dir_lists_what_is_public():
 
 
 def test_a_teacher_of_another_size_is_said_with_its_cost(settings):
-    same = check(resolve(config.load(settings)))
+    same = describe(resolve(config.load(settings)))
     assert "its own" not in same
     size = settings["data"]["image_size"]
     other = forecast(resolve(config.load(settings, [f"data.image_size={size // 2}"])))

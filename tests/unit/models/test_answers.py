@@ -11,7 +11,7 @@ import torch
 import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
-from kd.jobs.check import check
+from kd.jobs.description import describe
 from kd.models import answer_table
 from kd.models.answer_table import read, read_vectors
 from kd.setup.data import Data, open_sources
@@ -147,11 +147,11 @@ def test_a_run_says_that_answers_do_not_see_the_augmentation(settings, tmp_path,
     write(settings, tmp_path / "a.csv")
     chosen = asked(settings, tmp_path / "a.csv", outputs="probabilities", min_accuracy=0.0)
     said = "its answers are for whole images; the student sees data.augment (crop 0.25, flip 0.5"
-    assert said in check(resolve(config.load(chosen, ["data.augment.crop=0.25"])))
+    assert said in describe(resolve(config.load(chosen, ["data.augment.crop=0.25"])))
     kd.train(chosen, "data.augment.crop=0.25", "run.steps=1", "run.epochs=1")
     assert f"teacher: {said}" in capsys.readouterr().out
     plain = ["data.augment.crop=1", "data.augment.flip=0", "data.augment.jitter=0", "data.augment.policy="]
-    assert "whole images" not in check(resolve(config.load(chosen, plain)))
+    assert "whole images" not in describe(resolve(config.load(chosen, plain)))
 
 
 def test_an_image_that_has_no_answer_is_named(settings, tmp_path):

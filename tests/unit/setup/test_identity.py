@@ -13,6 +13,7 @@ import yaml
 
 from kd import config
 from kd.config import Config
+from kd.config.explain import explain
 from kd.data.store import identity
 from kd.models.classifier import Ensemble
 from kd.models.load import load
@@ -375,7 +376,7 @@ for name, value in TEACHERS["torch"].items():
 def listed() -> set[str]:
     """Return every key of the schema, with the kind of part that has it."""
     found = set()
-    for key, _, _, meaning in config.explain():
+    for key, _, _, meaning in explain():
         kind = re.match(r"\[kind: (\w+)\]", meaning)
         found.add(f"{key} [{kind[1]}]" if kind else key)
     return found

@@ -23,7 +23,7 @@ from kd.core.types import State
 from kd.engine.criterion import Criterion, Distillation, Term
 from kd.engine.loop import train
 from kd.engine.optim import Frozen
-from kd.jobs.check import check
+from kd.jobs.description import describe
 from kd.models.classifier import Classifier
 from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.build import build_optimizer
@@ -167,7 +167,7 @@ def test_frozen_for_all_epochs_is_frozen_for_good(make):
 def test_what_is_frozen_for_good_needs_no_gradients(settings):
     vit = ["student.args={embed_dim: 384, depth: 12, num_heads: 6}"]
     frozen = ["student.tuning.freeze=[cls_token, pos_embed, patch_embed.*, blocks.*, norm.*]"]
-    told = [check(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)]
+    told = [describe(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)]
     whole, weights = (int(re.search(r"memory +(\d+) MiB", text)[1]) for text in told)
     assert whole == pytest.approx(4 * weights, rel=0.05)  # weights; gradients and AdamW's two averages
 
@@ -226,7 +226,7 @@ def test_a_pattern_that_means_nothing_is_refused(settings, make, override, words
     with pytest.raises(ModelError, match=words):
         make(override)
     with pytest.raises(ModelError, match=words):
-        check(resolve(config.load(settings, [override])))
+        describe(resolve(config.load(settings, [override])))
 
 
 def test_a_length_of_nothing_is_refused(settings):
@@ -260,7 +260,7 @@ def test_a_network_of_ones_own_says_what_its_layers_are(settings, tmp_path, monk
     own["student"]["args"] = {"layers": True}
     assert kd.train(own, "run.steps=2").steps == 2
     frozen = config.load(own, ["student.args={}", f"student.tuning.{key}=1", "student.tuning.freeze=[0.weight]"])
-    assert "well-formed" in check(resolve(frozen))  # names are those of the author
+    assert "well-formed" in describe(resolve(frozen))  # names are those of the author
 
 
 WRONG = """
@@ -303,7 +303,7 @@ def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(
     own = settings | {"student": {**student, "args": {"how": how}}}
     key = f"student.tuning={override}" if override.startswith("{") else f"student.tuning.{override}"
     with pytest.raises(ModelError, match=rf"^student\.tuning\.{words}"):
-        check(resolve(config.load(own, [key])))
+        describe(resolve(config.load(own, [key])))
 
 
 # ----------------------------------------------------------------------------------------------------- early stopping
@@ -374,7 +374,7 @@ def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
     assert max(json.loads(line)["epoch"] for line in rows.read_text().splitlines()) == 2
     own["teacher"]["fit"]["tuning"]["freeze"] = ["patch.*"]
     with pytest.raises(KdError, match=r"^teacher\.fit\.tuning\.freeze: 'patch\.\*'"):
-        check(resolve(config.load(own)))
+        describe(resolve(config.load(own)))
 
 
 @pytest.mark.parametrize(("pretrained", "lr", "expected"), [(False, 0, 1e-3), (True, 0, 5e-5), (True, 2e-4, 2e-4)])
@@ -433,7 +433,7 @@ def test_balanced_drawing_is_refused_beside_what_it_cannot_go_with(settings, ove
 @pytest.mark.parametrize(("share", "steps"), [(0.01, 1), (0.1, 1), (0.6, 3), (1, 4)])
 def test_the_length_of_a_balanced_run_is_told(settings, make, share, steps):
     key = f"data.balance={share}"
-    assert f"{2 * steps} steps of 8 images (2 epochs)" in check(resolve(config.load(settings, [key])))
+    assert f"{2 * steps} steps of 8 images (2 epochs)" in describe(resolve(config.load(settings, [key])))
     assert len(make(key).run.sifter.plan(0, 0.0).ids) == 8 * steps
 
 

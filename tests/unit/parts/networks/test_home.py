@@ -16,11 +16,11 @@ from torch import nn
 import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
-from kd.jobs.check import check
+from kd.jobs.check import compare
+from kd.jobs.description import describe
 from kd.models.spec import Spec
 from kd.parts.networks._shared import named
 from kd.setup.data import open_sources
-from kd.setup.home import compare
 from kd.setup.recipe import resolve
 from kd.setup.teacher import load_teachers, pixels_of, readable
 from kd.study.report.report import report
@@ -71,7 +71,7 @@ def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
     assert f"Teacher: {found['text']}." in run.report
     report([run.folder], tmp_path / "page.html", images=4)
     assert "same top class as the teacher at home" in (tmp_path / "page.html").read_text()
-    text = check(resolve(config.load(merged(bare, {"teacher": teacher}))), answers=True)
+    text = describe(resolve(config.load(merged(bare, {"teacher": teacher}))), answers=True)
     assert found["text"] in text
 
 
@@ -97,7 +97,7 @@ def test_a_square_at_the_model_s_size_is_the_same_as_at_home(bare, tmp_path):
 def test_another_top_class_at_home_is_refused(bare, tmp_path, monkeypatch):
     """The key that crops half the photograph away is named; with min_accuracy=0 the teacher is taken as it is."""
     pytest.importorskip("transformers")
-    import kd.setup.home as home
+    import kd.jobs.check as home
 
     folder = write_vit(tmp_path / "vit", ["apple", "fig", "pear"], size={"height": 96, "width": 16})
     content = json.loads((folder / "preprocessor_config.json").read_text())

@@ -1,0 +1,227 @@
+"""A run in words, before it trains: what `kd-train CONFIG --check` says of data, models, length and memory."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kd.config.schema import DataSection
+from kd.core.contracts import TeacherModel
+from kd.core.errors import DataError
+from kd.core.host import bf16_units
+from kd.core.types import Batch, Outputs
+from kd.engine.criterion import Distillation
+from kd.jobs.check import Checked, check, compare
+from kd.models.classifier import set_attention
+from kd.models.teacher import FAILURES, NoTeacher, count_parameters, on_meta
+from kd.parts import registry
+from kd.setup.data import split_batch
+from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.teacher import Teachers
+
+
+def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
+    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images
+    and count the memory of a step.
+    """
+    checked = check(recipe)
+    section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
+    teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
+    data = teachers.data
+    per_epoch = loop.epoch_images(len(data.train)) // split.batch_size
+    steps = loop.length.steps or loop.length.epochs * per_epoch
+    lines = [
+        f"config    {path}: well-formed",
+        f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
+        + (f"{len(data.test)} test images, " if data.test is not None else "")
+        + f"{len(data.classes)} classes, {section.image_size} px",
+        *(f"          {note}" for note in data.notes),
+        *_skew(data.labels()),
+        *_unseen(data.labels(val=True), data.classes),
+        f"student   {student_plan.model}: {_millions(student)}, images of {student.input_size} px, "
+        f"init {student_plan.init}",
+        *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
+        *(f"          {note}" for note in teachers.notes),
+        *(f"          {text}" for text in (_answers(plan, teachers) if answers else ())),
+        "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
+        f"batch     {split}",
+        f"length    {steps} steps of {split.batch_size} images "
+        f"({steps / per_epoch:.3g} {'epoch' if steps == per_epoch else 'epochs'})",
+        *_store(section, (len(data.train), len(data.val))),
+        *([f"cache     {checked.cache}"] if checked.cache else []),
+        f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
+        _memory(checked, steps=answers),
+    ]
+    return "\n".join(lines)
+
+
+def _skew(labels: torch.Tensor) -> list[str]:
+    """Say which share of the images the largest classes have, where that is more than twice their own share."""
+    counts = (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
+    sizes = counts.sort(descending=True).values
+    most = -(-len(sizes) // 5)
+    share = sizes[:most].sum().item() / max(1, int(sizes.sum()))
+    if share <= 2 * most / max(1, len(sizes)):
+        return []
+    largest = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each"
+    return [f"classes   {largest}, the smallest {sizes[-1]}); see docs/faster.md, train on fewer images"]
+
+
+def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
+    """Name the classes that validation says nothing about."""
+    seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
+    missing = [name for label, name in enumerate(classes) if label not in seen]
+    if not missing or seen <= {-1}:
+        return []
+    shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
+    count = f"{len(missing)} of {len(classes)} classes"
+    return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
+
+
+def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
+    if section.store == "none":
+        return []
+    from kd.data.store import slot_bytes  # only where pixels are stored
+    from kd.setup.store import keep_rules
+
+    most = sum(slot_bytes(rule.most) * size for rule, size in zip(keep_rules(section), sizes, strict=True))
+    return [f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from images at the start"]
+
+
+def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
+    section = plan.members[where]
+    if where in plan.fits:
+        return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
+    size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
+    return f"teacher   {section.model}: {size}; weights and classes fit the data"
+
+
+def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
+    try:
+        return [one.text for one in compare(plan, teachers, torch.device("cpu"))]
+    except DataError:
+        return ["not asked: the images do not exist yet"]
+
+
+def _millions(model: Any) -> str:
+    return f"{count_parameters(model) / 1e6:.2f} M parameters"
+
+
+def _memory(checked: Checked, steps: bool) -> str:
+    """Say what the largest phase takes, and the others; `steps`: the peak of a step is counted, which takes seconds."""
+    mib, teachers, phases, num_ranks = {}, checked.teachers, checked.phases, checked.split.world_size
+    section = phases["distillation"].teacher
+    torchs = [one for one in teachers.members if one.runtime == "torch"]
+    width = 2 if executed(phases["distillation"], section.precision)[0] else 4
+    frozen = sum(map(count_parameters, torchs)) * width / (num_ranks if section.shard or section.pipeline else 1)
+    for name, recipe in phases.items():
+        asked, module = name == "distillation", checked.modules[name]
+        held = held_bytes(recipe, module, num_ranks) + (frozen if asked else 0)
+        step = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)  # gradients
+        if steps:
+            images = split_batch(recipe.data, num_ranks, len(teachers.data.train)).micro_batch
+            told = teachers.model if asked and len(torchs) == len(teachers.members) else None
+            try:
+                step = step_bytes(recipe, module, told, images, num_ranks > 1)
+            except FAILURES:  # a network whose shapes follow from values
+                steps = False
+        mib[name] = (held + step) / 2**20
+    largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
+    others = "".join(f", {one:.0f} in {name}" for name, one in rest)
+    what = "optimizer and the peak of a step" if steps else "gradients and optimizer; activations come on top"
+    return f"memory    {largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, {what}"
+
+
+# ---------------------------------------------------------------------------------------- the memory of a step, counted
+
+
+class Live(TorchDispatchMode):
+    """The bytes of the tensors that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(tree_leaves(result))
+        return result
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Count the tensors among some values that were not counted yet."""
+        storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
+        for storage in (one for one in storages if one._cdata not in self._alive):
+            self._alive.add(storage._cdata)
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
+
+    def _end(self, storage: int, size: int) -> None:
+        self._alive.discard(storage)
+        self.bytes -= size
+
+
+def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> int:
+    """Return what a student's weights, their average and its optimizer take; without gradients."""
+    section = recipe.loop.optimizer
+    moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
+    moving = sum(parameter.numel() for parameter in distillation.parameters() if parameter.requires_grad)
+    average = count_parameters(distillation.student) if section.ema else 0
+    return round(4 * (count_parameters(distillation) + average + moments * moving))
+
+
+def step_bytes(recipe: Recipe, distillation: Distillation, teacher: Any, images: int, reduced: bool) -> int:
+    """Return what a step of `images` takes at its peak, beside the weights; its gradients are part of it.
+
+    Operators are the CPU's, on tensors that have shapes and no values; weights may be on the meta device. Not counted:
+    what an operator needs inside, and what an allocator keeps. `teacher`: of torch, or None. `reduced`: gradients stay
+    in the buckets of several ranks from step to step.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # what cannot be counted is an exception too
+    size, live, student, fake = (
+        recipe.data.image_size,
+        Live(),
+        recipe.student,
+        FakeTensorMode(allow_non_fake_inputs=True),
+    )
+    half, fused = executed(recipe, student.precision, student.attention)
+    module = on_meta(distillation, fake).train()
+    set_attention(module, fused)
+    live.note([*module.parameters(), *module.buffers()])
+    if teacher is not None:
+        low, fused = executed(recipe, recipe.teacher.precision, recipe.teacher.attention)
+        teacher = on_meta(teacher, fake, torch.bfloat16 if low else None).eval()
+        set_attention(teacher, fused)
+        live.note([*teacher.parameters(), *teacher.buffers()])
+    held = live.peak
+    with fake, live:
+        for parameter in module.parameters() if reduced else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        labels = student.task.no_labels(images, distillation.student.num_classes)  # type: ignore[arg-type]
+        batch = Batch.of(torch.empty(images, 3, size, size, dtype=torch.uint8), labels)
+        outputs = NoTeacher()(batch)
+        if teacher is not None:
+            with torch.no_grad():
+                parts = [teacher(part) for part in batch.image.split(recipe.teacher.micro_batch or images)]
+                outputs = Outputs.cat(parts).map(lambda tensor: tensor.float().clone())
+            del parts
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = module(batch, outputs)[1]["loss"].mean()
+        loss.backward()
+    return live.peak - held
+
+
+def executed(recipe: Recipe, precision: str = "auto", attention: str = "auto") -> tuple[bool, bool]:
+    """Return (bfloat16, fused); `auto` as this machine's CPU means it, or a GPU."""
+    cpu = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind").cpu
+    half = precision == "bf16" or (precision == "auto" and (not cpu or bf16_units()))
+    return half, attention == "fused" or (attention == "auto" and not cpu)
