@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 
-from kd.config import instances
 from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import (
     QUANTIZED,
@@ -178,10 +177,14 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         allowed = "The first and the last step, counted from 1"
         yield ConfigError("profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]")
-    if price.instance and not price.per_hour and not instances.price_per_hour(price.instance):
+    if price.instance and not price.per_hour:
+        from kd.config.instances import TABLE, price_per_hour  # only where a machine is named
+
+        if price_per_hour(price.instance):
+            return
         wrong = f"is {price.instance}, whose price kd does not know"
-        remedy = did_you_mean(price.instance, instances.TABLE) or "Set price.per_hour"
-        yield ConfigError("price.instance", wrong, f"One of {', '.join(instances.TABLE)}, or any with a price", remedy)
+        remedy = did_you_mean(price.instance, TABLE) or "Set price.per_hour"
+        yield ConfigError("price.instance", wrong, f"One of {', '.join(TABLE)}, or any with a price", remedy)
 
 
 def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:

@@ -19,7 +19,6 @@ from kd.core.types import Outputs
 from kd.data.views import Views
 from kd.engine.criterion import Distillation
 from kd.models.classifier import Pick, Preprocessing, feature_shapes
-from kd.models.load import require_weights
 from kd.models.teacher import FAILURES, LiveTeacher
 from kd.setup.data import BatchSplit, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
@@ -59,6 +58,8 @@ def check(recipe: Recipe) -> Checked:
     phases = {"distillation": recipe, **fits}
     for phase in (*fits.values(), recipe):
         if phase.student.kind == "timm":
+            from kd.models.load import require_weights  # not for a network of one's own
+
             require_weights(student_spec(phase.student, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data, modules = teachers.data, {}

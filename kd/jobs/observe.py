@@ -16,7 +16,6 @@ from kd.core.errors import RunError
 from kd.core.facts import BackendFacts
 from kd.core.host import cores
 from kd.core.types import Loading, State
-from kd.engine.monitor import system
 from kd.engine.monitor.timeline import APART, SPANS, Timeline
 from kd.engine.run import Logger, Run
 from kd.files.run_dir import RunDir
@@ -26,6 +25,7 @@ from kd.setup.teacher import Setting
 
 if TYPE_CHECKING:
     from kd.engine.monitor.evidence import Facts, Finding
+    from kd.engine.monitor.system import Monitor
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
 """Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
@@ -67,8 +67,12 @@ class Observer:
             profiler = Profiler(loop.profile, folder.path / "profile", backend.device.type, self.timeline.span)
             self.timeline.on_step = profiler.step
         self._profiler = profiler
-        host = folder.path / system.file_name(socket.gethostname(), backend.rank)
-        self.monitor = system.Monitor(host, fresh=start == 0) if backend.local_rank == 0 else None
+        self.monitor: Monitor | None = None
+        if backend.local_rank == 0:
+            from kd.engine.monitor.system import Monitor, file_name  # one rank of each host samples it
+
+            file = folder.path / file_name(socket.gethostname(), backend.rank)
+            self.monitor = Monitor(file, fresh=start == 0)
         self._run: Run | None = None
         self._shown: set[str] = set()
         self._looked = time.monotonic()

@@ -22,7 +22,6 @@ from kd.files.storage import write_text
 from kd.jobs.check import check
 from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
-from kd.models.timm_folder import export_files
 from kd.setup.build import distributed
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import (
@@ -168,7 +167,8 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         data = replace(data, plan=recipe.data).with_labels()  # its own seed, batch size and views
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
-            from kd.deploy.export.package import write_folder  # these two only where a teacher was fitted
+            from kd.deploy.export.package import write_folder  # these three only where a teacher was fitted
+            from kd.models.timm_folder import export_files
             from kd.study.finished import best_student
 
             student, provenance = best_student(folder, recipe.student, data.plan, data.classes)
