@@ -160,40 +160,37 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """A further teacher; of kind timm or torch, it is fitted like the first where it has no checkpoint."""
-
-    kind: str = chosen("networks", "timm")
-    """As `teacher.kind`."""
-    model: str = file_key("", or_name=True)
-    """As `teacher.model`."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """As `teacher.args`."""
-    checkpoint: str = file_key("")
-    """As `teacher.checkpoint`."""
-    weights: Literal["by_name", "by_order"] = "by_name"
-    """As `teacher.weights`."""
-    weight: float = ranged(1.0, above=0.0)
-    """Its share in the average, relative to the others'; `teacher.model` has 1."""
-    options: Any = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherSection:
-    """The frozen model that is distilled."""
+class NetworkSection:
+    """A network and its weights."""
 
     kind: str = chosen("networks", "timm")
     """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
     model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
-    Empty: no teacher."""
+    A teacher's may be empty: no teacher."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for the architecture, as in timm.create_model."""
+    """Arguments for the architecture, as in timm.create_model, or for your function."""
     checkpoint: str = file_key("")
-    """Weights for `model`: a .safetensors or .pth file, or a folder. Empty: those of the folder or hub id, or `fit`."""
+    """Weights for `model`: a .safetensors or .pth file, or a folder. Empty: those of the folder or hub id, or of
+    `teacher.fit`. A student starts from it; its `init` must then be `pretrained`."""
     weights: Literal["by_name", "by_order"] = "by_name"
     """How the tensors of `checkpoint` are found. by_order: by their place in a .pth file of other names, each with the
-    shape of the model's own; for kind timm."""
+    shape of the model's own; for kind timm. A student leaves out a classifier of other classes."""
+    options: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member(NetworkSection):
+    """A further teacher; of kind timm or torch, it is fitted like the first where it has no checkpoint."""
+
+    weight: float = ranged(1.0, above=0.0)
+    """Its share in the average, relative to the others'; `teacher.model` has 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSection(NetworkSection):
+    """The frozen model that is distilled."""
+
     pretrained: bool = False
     """Start `fit` from the weights in `checkpoint`, else from timm's pretrained ones."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
@@ -221,7 +218,6 @@ class TeacherSection:
     """Cut the frozen model into so many stages, one a rank, through which all images pass; needs torch 2.13. 0: no."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
-    options: Any = None
 
     @property
     def fitted(self) -> bool:
@@ -235,28 +231,19 @@ class TeacherSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StudentSection:
+class StudentSection(NetworkSection):
     """The small model that is trained and exported."""
 
     kind: str = chosen("networks", "timm", only=TRAINED)
     """A model of timm, or your own function `module:function`, as for teachers."""
-    model: str = file_key("", or_name=True)
-    """What `kind` builds. timm: a name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for the architecture, as in timm.create_model, or for your function."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
-    checkpoint: str = file_key("")
-    """Weights to start from: a .safetensors or .pth file, or a folder; `init` must then be `pretrained`."""
-    weights: Literal["by_name", "by_order"] = "by_name"
-    """As `teacher.weights`; a classifier of other classes is left out."""
     tuning: Tuning = field(default_factory=Tuning)
     """How single layers learn."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: unfused on a CPU, fused on a GPU."""
     compile: Literal["on", "off"] = "off"
     """torch.compile for the student. `--check` says where it would pay."""
-    options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

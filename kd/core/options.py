@@ -8,7 +8,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, field
+from dataclasses import MISSING, field, is_dataclass
 from typing import Any
 
 
@@ -24,9 +24,11 @@ def option(
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass."""
+    """Return the string under each field of a dataclass, those of its bases too."""
+    docs = {
+        key: text for base in reversed(cls.__bases__) if is_dataclass(base) for key, text in field_docs(base).items()
+    }
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    docs = {}
     for node, following in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
             docs[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())

@@ -20,7 +20,7 @@ from kd.data.views import Views
 from kd.engine.criterion import Distillation
 from kd.models.classifier import Pick, Preprocessing, feature_shapes
 from kd.models.teacher import FAILURES, LiveTeacher
-from kd.setup.data import BatchSplit, open_sources, split_batch, train_transform
+from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_criterion, build_student, dims_of, student_spec, tune
 from kd.setup.teacher import META, Teachers, load_teachers, pixels_of, readable
@@ -32,6 +32,7 @@ LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused
 class Checked:
     """What a check has built and found."""
 
+    data: Data  # the splits, listed
     teachers: Teachers  # those without a checkpoint have no weights
     split: BatchSplit
     phases: Mapping[str, Recipe]  # the run as "distillation", and the fits that come before it
@@ -51,7 +52,7 @@ def check(recipe: Recipe) -> Checked:
         from kd.jobs.progress.trackers import find  # only where some are named
 
         find(name)
-    data = open_sources(section)
+    data = listed = open_sources(section)
     split = split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()
     fits = {f"the fit of {where}": fit for where, (fit, target) in folders if not is_fitted(target)}
@@ -78,7 +79,7 @@ def check(recipe: Recipe) -> Checked:
 
         codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
         cache = price(plan.cache, codec, len(data.train))
-    return Checked(teachers, split, phases, modules, cache)
+    return Checked(listed, teachers, split, phases, modules, cache)
 
 
 # ------------------------------------------------------------------------------- a teacher, and itself at home

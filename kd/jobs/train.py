@@ -49,9 +49,9 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     """
     started = time.perf_counter() - before
     recipe = resolve(settings)
-    check(recipe)  # what can be known now must not be found out after the teacher was fitted
+    checked = check(recipe)  # what can be known now must not be found out after the teacher was fitted
     record = recipe.record
-    with accounted(started), opened(recipe, obtain_teachers, started) as (setting, folder):
+    with accounted(started), opened(recipe, obtain_teachers, started, listed=checked.data) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
         if recipe.baseline is not None:
             alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
@@ -77,6 +77,7 @@ def opened(
     started: float | None = None,
     fill: bool = True,
     examine: Callable[[Data], None] = lambda data: None,
+    listed: Data | None = None,
 ) -> Iterator[tuple[Setting, RunDir]]:
     """Open what a job needs, what fails quickly first, and the run folder if it is written. All ranks call it.
 
@@ -86,9 +87,10 @@ def opened(
         started: when the command began, by `time.perf_counter`; None: the run folder is neither written nor held.
         fill: keep decoded pixels where `data.store` says so; not for a job that reads each image once.
         examine: is called with the data before a teacher is loaded; may raise.
+        listed: its splits, where they were listed already.
     """
     with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, backend, fill)
+        data = open_data(recipe.data, backend, fill, listed)
         examine(data)
         with ExitStack() as stack:
             folder = RunDir(recipe.record.path, backend.rank)

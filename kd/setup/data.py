@@ -173,9 +173,12 @@ def open_sources(plan: DataPlan) -> Data:
     return Data(plan, train, val, splits.get("test"))
 
 
-def open_data(plan: DataPlan, backend: Backend, fill: bool = True) -> Data:
-    """List the splits, let rank 0 make missing images, open the store of pixels if `fill`. All ranks must call this."""
-    data = open_sources(plan)
+def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data | None = None) -> Data:
+    """List the splits, let rank 0 make missing images, open the store of pixels if `fill`. All ranks must call this.
+
+    `listed`: what `open_sources` has listed already.
+    """
+    data = listed or open_sources(plan)
     if backend.rank == 0:
         for note in data.notes:
             log.info("data: %s", note)

@@ -35,11 +35,6 @@ class ExecutionMode:
     def __str__(self) -> str:
         return f"{self.precision}+{self.kernel}{'+compiled' if self.compiled else ''}"
 
-    @classmethod
-    def parse(cls, text: str) -> ExecutionMode:
-        precision, kernel, *compiled = text.split("+")
-        return cls(precision, kernel, bool(compiled))
-
     @property
     def exported(self) -> bool:
         return self.kernel in RUNTIMES
