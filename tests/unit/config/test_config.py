@@ -14,7 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from kd import config
-from kd.config import Config, dump, explain, load, schema, to_dict
+from kd.config import Config, dump, load, schema, to_dict
+from kd.config.explain import explain
 from kd.config.load import _out_of_range
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.host import environment
