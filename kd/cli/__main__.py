@@ -12,6 +12,7 @@ from kd.cli.command import Parser, explained, guarded
 from kd.core.errors import ConfigError, did_you_mean
 
 COMMANDS = {
+    "init": training.init,
     "train": training.train,
     "teach": training.teach,
     "cache": training.cache,
@@ -26,6 +27,7 @@ COMMANDS = {
 }
 OVERVIEW = """usage: kd COMMAND ...
 
+  init      look at a folder of images and write the configuration of a run
   train     distill a teacher into a student; the same command resumes a run
   teach     fit a teacher on the labels
   cache     compute a teacher's answers before training

@@ -135,6 +135,11 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return _type(options.whole_number(low, high))
 
 
+def number(unit: str) -> Callable[[str], float]:
+    """Return the type of an option that is a number above 0, with its unit or without."""
+    return _type(lambda text: options.positive(text.lower().removesuffix(unit)))
+
+
 def explained(prefix: str = "") -> str:
     """Return what the keys below a dotted prefix mean: two lines or more for each."""
     from kd.config.explain import explain  # kd-serve and the like do without the configuration and what it imports

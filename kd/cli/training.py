@@ -1,4 +1,4 @@
-"""`kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-report` and `kd-parts`."""
+"""`kd-init`, `kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-report` and `kd-parts`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,37 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kd.cli.command import add_trust, explained, guarded, load_config, new_parser, whole_number
+from kd.cli.command import add_trust, explained, guarded, import_quickly, load_config, new_parser, number, whole_number
 from kd.core.host import command_seconds
+
+
+def init(argv: Sequence[str] | None = None) -> int:
+    """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [-o FILE]`: write the configuration of a run."""
+    parser = new_parser(
+        "kd-init",
+        "Look at a folder of images and at this machine, and write a configuration with the facts that chose its keys.",
+        "kd-init photos --latency 10ms --mb 4",
+        with_config=False,
+    )
+    text = "class folders, with train, val and test or without; images alone; or images and a table of labels"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
+    text = "milliseconds that an answer may take, such as 10ms: students are timed here"
+    parser.add_argument("--latency", metavar="MS", type=number("ms"), help=text)
+    parser.add_argument("--mb", metavar="MB", type=number("mb"), help="megabytes that the student may have")
+    text = "pretrained weights: a name, a file, NAME=FILE or a folder (default: the largest in the hub's cache here)"
+    parser.add_argument("--teacher", metavar="WEIGHTS", default="", help=text)
+    text = "where to write, never over an existing file (default: FOLDER's name with .yaml)"
+    parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)
+    options = parser.read(argv)
+
+    def command() -> None:
+        import_quickly("torch")
+        from kd.jobs.init.init import init
+
+        file, following = init(options.folder, options.to, options.teacher, options.latency, options.mb)
+        print(f"wrote {file}. Read it, then:", *following, sep="\n  ")
+
+    return guarded(command)
 
 
 def train(argv: Sequence[str] | None = None) -> int:

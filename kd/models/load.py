@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,27 @@ def _preprocessing(config: dict[str, Any]) -> Preprocessing:
     keys = ("input_size", "crop_pct", "crop_mode", "interpolation")
     shown = ", ".join(f"{key} {config[key]}" for key in keys if key in config)
     return Preprocessing("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
+
+
+def identify(where: str, file: Path, model: str = "") -> tuple[str, bool]:
+    """Return the network of timm that a file of weights belongs to, and whether its tensors have other names.
+
+    Tried are `model`, or the networks whose names are in the file's name. Weights under other names are more often
+    those of a network `tf_...` than of its twin, since they were converted from TensorFlow.
+    """
+    import timm
+
+    plain = partial(re.sub, "[^a-z0-9]", "")
+    weights, stem = read_tensors(Spec(where, "", {}, (), checkpoint=str(file))), plain(file.stem.lower())
+    near = [model] if model else [name for name in timm.list_models() if plain(name.removeprefix("tf_")) in stem]
+    for by_order in (False, True):
+        for name in sorted(near, key=lambda name: ((plain(name) in stem) == by_order, -len(name))):
+            spec = Spec(where, name, {}, (), checkpoint=str(file), by_order=by_order)
+            with suppress(ModelError), torch.device("meta"):
+                _load_weights(spec, _create(spec, _source(spec), False, 224, 0)[0], *weights)
+                return name, by_order
+    wrong = f"'{file}' holds the weights of no network of timm whose name is in the file's name"
+    raise ModelError(where, wrong, "NAME=FILE, where NAME has a fitting network", f"Tried: {', '.join(near) or 'none'}")
 
 
 def _source(spec: Spec) -> str:

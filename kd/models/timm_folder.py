@@ -200,3 +200,23 @@ def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tens
     listed = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
     if listed:
         raise ModelError(where, f"the weights are not those of '{model}' ({listed})", "", "Correct model or args")
+
+
+def cached() -> dict[str, Path]:
+    """Return the models in the hub's cache on this machine, by the name that a configuration has, and their weights."""
+    from huggingface_hub import constants
+
+    found = {}
+    for file in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*/*")):
+        owner, name = file.parts[-4].split("--", 2)[1:]
+        if file.suffix in WEIGHTS:
+            found[name if owner == "timm" else f"{owner}/{name}"] = file
+    return found
+
+
+def takes_any_size(name: str) -> bool:
+    """Return whether a network of timm takes images of any size as it is; False for a vision transformer."""
+    from timm import get_pretrained_cfg  # type: ignore[attr-defined]
+
+    config = get_pretrained_cfg(name)
+    return config is not None and not config.fixed_input_size

@@ -1,0 +1,136 @@
+"""Write the configuration of a first run: keys with the facts of folder and machine that chose them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kd.core.errors import ConfigError
+from kd.core.host import cores, free_mib
+from kd.jobs.init.folder import Folder, look
+from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher
+
+SIZES = (64, 96, 128, 160, 192, 224)
+"""Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
+where the teacher has random weights too, as in docs/tutorial.md."""
+VIEWS, GPU_VIEWS, FITTING = 100_000, 1_000_000, 20_000
+"""Images that a run shows, on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s) and with a GPU; that fit a teacher from
+pretrained weights (configs/few_labels.yaml: 19,200)."""
+RAM_SHARE = 0.3  # of the free memory that decoded images may take
+
+
+def init(folder: Path, to: Path | None, weights: str, ms: float | None, mb: float | None) -> tuple[Path, list[str]]:
+    """Look, choose and write; return the file and the commands that follow."""
+    file = to or Path(re.sub(r"[^\w.-]+", "_", folder.resolve().name or "images") + ".yaml")
+    if file.exists() or not os.access(file.parent, os.W_OK):
+        wrong = f"'{file}' exists" if file.exists() else f"'{file.parent}' is no folder that can be written to"
+        raise ConfigError("-o", wrong, "A new file", "Name another one with -o")
+    found, gpu = look(folder), torch.cuda.is_available()
+    teacher = find_teacher(weights, found.data.classes, gpu)
+    if found.labels == "none" and (teacher is None or teacher.role == "fit"):
+        wrong = f"the images have no labels ({found.why}), and "
+        wrong += "a teacher cannot be fitted on them" if teacher else "no pretrained weights are here"
+        raise ConfigError("--teacher", wrong, "Weights whose answers are learned", "Name a file, a folder or a model")
+    size = min(224 if gpu else 128 if teacher else 64, found.side)
+    size = max(side for side in SIZES if side <= max(size, SIZES[0]))
+    bare = teacher is not None and teacher.role == "features" and found.labels == "none"
+    student = find_student(size, () if bare else found.data.classes or ("a", "b"), ms, mb)  # or the teacher's classes
+    head = f"# Written by `kd init {folder}`: keys and the facts that chose them; behind # choices that it cannot make"
+    with open(file, "x", encoding="utf-8") as opened:
+        opened.write("\n".join([head, *_lines(found, teacher, size, gpu, *student), ""]))
+    limits = [f"{word}<={limit:g}" for word, limit in (("ms", ms), ("mb", mb)) if limit]
+    name, run = _yaml(str(file)), f"runs/{file.stem}"
+    accept = f'kd export {run} --accept "{" ".join(["drop<=2", *limits])}"'
+    return file, [f"kd train {name} --check", f"kd train {name}", accept, f"kd serve {run}/export"]
+
+
+def _yaml(value: Any) -> str:
+    """Return a value in the flow style of YAML, words without quotation marks."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    plain = isinstance(value, str) and re.fullmatch(r"(?!(?:true|false|yes|no|on|off|null)$)[A-Za-z./][\w./-]*", value)
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+def _keys(keys: dict[str, Any], why: str) -> list[str]:
+    """Return lines of a section, the first with a comment."""
+    lines = [f"  {key}: {_yaml(value)}" for key, value in keys.items()]
+    return [f"{lines[0]}  # {why}", *lines[1:]]
+
+
+def _lines(
+    found: Folder, teacher: Teacher | None, size: int, gpu: bool, student: dict[str, Any], why: str
+) -> list[str]:
+    data, counts, count = found.data, found.counts, len(found.data.train)
+    epochs = min(300, max(10, round((GPU_VIEWS if gpu else VIEWS) / count)))
+    batch = min(256 if gpu else 32 if count < 5000 else 64, 2 ** (count.bit_length() - 1))
+    steps, memory = epochs * (count // batch), free_mib()
+    crop = 0.75 if found.side < size else 0.35
+    kept = (count + len(data.val)) * 3 * min(found.side, size / crop**0.5) ** 2 / 2**20
+    layout = ", ".join(f"{len(one):,} {split}" for split, one in data.splits.items())
+    classes = f"{len(counts)} classes of {min(counts):,} to {max(counts):,} images" if counts else found.why
+    looked, rate = found.sampled + found.damaged, 0.003 if "xcit" in student["model"] else 0.002
+    machine = f"{cores()} cores, {memory / 1024:.0f} GB free, {'a' if gpu else 'no'} GPU"
+    return [
+        "run:",
+        f"  epochs: {epochs}  # of {count:,} images: {epochs * count:,} views; --check says how long that takes",
+        f"  every: {{evaluate: {max(1, steps // 20)}}}  # 20 times in {steps:,} steps",
+        *["  # baseline: true  # the same student on labels alone too: what does the teacher add?"] * bool(counts),
+        "data:",
+        *_keys(found.keys, layout),
+        *(f"  # {note}" for note in data.notes),
+        f"  {'# ' * (found.labels == 'all')}labels: {'none' if found.labels == 'all' else found.labels}  # {classes}",
+        *["  # test_fraction: 0.5  # of the validation images: scored once, when all is chosen"] * (data.test is None),
+        f"  image_size: {size}  # {found.sampled} sampled {found.endings} have {found.side} px (median); {machine}",
+        f"  batch_size: {batch}",
+        f"  {'# ' * (kept > RAM_SHARE * memory)}store: ram  # each image is decoded once: up to {kept:,.0f} MB",
+        f"  augment: {{crop: {crop}, jitter: 0.2}}  # flip: 0.0 where left and right differ, as in writing",
+        *([f"  on_corrupt: skip  # {found.damaged} of {looked} sampled images are damaged"] if found.damaged else []),
+        *([f"  max_skipped: {min(1, 2 * found.damaged / looked):.2f}"] if 100 * found.damaged > looked else []),
+        *["  # balance: 0.5  # fewer images of frequent classes"] * (max(counts or [0]) > 10 * min(counts or [1])),
+        *_teacher(found, teacher, epochs, min(32, batch), size),
+        "student:",
+        *_keys(student, why),
+        f"losses: {_losses(found, teacher)}",
+        f"optimizer: {{lr: {rate}, warmup: 0.1}}  # as in configs/vit_food.yaml",
+    ]
+
+
+def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, size: int) -> list[str]:
+    """Return the section: weights that are here and what fits them to the labels, or a network from random weights."""
+    count, val, fitted = len(found.data.train), len(found.data.val), max(5, epochs // 2)
+    if teacher is None:
+        keys = {
+            "model": f"xcit_nano_12_p{16 if size >= COARSE else 8}_224",
+            "args": {"embed_dim": 128, "depth": 6, "num_heads": 4},
+            "fit": {"epochs": fitted, "lr": 0.0015, "warmup": 0.1},
+        }
+        why = "random weights, as in docs/tutorial.md: no others are here. With some: kd init --teacher FILE"
+    else:
+        keys, why = dict(teacher.keys), teacher.why
+        if teacher.any_size and size < SIZES[-1]:  # else it would enlarge the images to the size of its weights
+            keys["args"] = {"pretrained_cfg_overlay": {"input_size": [3, size, size]}}
+        if teacher.role == "fit":
+            fitted = min(30, max(1, round(FITTING / count)))
+            lr, head = (0.001, 5.0) if teacher.any_size else (5e-5, 10.0)
+            fit = {"epochs": fitted, "batch_size": batch, "lr": lr, "tuning": {"head_lr": head}}
+            keys |= {"pretrained": True, "fit": fit}
+            why += f"; its classes are others, so {fitted * count:,} images fit it to yours"
+    views = min(epochs, 8, max(2, round(VIEWS / count)))
+    few = [f"  min_accuracy: 0.0  # {val} validation images do not tell a good teacher from chance"] * (val < 50)
+    cache = f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher answers {views * count:,} times in all"
+    return ["teacher:", *_keys(keys, why), *few, cache]
+
+
+def _losses(found: Folder, teacher: Teacher | None) -> str:
+    sets = found.keys["kind"] == "multilabel"
+    own = [{"kind": "bce", "weight": 0.5} if sets else {"kind": "ce", "weight": 0.1}] * (found.labels != "none")
+    taught = {"kind": "binary_kl"} if sets else {"kind": "kl", "temperature": 2.0}
+    return _yaml([{"kind": "cosine"} if teacher and teacher.role == "features" else taught, *own])

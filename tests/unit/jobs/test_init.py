@@ -1,0 +1,222 @@
+"""`kd init FOLDER`: what it finds, what it writes, and that the file passes `kd train FILE --check`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from pieces import CLASSES, paint
+from PIL import Image
+
+from kd import config
+from kd.core.errors import KdError
+from kd.jobs.check import check
+from kd.jobs.init.init import init
+from kd.models.load import identify
+from kd.setup.recipe import resolve
+
+DATA = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
+"""Where folders of real photographs lie, if they do."""
+
+
+@pytest.fixture(autouse=True)
+def hub(inside, monkeypatch) -> Path:
+    """An empty cache of the hub, and a working folder of its own."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(inside / "hub"))
+    return inside / "hub"
+
+
+def loose(root: Path, count: int, size: tuple[int, int] = (40, 30)) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", size, (9 * number % 256, 80, 40)).save(root / f"{number:03d}.jpg")
+    return root
+
+
+def classes(root: Path, *counts: int, size: int = 20) -> Path:
+    paint(root, counts, seed=1, size=size)
+    return root
+
+
+def split(root: Path) -> Path:
+    for name, counts in {"training": (8, 8, 9), "valid": (2, 2, 2), "test": (1, 1, 1)}.items():
+        classes(root / "all" / name, *counts)
+    return root
+
+
+def label_sets(root: Path) -> Path:
+    loose(root / "images", 12)
+    rows = [f"{number:03d}.jpg,{'apple;fig' if number % 2 else 'pear'}" for number in range(12)]
+    root.joinpath("labels.csv").write_text("\n".join(["file,labels", *rows]))
+    return root
+
+
+def columns(root: Path) -> Path:
+    loose(root, 12)
+    for name, numbers in {"train.tsv": range(8), "val.tsv": range(8, 12)}.items():
+        rows = [f"{number}\t{number:03d}\t{CLASSES[number % 2]}" for number in numbers]
+        root.joinpath(name).write_text("\n".join(["id\tpicture\tspecies", *rows]))
+    root.joinpath("about.json").write_text('{"by": "somebody"}')
+    return root
+
+
+def phone(root: Path) -> Path:
+    for name in CLASSES[:2]:
+        loose(root / name, 3, (4032, 3024))
+    return root
+
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "splits": split,
+    "five": lambda root: classes(root, 2, 2, 1),
+    "one class": lambda root: loose(root / "apple", 9).parent,
+    "unlabelled": lambda root: loose(root, 9),
+    "label sets": label_sets,
+    "columns": columns,
+    "phone": phone,
+}
+UNLABELLED = ("one class", "unlabelled")
+FOUND = {
+    "splits": {"root": "splits/all", "train_split": "training", "val_split": "valid", "test_split": "test"},
+    "label sets": {"root": "label sets/images", "train_labels": "../labels.csv", "separator": ";", "val_fraction": 0.1},
+    "columns": {"train_list": "train.tsv", "val_list": "val.tsv", "image_key": "picture", "label_key": "species"},
+    "unlabelled": {"kind": "imagefolder", "labels": "none", "val_fraction": 0.1},
+    "one class": {"labels": "none"},
+    "phone": {"image_size": 64, "store": "ram"},
+    "five": {"batch_size": 2},
+}
+
+
+def wrote(folder: Path | str, weights: str = "") -> tuple[str, dict]:
+    file, _ = init(Path(folder), Path("made.yaml"), weights, None, None)
+    return file.read_text(), yaml.safe_load(file.read_text())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_written_file_holds_what_was_found_and_is_checked(name, teacher):
+    FOLDERS[name](Path(name))
+    text, written = wrote(name, str(teacher) if name in UNLABELLED else "")
+    assert FOUND[name].items() <= written["data"].items(), text
+    checked = check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
+    assert "well-formed" in checked
+    assert all("#" in line for line in text.splitlines() if line.startswith(("  kind", "  model", "  epochs")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FOLDERS, "grocery-fruit", "cifar10", "tiny-imagenet"])
+def test_the_written_file_passes_the_check_of_the_command(name, command, teacher):
+    root = FOLDERS[name](Path(name)) if name in FOLDERS else DATA / name
+    if not root.is_dir():
+        pytest.skip(f"the folder '{name}' is not here; set KD_TEST_DATA to the one that holds it")
+    answer = command("init", root, "-o", "food.yaml", *(["--teacher", teacher] if name in UNLABELLED else []))
+    assert answer.code == 0, answer
+    assert answer.out.splitlines()[1:] == [
+        "  kd train food.yaml --check",
+        "  kd train food.yaml",
+        '  kd export runs/food --accept "drop<=2"',
+        "  kd serve runs/food/export",
+    ]
+    answer = command("train", "food.yaml", "--check", "run.steps=2")
+    assert answer.code == 0, answer
+
+
+def test_foreign_weights_are_recognized_and_written(inside):
+    tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
+    weights = inside / "efficientnet-lite0-57934424.pth"
+    torch.save({f"other.{number}": tensor for number, tensor in enumerate(tensors.values())}, weights)
+    text, written = wrote(classes(Path("three"), 5, 5, 5), str(weights))
+    taught = written["teacher"]
+    assert (taught["model"], taught["weights"], taught["pretrained"]) == ("tf_efficientnet_lite0", "by_order", True)
+    assert taught["args"] == {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}
+    assert "under other names" in text
+    torch.save(tensors, weights)
+    assert identify("--teacher", weights) == ("efficientnet_lite0", False)
+    os.rename(weights, "mine.pth")
+    assert identify("--teacher", Path("mine.pth"), "tf_efficientnet_lite0") == ("tf_efficientnet_lite0", False)
+    with pytest.raises(KdError, match=r"--teacher: .*NAME=FILE"):
+        identify("--teacher", Path("mine.pth"))
+
+
+def test_weights_in_the_hubs_cache_are_taken(hub):
+    for name, size in {"timm--lcnet_050.ra2_in1k": 10, "timm--resnet10t.c3_in1k": 20}.items():
+        snapshot = hub / f"models--{name}" / "snapshots" / "1"
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").write_bytes(bytes(size))
+    text, written = wrote(classes(Path("three"), 5, 5, 5))
+    assert written["teacher"]["model"] == "resnet10t.c3_in1k"
+    assert written["teacher"]["pretrained"]
+    assert "lcnet_050.ra2_in1k" in text
+
+
+@pytest.mark.slow
+def test_a_student_is_timed(command):
+    classes(Path("three"), 5, 5, 5)
+    answer = command("init", "three", "--mb", "2", "--latency", "5000ms")
+    assert answer.code == 0, answer
+    assert '--accept "drop<=2 ms<=5000 mb<=2"' in answer.out
+    assert re.search(r"model: xcit_.*1\.8 MB, [0-9.]+ ms here", Path("three.yaml").read_text())
+
+
+def test_no_student_is_small_enough(command):
+    classes(Path("three"), 5, 5, 5)
+    answer = command("init", "three", "--mb", "0.1MB")
+    assert answer.code == 2
+    assert re.search(r"--latency, --mb: .* 1\.8 MB.*lcnet_050: .* 2\.4 MB", answer.err)
+    assert not Path("three.yaml").exists()
+
+
+def test_damaged_images_are_counted_and_skipped():
+    damaged = classes(Path("three"), 9, 9, 9) / "fig" / "00.jpg"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    text, written = wrote("three")
+    assert written["data"]["on_corrupt"] == "skip"
+    assert "1 of 2" in text
+    assert written["data"]["max_skipped"] > 0.03
+
+
+def bad(root: Path, what: str) -> list[object]:
+    root.mkdir()
+    if what == "folders":
+        root.joinpath("a", "b", "c").mkdir(parents=True)
+    if what in ("damaged", "mixed", "exists", "lost"):
+        classes(root, 3, 3, 3)
+    if what == "damaged":
+        for path in root.rglob("*.jpg"):
+            path.write_bytes(b"no image")
+    if what == "mixed":
+        shutil.copy(root / "fig" / "00.jpg", root / "more.jpg")
+    if what == "exists":
+        Path("bad.yaml").write_text("run: {}")
+    if what == "loose":
+        loose(root, 5)
+    return {"file": [__file__], "absent": ["gone"], "lost": [root, "-o", "gone/a.yaml"]}.get(what, [root])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("empty", "FOLDER: no images"),
+        ("folders", "FOLDER: no images"),
+        ("damaged", "FOLDER: none of 6 sampled images can be decoded"),
+        ("mixed", "FOLDER: the image 'more.jpg' lies outside any class folder"),
+        ("loose", "--teacher: the images have no labels"),
+        ("exists", "-o: 'bad.yaml' exists"),
+        ("lost", "-o: 'gone' is no folder that can be written to"),
+        ("file", "FOLDER: .*is a file"),
+        ("absent", "FOLDER: 'gone' does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(what, words, command):
+    answer = command("init", *bad(Path("bad"), what))
+    assert answer.code == 2, answer
+    assert len(answer.err.splitlines()) == 1, answer
+    assert re.search(words, answer.err), answer
+    if what == "exists":
+        assert Path("bad.yaml").read_text() == "run: {}"
