@@ -208,6 +208,9 @@ class Session:
                 rest.append("--dry-run")
             answer = self.command(program.removeprefix("kd-"), *rest)
             assert answer.code == 0, (argv, answer)
+            if program == "kd-init":  # the run that follows is tiny
+                path = Path(argv[argv.index("-o") + 1])
+                path.write_text(yaml.safe_dump(overlaid(yaml.safe_load(path.read_text()), PINNED)))
 
     def settings(self, text: str) -> None:
         """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
