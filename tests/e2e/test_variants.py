@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import onnxruntime
@@ -21,8 +20,6 @@ from kd.deploy.export import graphs, variants
 from kd.deploy.serve.model import describe
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
-from kd.study.report.report import read
-from kd.study.report.sections import variants as drawn
 
 
 @pytest.fixture
@@ -106,17 +103,6 @@ def test_recall_is_a_score_of_the_report(embedded):
     assert 0 < row["found"] <= 1
     report = " ".join((embedded / "report.md").read_text().split())
     assert "recall@10 in the teacher's index" in report
-
-
-def test_the_page_draws_the_table(distilled):
-    run = read(distilled, 0)
-    speed = {"1": {"p50_ms": 3.0, "p99_ms": 4.0, "images_per_second": 300.0, "memory_mb": 90.0}}
-    one = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": [0.85, 0.93], "agreement": 1.0, "bytes": 9}
-    facts = {"variants": {"model.onnx": {**one, "speed": speed}}, "pick": "model.onnx"}
-    assert drawn([run]) == ""
-    html = drawn([replace(run, exported=facts)])
-    assert "model.onnx (accepted)" in html
-    assert "Accuracy against time" in html
 
 
 def test_timmx_takes_an_export_over(exported, photos, tmp_path):

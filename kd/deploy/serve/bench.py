@@ -5,9 +5,7 @@ In turns, so that what else this machine does disturbs all alike. The client run
 
 from __future__ import annotations
 
-import ctypes
 import http.client
-import signal
 import subprocess
 import sys
 import time
@@ -15,16 +13,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from kd.core.errors import KdError
+from kd.core.host import end_with
 
 TURN, FEWEST, COLD = 0.3, 8, 3
 """Seconds that a server is asked before it is the next one's turn, and answers at least; answers at the start of a turn
 that do not count, because the caches still hold another model."""
 ENOUGH = 400  # answers of each server, after which the time does not count
-_PDEATHSIG = 1  # of prctl: a server gets a signal when this process ends, also when it is killed
 START_SECONDS = 120.0  # until a server must be ready; chosen: a server that takes longer hangs
 ANSWER_SECONDS = 60.0  # until an answer must be there: chosen far above any that was measured
 
@@ -72,8 +69,7 @@ def server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple[
     """Start a server, wait until it is ready, and yield its host and port."""
     argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--file", file, "--port", "0", "--quiet", "--no-ui"]
     argv += ["--threads", str(threads), "--slots", str(slots)]
-    ends = partial(ctypes.CDLL(None).prctl, _PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=ends)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=end_with())
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -2,28 +2,47 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
+from kd.core.facts import file_key
 from kd.models.classifier import Pick
 from kd.models.load import check_classes
 from kd.models.spec import Spec
 from kd.parts.registry import named_module
 
 
-def check_pixels(mean: Sequence[float], std: Sequence[float], input_size: int) -> None:
-    if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
-        raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
-    if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
-        wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
-        allowed = "each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
-        raise ValueError(f"{wrong}; {allowed}")
-    if input_size < 0:
-        raise ValueError(f"input_size is {input_size}; it must be 0 or a number of pixels")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What cannot be read off a module or a graph."""
+
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, for pixels in 0..1; [0, 0, 0] where the model normalizes by itself. Not for a graph that
+    takes uint8."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of each channel, likewise; [1, 1, 1]."""
+    input_size: int = 0
+    """Side of the image that a module takes, or a graph that leaves it open, pixels. 0: `data.image_size`."""
+    outputs: Literal["logits", "probabilities"] = "logits"
+    """What the model answers with."""
+    classes: str = file_key("")
+    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
+
+    def __post_init__(self) -> None:
+        mean, std = self.mean, self.std
+        if len(mean) not in (0, 3) or len(std) not in (0, 3) or bool(mean) != bool(std):
+            raise ValueError("mean and std are three numbers each, for pixels in 0..1; set both or neither")
+        if not all(0 < one <= 1 for one in std) or not all(abs(one) <= 1 for one in mean):
+            wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
+            allowed = "each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
+            raise ValueError(f"{wrong}; {allowed}")
+        if self.input_size < 0:
+            raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:

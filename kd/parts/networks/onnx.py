@@ -10,14 +10,13 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.facts import file_key
 from kd.core.types import Outputs
 from kd.models.classifier import resized
 from kd.models.runtimes import Sessions, graph_files, open_session
@@ -30,24 +29,11 @@ DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class Options(shared.Options):
     """What a graph does not say about itself."""
 
-    mean: tuple[float, ...] = ()
-    """Mean of each channel, for pixels in 0..1. Not for a graph that takes uint8."""
-    std: tuple[float, ...] = ()
-    """Standard deviation of each channel, likewise."""
-    input_size: int = 0
-    """Side of the image where the graph leaves it open, pixels. 0: `data.image_size`."""
     output: str = ""
     """Which output, where the graph has several. Empty: the only one, or the one named `logits`."""
-    outputs: Literal["logits", "probabilities"] = "logits"
-    """What it holds."""
-    classes: str = file_key("")
-    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
-
-    def __post_init__(self) -> None:
-        shared.check_pixels(self.mean, self.std, self.input_size)
 
 
 class GraphTeacher(nn.Module):

@@ -9,14 +9,13 @@ import inspect
 import json
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.facts import NetworkFacts, file_key
+from kd.core.facts import NetworkFacts
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.load import read_tensors, without_meta_warnings
@@ -24,27 +23,9 @@ from kd.models.spec import Spec
 from kd.models.teacher import FAILURES, fails
 from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.parts.networks import _shared as shared
+from kd.parts.networks._shared import Options
 
 facts = NetworkFacts(runs_code=True, trains=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What cannot be read off a module."""
-
-    mean: tuple[float, ...] = ()
-    """Mean of each channel, for pixels in 0..1; [0, 0, 0] where the module normalizes by itself."""
-    std: tuple[float, ...] = ()
-    """Standard deviation of each channel, likewise; [1, 1, 1]."""
-    input_size: int = 0
-    """Side of the image that the module takes, pixels. 0: `data.image_size`."""
-    outputs: Literal["logits", "probabilities"] = "logits"
-    """What the module returns."""
-    classes: str = file_key("")
-    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
-
-    def __post_init__(self) -> None:
-        shared.check_pixels(self.mean, self.std, self.input_size)
 
 
 class Embedder(Classifier):

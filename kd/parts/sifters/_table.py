@@ -5,7 +5,7 @@ Legend: N images of the dataset, K images of some kind.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,13 +16,18 @@ from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch,
 NEVER = -1  # in place of an epoch, which counts from 0
 
 
-class Kept(NamedTuple):
-    """How much of an epoch is kept, and with what limits: the options of the same names."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How much of an epoch is kept, and with what limits."""
 
-    keep: float
-    warmup: int
-    anneal: float
-    refresh: int
+    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
+    """Share of the images that a sifted epoch visits; exact up to one global batch."""
+    warmup: int = field(default=1, metadata={"low": 1})
+    """Number of first epochs that visit all images."""
+    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
+    """Last share of the run, in which epochs visit all images."""
+    refresh: int = field(default=4, metadata={"low": 1})
+    """An image that was left out for this many epochs is visited, whatever its score."""
 
 
 class Remembering(Planned):
@@ -32,7 +37,7 @@ class Remembering(Planned):
     images. It is assigned to the first one.
     """
 
-    def __init__(self, limits: Kept, context: SiftContext) -> None:
+    def __init__(self, limits: Limits, context: SiftContext) -> None:
         super().__init__(context)
         self.limits, self.keep = limits, limits.keep
         count = context.num_images

@@ -10,23 +10,15 @@ from torch import Tensor
 
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
-from kd.parts.sifters._table import Kept, Remembering
+from kd.parts.sifters._table import Limits, Remembering
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class Options(Limits):
     """How much of an epoch is kept, and with what limits."""
 
-    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
-    """Share of the images that a sifted epoch visits; exact up to one global batch."""
     floor: float = field(default=0.15, metadata={"above": 0.0, "high": 1.0})
     """Lowest probability of keeping an easy image."""
-    warmup: int = field(default=1, metadata={"low": 1})
-    """Number of first epochs that visit all images."""
-    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run, in which epochs visit all images."""
-    refresh: int = field(default=4, metadata={"low": 1})
-    """An image that was left out for this many epochs is visited, whatever its loss."""
 
     def __post_init__(self) -> None:
         if self.keep < self.floor:
@@ -43,7 +35,7 @@ class History(Remembering):
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
-        super().__init__(Kept(options.keep, options.warmup, options.anneal, options.refresh), context)
+        super().__init__(options, context)
         self.floor = options.floor
 
     def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:

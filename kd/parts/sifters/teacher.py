@@ -5,7 +5,7 @@ Legend: N images of the dataset, V views of each, K images of some kind, C class
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kd.core.facts import SifterFacts
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
-from kd.parts.sifters._table import Kept, Remembering
+from kd.parts.sifters._table import Limits, Remembering
 from kd.parts.sifters._window import inclusion, systematic
 
 READ = 4096  # images whose answers are in memory at once
@@ -23,7 +23,7 @@ LEAST = 0.15  # of the largest probability of a draw: no image is drawn less oft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class Options(Limits):
     """What of the teacher's answer counts, and how much of an epoch is kept."""
 
     score: Literal["loss", "entropy", "margin", "divergence", "learnable"] = "learnable"
@@ -31,17 +31,9 @@ class Options:
     class leads; how far the answer is from the mean of those to all views of the image; or the student's last loss
     minus the teacher's (arXiv:2206.07137)."""
     choose: Literal["hardest", "easiest", "middle", "drawn"] = "drawn"
-    """Which images are kept by that score. `drawn`: with a probability that grows with its rank. In our study no choice
-    was better than images drawn at random, see `sifter.kind: random`."""
-    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
-    """Share of the images that a sifted epoch visits; exact up to one global batch. Views without a stored answer are
-    visited too, so an epoch that fills the cache visits everything."""
-    warmup: int = field(default=1, metadata={"low": 1})
-    """Number of first epochs that visit all images."""
-    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run, in which epochs visit all images."""
-    refresh: int = field(default=4, metadata={"low": 1})
-    """An image that was left out for this many epochs is visited, whatever its score."""
+    """Which images are kept by that score. `drawn`: with a probability that grows with its rank. Views without a stored
+    answer are kept too, so an epoch that fills the cache visits everything. In our study no choice was better than
+    images drawn at random, see `sifter.kind: random`."""
     reweight: bool = False
     """Weigh a drawn image with 1 / its probability, as InfoBatch does (arXiv:2303.04947); the mean weight is 1."""
 
@@ -58,7 +50,7 @@ class ByAnswers(Remembering):
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
-        super().__init__(Kept(options.keep, options.warmup, options.anneal, options.refresh), context)
+        super().__init__(options, context)
         self.options = options
         self.score_VN = torch.full((max(1, context.views), context.num_images), torch.nan)
         """How hard each view is; NaN: unknown. Of `learnable` the teacher's loss."""

@@ -1,4 +1,4 @@
-"""What tasks with logits share: the evaluation of student and teacher on the validation split.
+"""What tasks share: the evaluation of student and teacher on the validation split.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -6,29 +6,49 @@ Shape legend: B images of a batch, C classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from kd.core.contracts import Teacher
+from kd.core.contracts import Backend, Teacher
 from kd.core.errors import DataError
-from kd.core.evaluation import Evaluation, Evaluator
+from kd.core.evaluation import Evaluation, Evaluator, Split
 from kd.core.scores import Scores
-from kd.core.types import Batch
+from kd.core.types import Batch, Outputs
+
+MOST_BYTES = 1 << 30  # of a teacher's outputs for validation images that are kept for the next evaluations
+
+
+class Answers:
+    """A teacher's outputs for the batches of a validation split, by their number: neither changes, so they are kept."""
+
+    def __init__(self, ask: Callable[[Batch], Outputs], backend: Backend) -> None:
+        self.ask, self.backend = ask, backend
+        self._kept: list[Outputs] = []
+        self._bytes = 0
+
+    def __call__(self, number: int, batch: Batch) -> Outputs:
+        """Return those of a batch; on XLA they come from a graph of their own, so that evaluations are alike."""
+        if number < len(self._kept):
+            return self._kept[number]
+        outputs = self.ask(batch)
+        self._bytes += sum(tensor.nbytes for tensor in (outputs.logits, *outputs.features.values()))
+        if self._bytes <= MOST_BYTES:
+            self._kept.append(outputs)
+        self.backend.end_step()
+        return outputs
 
 
 class LogitsEvaluator(Evaluator):
     """Score models on one validation split. See `kd.core.evaluation.Evaluator`."""
 
-    # The teacher does not change and neither do the validation images: its logits are kept from the first evaluation.
-
     def __init__(self, setting: Evaluation, scores: Scores) -> None:
-        self.backend, self.loader, self.plan = setting.backend, setting.val.loader, setting.val.plan
+        self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
         self.teacher, self.num_classes, self.labelled = setting.teacher, setting.num_classes, setting.labelled
         self.decides = scores.decides(self.labelled).key
         self.chance = 1 / max(1, self.num_classes)
-        self._teacher_logits: list[Tensor] = []
+        self._answers = Answers(self._logits, self.backend)
         self._last: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
@@ -37,13 +57,13 @@ class LogitsEvaluator(Evaluator):
         student.eval()
         rows: list[dict[str, Tensor]] = []
         self._last = []
-        for i, batch in enumerate(self.backend.put(self.loader.epoch(self.plan, view=0))):
+        for i, batch in enumerate(self.backend.put(self.loader.epoch(self.val.plan, view=0))):
             if stop():
                 student.train(was_training)
                 return {}
             with self.backend.autocast():
                 student_BC = student(batch.image).logits.float()
-            teacher_BC = self._ask_teacher(i, batch)
+            teacher_BC = None if self.teacher is None else self._answers(i, batch).logits
             rows.append(self._row(batch, student_BC, teacher_BC))  # not summed here: on XLA batch 1 would be special
             self._last.append(self._images(batch, student_BC, teacher_BC))
             self.backend.end_step()
@@ -52,17 +72,12 @@ class LogitsEvaluator(Evaluator):
 
     def of(self, teacher: Teacher) -> LogitsEvaluator:
         other = copy.copy(self)
-        other.teacher, other._teacher_logits, other._last = teacher, [], []
+        other.teacher, other._answers, other._last = teacher, Answers(other._logits, self.backend), []
         return other
 
-    def _ask_teacher(self, number: int, batch: Batch) -> Tensor | None:
-        """Return the teacher's logits [B, C] for a batch; on XLA a graph of its own, so that evaluations are alike."""
-        if self.teacher is None:
-            return None
-        if number >= len(self._teacher_logits):
-            self._teacher_logits.append(self.teacher(batch).logits.float())
-            self.backend.end_step()
-        return self._teacher_logits[number]
+    def _logits(self, batch: Batch) -> Outputs:  # of the teacher, without features, which may be large
+        assert self.teacher is not None
+        return Outputs(self.teacher(batch).logits.float())
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return what `_finish`, which returns the validation row on all ranks, needs of a batch, on the device."""
@@ -75,17 +90,19 @@ class LogitsEvaluator(Evaluator):
         """Return what `samples` needs of each image of a batch beside `_row`, on the device, [B, ...]."""
         return {}
 
-    def _gather(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return values of all ranks, [N, ...] by name, by image, on the CPU; 0 for an image that nobody saw."""
-        # Each row has `ids` and `seen`, both [B].
-        ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
-        found = {}
-        for name in rows[0]:
-            mine = torch.cat([row[name] for row in rows])
-            mine = torch.where(seen_N[:, None], mine.view(len(mine), -1).float(), 0.0)
-            full = torch.zeros(len(self.plan.ids), mine.shape[1], device=mine.device).index_add_(0, ids_N, mine)
-            found[name] = self.backend.reduce_sum(full).cpu()
-        return found
+
+def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backend) -> dict[str, Tensor]:
+    """Return values of all ranks, [N, ...] by name, by image of a split, on the CPU; 0 for an image that nobody saw."""
+    # Each row has `ids` and `seen`, both [B].
+    ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
+    own_N = split.plan.ids[split.plan.weights > 0].to(ids_N.device)
+    place_N, found = torch.searchsorted(own_N, ids_N), {}
+    for name in rows[0]:
+        mine = torch.cat([row[name] for row in rows])
+        mine = torch.where(seen_N[:, None], mine.view(len(mine), -1).float(), 0.0)
+        full = torch.zeros(len(own_N), mine.shape[1], device=mine.device).index_add_(0, place_N, mine)
+        found[name] = backend.reduce_sum(full).cpu()
+    return found
 
 
 def require_images(images: int, labelled: int | None = None) -> None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.contracts import Backend, Teacher
+from kd.core.contracts import Teacher
 from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
-from kd.parts.tasks._logits import require_images
+from kd.parts.tasks._logits import Answers, gathered, require_images
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the search, as in DINO (arXiv:2104.14294)
 RECALLED = 10  # images that a search in the teacher's index returns
@@ -27,7 +27,6 @@ PROJECTED, TEACHER = "projected", "teacher"
 """Names of vectors: the student's in the first teacher's space, and that teacher's own."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
-MOST_BYTES = 1 << 30  # of the teacher's outputs for validation images that are kept for the next evaluations
 LABELS = "labels"
 NEAR, PROBE = Column("knn", "nearest neighbours"), Column("probe", "linear probe")
 SCORES = Scores(
@@ -72,29 +71,10 @@ def build(options: Options) -> Embedding:
     return Embedding()
 
 
-class Vectors:
-    """The vectors of a split, by image: each rank adds those of its own, and gets those of all."""
-
-    def __init__(self, split: Split, backend: Backend) -> None:
-        self.backend = backend
-        self._ids_N = split.plan.ids[split.plan.weights > 0].to(backend.device)
-        self._rows: dict[str, Tensor] = {}
-
-    def add(self, batch: Batch, vectors: Mapping[str, Tensor]) -> None:
-        """Add the vectors [B, D] of a batch, by model; they get the length 1. Images of weight 0 are left out."""
-        index_B = torch.searchsorted(self._ids_N, batch.ids)
-        known = torch.stack([torch.ones_like(batch.weight), batch.label.float()], dim=1)
-        unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
-        for name, value_BD in {**unit, LABELS: known}.items():
-            if name not in self._rows:
-                self._rows[name] = torch.zeros(len(self._ids_N), value_BD.shape[1], device=self.backend.device)
-            self._rows[name].index_add_(0, index_B, batch.weight[:, None] * value_BD)
-
-    def gather(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
-        vectors = {name: self.backend.reduce_sum(value).cpu() for name, value in self._rows.items()}
-        seen_N, label_N = vectors.pop(LABELS).unbind(1)
-        return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
+def vectors_of(batch: Batch, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the vectors [B, D] of a batch by model, with length 1, and what `gathered` must know of its images."""
+    unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
+    return {**unit, LABELS: batch.label, "ids": batch.ids, "seen": batch.weight > 0}
 
 
 class EmbeddingEvaluator(Evaluator):
@@ -113,15 +93,13 @@ class EmbeddingEvaluator(Evaluator):
         assert setting.agreement is not None
         self.projected = setting.projected or (lambda outputs: None)
         self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
-        self.teacher, self.agreement = setting.teacher, setting.agreement
+        self.answers, self.agreement = Answers(setting.teacher, setting.backend), setting.agreement
         self.bank_teacher = setting.bank_teacher or setting.teacher
         self.num_classes, self.members = setting.num_classes, setting.members
         known = setting.labelled and setting.num_classes > 1
         self.bank = setting.bank() if known and setting.bank is not None else None
         self.labelled = self.bank is not None  # whether neighbours and the probe are scored
         self.decides = scores.decides(self.labelled).key
-        self._outputs: list[Outputs] = []
-        self._bytes = 0
         self._searched: dict[str, Tensor] = {}  # the teachers' vectors of the bank
         self._right: dict[str, Tensor] = {}  # of the last evaluation: which images are right, bool [M] by key
 
@@ -141,44 +119,54 @@ class EmbeddingEvaluator(Evaluator):
 
     def of(self, teacher: Teacher) -> EmbeddingEvaluator:
         other = copy.copy(self)
-        other.teacher, other.bank_teacher, other._outputs, other._bytes, other._searched = teacher, teacher, [], 0, {}
-        other._right = {}
+        other.answers, other.bank_teacher = Answers(teacher, self.backend), teacher
+        other._searched, other._right = {}, {}
         return other
 
     def samples(self) -> dict[str, Samples]:
         return {key: Samples(one.double().mean().item(), right=one.cpu().numpy()) for key, one in self._right.items()}
 
     def _agree(self, student: nn.Module, stop: Callable[[], bool]) -> dict[str, float]:
-        backend, queries = self.backend, Vectors(self.val, self.backend)
+        backend, queries = self.backend, list[dict[str, Tensor]]()
         sums = torch.zeros(2, dtype=torch.float64, device=backend.device)
         for number, batch in enumerate(backend.put(self.val.loader.epoch(self.val.plan, view=0))):
             if stop():
                 return {}
             with backend.autocast():
                 outputs = student(batch.image)
-            teacher = self._ask(number, batch)
+            teacher = self.answers(number, batch)
             agreement_B = self.agreement(outputs, teacher).double()
             sums += torch.stack([(batch.weight * agreement_B).sum(), batch.weight.double().sum()])
             moved = self.projected(outputs)
             moved = {} if moved is None or self.bank is None else {PROJECTED: moved}
-            queries.add(batch, {"": outputs.features["pooled"], **moved, **self._pooled(teacher)})
+            vectors = {"": outputs.features["pooled"], **moved, **self._pooled(teacher)}
+            queries.append(vectors_of(batch, vectors))
             backend.end_step()
         total, images = backend.reduce_sum(sums).tolist()
         require_images(int(images))
-        scores = {} if self.bank is None else self._search(student, self.bank, queries, stop)
+        scores = {} if self.bank is None else self._search(student, self.bank, self._gathered(queries, self.val), stop)
         return {"agreement": total / images, **scores} if self.bank is None or scores else {}
 
-    def _search(self, student: nn.Module, split: Split, queries: Vectors, stop: Callable[[], bool]) -> dict[str, float]:
+    def _gathered(self, rows: list[dict[str, Tensor]], split: Split) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
+        vectors = gathered(rows, split, self.backend)
+        seen_N, label_N, _ = (vectors.pop(name)[:, 0] for name in ("seen", LABELS, "ids"))
+        return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
+
+    def _search(
+        self, student: nn.Module, split: Split, queries: tuple[dict[str, Tensor], Tensor], stop: Callable[[], bool]
+    ) -> dict[str, float]:
         """Return the accuracies of what training images tell about validation images; none where `stop` said so."""
-        backend, searched = self.backend, Vectors(split, self.backend)
+        backend, rows = self.backend, list[dict[str, Tensor]]()
         for batch in backend.put(split.loader.epoch(split.plan, view=0)):
             if stop():
                 return {}
             with backend.autocast():
                 vectors = {"": student(batch.image).features["pooled"]}
-            searched.add(batch, vectors if self._searched else {**vectors, **self._pooled(self.bank_teacher(batch))})
+            vectors |= {} if self._searched else self._pooled(self.bank_teacher(batch))
+            rows.append(vectors_of(batch, vectors))
             backend.end_step()
-        (bank, label_N), (asking_MD, wanted_M) = searched.gather(), queries.gather()
+        (bank, label_N), (asking_MD, wanted_M) = self._gathered(rows, split), queries
         student_ND = bank.pop("")
         self._searched = self._searched or bank
         use_N, use_M, scores = label_N >= 0, wanted_M >= 0, {}
@@ -198,18 +186,6 @@ class EmbeddingEvaluator(Evaluator):
             self._right |= right
             scores |= {key: right_M.double().mean().item() for key, right_M in right.items()}
         return scores
-
-    def _ask(self, number: int, batch: Batch) -> Outputs:
-        """Return the teacher's outputs for a batch of the validation split, from memory as far as that goes."""
-        if number < len(self._outputs):
-            return self._outputs[number]
-        outputs = self.teacher(batch)
-        size = sum(tensor.nbytes for tensor in outputs.features.values())
-        if number == len(self._outputs) and self._bytes + size <= MOST_BYTES:
-            self._outputs.append(outputs)
-            self._bytes += size
-        self.backend.end_step()
-        return outputs
 
     def _pooled(self, teacher: Outputs) -> dict[str, Tensor]:
         names = [TEACHER, *(f"teacher_{number}" for number in range(2, self.members + 1))]

@@ -17,7 +17,7 @@ from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples, resampled
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
-from kd.parts.tasks._logits import LogitsEvaluator, require_images
+from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
 
 FEWEST = 10  # images of a class from which its own threshold is chosen; with fewer it would fit chance
 DIVERGENCE = "divergence of the student's probabilities from the teacher's"
@@ -108,18 +108,18 @@ class LabelSetsEvaluator(LogitsEvaluator):
         return row | ({"teacher": teacher_BC} if teacher_BC is not None else {})
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
-        gathered = self._gather(rows)
-        seen = gathered["seen"][:, 0] > 0
-        label = gathered["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
+        found = gathered(rows, self.val, self.backend)
+        seen = found["seen"][:, 0] > 0
+        label = found["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
         known = (label >= 0).all(1)
         require_images(len(label), int(known.sum()) if self.labelled else None)
-        student, values = gathered["student"][seen].double(), {}
+        student, values = found["student"][seen].double(), {}
         self._known = (label[known] > 0, student[known]) if self.labelled else ()
         if self.labelled:
             values = score(student[known], label[known] > 0)
             self.chance = (label[known] > 0).double().mean().item()
         if self.teacher is not None:
-            teacher = gathered["teacher"][seen].double()
+            teacher = found["teacher"][seen].double()
             of_teacher = score(teacher[known], label[known] > 0) if self.labelled else {}
             self._known = (*self._known, teacher[known]) if self.labelled else ()
             values |= {f"teacher_{name}": value for name, value in of_teacher.items()}

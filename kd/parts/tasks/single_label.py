@@ -13,7 +13,7 @@ from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
-from kd.parts.tasks._logits import LogitsEvaluator, require_images
+from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
 
 NUM_BINS = 15  # of the calibration error, as in arXiv:1706.04599
 LOWEST, HIGHEST = 0.01, 100.0  # of a temperature
@@ -97,7 +97,8 @@ class SingleLabelEvaluator(LogitsEvaluator):
         return found
 
     def samples(self) -> dict[str, Samples]:
-        known = {name: value_N1[:, 0].numpy() > 0 for name, value_N1 in self._gather(self._last).items()}
+        found = gathered(self._last, self.val, self.backend)
+        known = {name: value_N1[:, 0].numpy() > 0 for name, value_N1 in found.items()}
         seen, labelled = known.pop("seen"), known.pop("labelled")
         known.pop("ids")
         right = {key: one[seen if key == "agreement" else seen & labelled] for key, one in known.items()}

@@ -1,8 +1,8 @@
 """The section on answers: accuracy by class, confusion, photographs on which student and teacher differ, and the pair.
 
 Of the pair, the student with its teacher behind it: how right it is, and what it costs, by the share that is passed on.
-Every second validation image chooses from which confidence on the student answers alone; the curve, the intervals and
-the classes are of the others. kd/deploy/export/defer.py writes such a threshold into an export.
+Every second validation image chooses from which confidence on the student answers alone; the curve and the intervals
+are of the others. kd/deploy/export/defer.py writes such a threshold into an export.
 """
 
 from __future__ import annotations
@@ -141,14 +141,12 @@ def _photographs(one: Predictions) -> str:
 
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
-MOST_ROWS = 40  # rows of the table by class: those of which most is passed on come first
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
     """Some of the images, by the student's confidence, the least sure first."""
 
-    label: np.ndarray
     sure: np.ndarray  # the student's confidence, float64 [N]
     student: np.ndarray  # whether it is right, bool [N]
     teacher: np.ndarray
@@ -159,8 +157,7 @@ class Half:
         label, student, teacher = (np.array(part)[first::2] for part in (one.label, one.student, one.teacher))
         sure = np.array(one.student_sure)[first::2]
         order = np.argsort(sure, kind="stable")
-        label, student, teacher = (part[order] for part in (label, student, teacher))
-        return cls(label, sure[order], student == label, teacher == label)
+        return cls(sure[order], (student == label)[order], (teacher == label)[order])
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """Return how many images may be passed on, equally sure ones together, and how many are then right, [K]."""
@@ -198,7 +195,7 @@ def pair(one: Predictions) -> str:
             rows[-1]["CPU time, teacher = 1"] = cost
     hint = f'<p class="hint">{_summary(one, shown, passed, threshold)}</p>'
     grid = card("Student and teacher as a pair", drawing, names) + card("", hint, table(rows))
-    return f'<div class="grid two">{grid}</div>{_classes(one, shown, passed)}'
+    return f'<div class="grid two">{grid}</div>'
 
 
 def _cost(one: Predictions, share: float) -> str:
@@ -220,16 +217,3 @@ def _summary(one: Predictions, shown: Half, passed: np.ndarray, threshold: float
         f"{100 * (both.mean() - shown.teacher.mean()):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
         f"{f', for {cost} of its CPU time' if cost else ''}. The confidence is calibrated on the images that chose."
     )
-
-
-def _classes(one: Predictions, shown: Half, passed: np.ndarray) -> str:
-    both, rows = np.where(passed, shown.teacher, shown.student), []
-    for label, name in enumerate(one.classes):
-        if (of := shown.label == label).any():
-            share, count, cells = passed[of].mean(), int(of.sum()), {}
-            for who, right in {"student": shown.student, "pair": both, "teacher": shown.teacher}.items():
-                cells[who] = percent(right[of].mean()) if count >= FEWEST else f"{right[of].sum()} of {count}"
-            rows.append((share, {"class": name, "images": count, "passed on": percent(share), **cells}))
-    rows.sort(key=lambda row: -row[0])
-    hint = f'<p class="hint">{MOST_ROWS} of {len(rows)} classes.</p>' if len(rows) > MOST_ROWS else ""
-    return card("The pair by class", hint, table([row for _, row in rows[:MOST_ROWS]], ("class",)))

@@ -31,7 +31,6 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.machine(runs),
         sections.sifting(runs),
         answers(runs),
-        sections.variants(runs),
         _costs(runs),
         _configuration(runs),
     ]

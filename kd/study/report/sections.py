@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.scores import Column
-from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
+from kd.core.text import clock, percent
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.study.report.record import RunRecord, teachers_of
 from kd.study.report.summary import saving_text
@@ -202,26 +202,6 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     names = legend([(one.name, one.color) for one in series])
     return card(title, lines(series, (515, 200), CLOCK, unit, zero=True), names) if series else ""
-
-
-def variants(runs: Sequence[RunRecord]) -> str:
-    """Show what `kd-export --compare` measured: a table, and the score of each graph against its time on one thread."""
-    cards = []
-    for run in runs:
-        rows, found = variant_rows(run.exported), run.exported.get("variants", {})
-        if not rows:
-            continue
-        series = []
-        for i, (name, one) in enumerate(found.items()):
-            time, ends = float(one["speed"]["1"]["p50_ms"]), [float(end) for end in one["interval"]]
-            series.append(Series(name, color(i), [time], [float(one["score"])]))
-            series.append(Series(f"{name}, 95 %", color(i), [time, time], ends, dashed=True))
-        first = next(iter(found.values()))
-        plot = lines(series, (515, 240), "p50 on one thread, ms", first["unit"])
-        names = legend([(name, color(i)) for i, name in enumerate(found)])
-        cards.append(card(run.name if len(runs) > 1 else "", table(rows, ["file"])))
-        cards.append(card(f"{first['title'].capitalize()} against time", plot, names))
-    return section("Which file to ship", VARIANTS_NOTE, *cards)
 
 
 def sifting(runs: Sequence[RunRecord]) -> str:

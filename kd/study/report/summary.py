@@ -1,10 +1,8 @@
-"""A run as Markdown, for its report.md and for terminals: scores as a table, what was noticed, curves as sparklines."""
+"""A run as Markdown, for its report.md and for terminals: scores as a table, and what was noticed."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kd.core.intervals import Samples
@@ -13,15 +11,13 @@ from kd.core.text import clock, percent, table
 from kd.study.report.record import RunRecord
 
 ALONE = "student, labels only"
-BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def described(run: RunRecord) -> list[str]:
-    """Return the scores of a run, what is to be known of them, and its curves, as lines of Markdown."""
+    """Return the scores of a run, and what is to be known of them, as lines of Markdown."""
     stands = [f"**{line}**", ""] if (line := run.unfinished_text) else []
-    drawn = [curves(run.train, run.val, run.scores)]
     if not run.best:
-        return [*stands, "Not evaluated yet.", "", *drawn]
+        return [*stands, "Not evaluated yet.", ""]
     scores, scored, row, baseline = run.scores, run.scored, run.counted, run.baseline
     teachers, comparison = scores.of_teachers(row), scores.against_teacher(row)
     student = "student, distilled" if comparison else "student"
@@ -56,7 +52,7 @@ def described(run: RunRecord) -> list[str]:
     lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
     best = run.decides.with_title(run.best[run.decides.key])
     text = f"Best of the evaluations on the validation split by {best}; seed {run.keys.get('run.seed', 0)}; "
-    return [*lines, f"{text}{clock(run.seconds)} of training.", "", *drawn]
+    return [*lines, f"{text}{clock(run.seconds)} of training.", ""]
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
@@ -92,38 +88,6 @@ def verdict(
     paid = "Distillation paid" if low > 0 else "Distillation did not pay" if high < 0 else "Not shown to have paid"
     points = f"{100 * value:+.1f} points" if column.unit == "%" else f"{value:+.4f}"
     return [f"{paid}: {points} of {column.title} over labels alone at equal steps, with one seed.", ""]
-
-
-def curves(train: Sequence[Mapping[str, Any]], val: Sequence[Mapping[str, Any]], scores: Scores) -> str:
-    """Return the curves of a run as sparklines, with first and last values; empty before the second row."""
-    lines = {
-        "loss": _curve(train, "loss"),
-        **{column.title: _curve(val, column.key, column.text) for column in scores.columns},
-        "step, ms": _curve(train, "step_ms"),
-        "images/s": _curve(train, "images_per_second"),
-    }
-    lines = {title: curve for title, curve in lines.items() if curve}
-    width = max(map(len, lines), default=0)
-    text = [f"{title:{width}s} {curve}" for title, curve in lines.items()]
-    return "\n".join(["```", *text, "```", ""]) if text else ""
-
-
-def _curve(rows: Sequence[Mapping[str, Any]], key: str, text: Callable[[float], str] = "{:.4g}".format) -> str:
-    """Return one sparkline with its first and last value; empty with fewer than two values."""
-    values = [float(row[key]) for row in rows if key in row and math.isfinite(row[key])]
-    return f"{sparkline(values)} {text(values[0])} -> {text(values[-1])}" if len(values) > 1 else ""
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return values as a row of blocks, lowest to highest, at most `width` of them; more are averaged."""
-    if not values:
-        return ""
-    count = min(width, len(values))
-    edges = [i * len(values) // count for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[min(7, int(8 * (value - low) / span))] for value in means)
 
 
 def sifted(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:

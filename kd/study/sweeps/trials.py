@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kd.config.reads import build_task
 from kd.core.errors import ConfigError, Interrupted, KdError, RunError
+from kd.core.host import end_with
 from kd.core.scores import Column, Scored
 from kd.files.json_file import DAMAGE
 from kd.files.run_dir import RunDir
@@ -29,7 +27,6 @@ POLL = 0.5  # seconds between two looks at the trials: nothing to a trial, which
 CHOOSE = "Choose one of them"
 LAST_BYTES = 2**14
 """Of an output, which are searched for its last line: an error of kd is one line of some hundred bytes."""
-PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when the one that started it ends
 log = logging.getLogger("kd")
 
 
@@ -52,8 +49,8 @@ class Processes:
         """Start `kd WORDS`, by a name; its output is added to a file."""
         with output.open("ab") as file:
             command = [sys.executable, "-m", "kd", *words]
-            own = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=own)
+            none, own = subprocess.DEVNULL, end_with()
+            process = subprocess.Popen(command, stdin=none, stdout=file, stderr=file, preexec_fn=own)
         self.running[name] = process, output
 
     def ended(self) -> dict[str, str]:
@@ -79,13 +76,6 @@ class Processes:
                 said = [line.strip() for line in lines if line.strip()]
                 found[name] = said[-1] if said else f"ended with exit code {code}"
         return found
-
-
-def _end_with(parent: int) -> None:
-    """In the new process: ask the kernel for SIGTERM when the parent ends; it may have ended already."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(Interrupted.exit_code)
 
 
 def failure(line: str) -> KdError:

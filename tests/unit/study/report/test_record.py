@@ -29,8 +29,6 @@ from kd.study.report.record import (
 )
 from kd.study.report.report import summary
 from kd.study.report.sections import curves
-from kd.study.report.summary import curves as curve_lines
-from kd.study.report.summary import sparkline
 
 TRAIN = [
     {"step": step, "epoch": step // 10, "images": 32 * step, "seconds": 2.0 * step, "loss": 3 / step}
@@ -184,17 +182,6 @@ def test_answers_by_class():
     assert answers.accuracy(answers.student)[:2] == [0.5, 1.0]
     assert answers.accuracy(answers.student)[2] != answers.accuracy(answers.student)[2]  # nan: no image
     assert answers.confusion() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
-
-
-def test_sparklines():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([5.0, 5.0]) == "▁▁"
-    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
-    assert sparkline([]) == ""
-    drawn = curve_lines(TRAIN, VAL, SINGLE_LABEL)
-    assert "0.6 -> 0.15" in drawn
-    assert "80.0 % -> 75.0 %" in drawn
-    assert curve_lines([], VAL[:1], SINGLE_LABEL) == ""
 
 
 def test_where_the_time_went_sums_to_the_whole():

@@ -64,7 +64,6 @@ def test_text():
     assert "| student, labels only | 25.0 % | 0.8125 |" in found
     assert "gap 0.5000 m (mean distance from the teacher), bias 0.2500 m." in found
     assert "by within a quarter 75.0 %; seed 0; 9 s of training" in found
-    assert "mean absolute error ▁█ 0.3750 -> 0.6250" in found
     assert "Not evaluated yet." in text([replace(one, val=[])])
 
 
