@@ -3,8 +3,6 @@
 `main([kind, options as JSON, folder, task])`. A backend that this machine lacks exits with code 77 and the reason.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -46,9 +44,6 @@ def main(argv: list[str]) -> int:
     if task != "lose":
         made.close()
     return 0
-
-
-# ------------------------------------------------------------------------------------------------------- a tiny run
 
 
 def network(seed: int) -> nn.Module:
@@ -106,9 +101,6 @@ def by_hand(made: Any) -> nn.Module:
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-# ------------------------------------------------------------------------------------------------------------- tasks
 
 
 def train(made: Any, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Call one operation of the stand-in for smddp that the real library does not support."""
 
-from __future__ import annotations
-
 import importlib
 
 import torch

@@ -4,8 +4,6 @@
 libraries themselves.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -170,14 +170,6 @@ def digests(source: Source, ids: list[int]) -> list[str]:
     return [digest(source, id) for id in ids]
 
 
-def test_it_is_a_source(built):
-    for source in (built.train, built.val):
-        assert isinstance(source, Source)
-        assert len(source) > 0
-        assert isinstance(source.fingerprint, str)
-        assert len(source.fingerprint) >= 32
-
-
 def test_classes(built):
     assert len(built.train.classes) == len(set(built.train.classes)) >= 2
     assert all(isinstance(name, str) for name in built.train.classes)
@@ -208,13 +200,6 @@ def test_names_are_unique(built):
         found = [source.name(id) for id in range(len(source))]
         assert len(set(found)) == len(found)
         assert not any(os.path.isabs(name) for name in found)
-
-
-def test_decode_gives_plain_rgb(built):
-    for id in readable(built):
-        image = built.train.decode(id).image
-        assert image.mode == "RGB"
-        assert min(image.size) >= 1
 
 
 def test_decode_is_pure(built):
@@ -300,3 +285,47 @@ def test_threads_see_the_same_at_the_same_time(built):
     with ThreadPoolExecutor(4) as threads:
         shares = list(threads.map(lambda _: digests(built.train, ids), range(4)))
     assert shares == [digests(built.train, ids)] * 4
+
+
+WHOLE = {
+    "csv": {"root": "x", "train_list": "a.csv", "val_list": "b.csv"},
+    "food_mini": {"train_images": 2, "val_images": 1},
+    "hf": {"path": "x"},
+    "imagefolder": {"root": "x"},
+    "multilabel": {"root": "x", "train_labels": "a.csv", "val_fraction": 0.5},
+    "webdataset": {"train": "a.tar", "val": "b.tar"},
+}
+WRONG = [
+    ("csv", {"train_list": ""}, "root and train_list must be set"),
+    ("csv", {"val_list": ""}, "val_list or val_fraction is needed"),
+    ("csv", {"val_fraction": 0.1}, "val_list or val_fraction is needed"),
+    ("csv", {"val_list": "", "val_fraction": 1.0}, "val_fraction is 1.0; it must be"),
+    ("csv", {"image_key": "label"}, "two different columns"),
+    ("food_mini", {"train_images": 0}, "train_images and val_images must be >= 1"),
+    ("food_mini", {"pixels": 8}, "pixels must be 16 to 512, is 8"),
+    ("food_mini", {"label_noise": 1.0}, "label_noise must be 0 to 0.9, is 1"),
+    ("food_mini", {"redundancy": 3}, "redundancy and imbalance must be 1 to train_images, are 3, 1"),
+    ("food_mini", {"imbalance": 2, "dishes": 2}, "redundancy and imbalance need dishes: 1"),
+    ("food_mini", {"imbalance": 0.5}, "redundancy and imbalance must be 1 to train_images, are 1, 0.5"),
+    ("hf", {"path": ""}, "path is empty"),
+    ("hf", {"val_fraction": -0.1}, "val_fraction is -0.1"),
+    ("hf", {"val_split": "train"}, "must be two different splits"),
+    ("hf", {"val_split": ""}, "must be two different splits"),
+    ("imagefolder", {"root": ""}, "root is empty"),
+    ("imagefolder", {"val_fraction": 1.0}, "val_fraction is 1.0; it must be"),
+    ("imagefolder", {"val_fraction": float("nan")}, "val_fraction is nan; it must be"),
+    ("imagefolder", {"val_split": "train"}, "two different folders"),
+    ("multilabel", {"val_fraction": 0.0}, "val_labels or val_fraction is needed"),
+    ("multilabel", {"val_labels": "b"}, "val_labels or val_fraction is needed"),
+    ("multilabel", {"separator": ""}, "separator is empty"),
+    ("webdataset", {"train": ""}, "train is empty"),
+    ("webdataset", {"image_keys": ";"}, "must name member endings"),
+    ("webdataset", {"label_key": "png"}, "is one of image_keys"),
+    ("webdataset", {"label_key": "json"}, "label_field is empty"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), WRONG)
+def test_options_that_do_not_fit(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        registry.options_type("datasets", kind, "data.kind")(**{**WHOLE[kind], **changes})

@@ -3,9 +3,6 @@
 Shape legend: B images of a batch, C classes, D feature width.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import math
 import re
 import typing
@@ -70,6 +67,11 @@ def constant_outputs(width: int, num_classes: int) -> Outputs:
     return make_outputs(width, num_classes).map(torch.zeros_like)
 
 
+def case(name: str) -> tuple[nn.Module, Outputs, Outputs, Batch]:
+    """Return a loss, the outputs of both models and a batch."""
+    return build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3), make_batch(name)
+
+
 def as_leaves(outputs: Outputs, dtype: torch.dtype = torch.float32) -> Outputs:
     """Return copies in `dtype` that require gradients."""
     return outputs.map(lambda tensor: tensor.to(dtype, copy=True).requires_grad_())
@@ -79,14 +81,6 @@ def gradients(loss: nn.Module, student: Outputs) -> list[Tensor]:
     """Return all gradients of the student's outputs and of the loss's parameters."""
     leaves = [student.logits, *student.features.values(), *loss.parameters()]
     return [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
-
-
-@every_loss
-def test_all_options_have_defaults(name):
-    options_type = registry.options_type("losses", name, "losses")
-    for field in dataclasses.fields(options_type):
-        assert field.default is not dataclasses.MISSING, field.name
-    assert not hasattr(options_type(), "__dict__"), "slots=True is missing"
 
 
 @every_loss
@@ -120,8 +114,7 @@ def test_says_what_it_reads(name):
 
 @every_loss
 def test_reads_only_its_declared_inputs(name):
-    loss, batch = build(name), make_batch(name)
-    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    loss, student, teacher, batch = case(name)
     expected_B = loss(student, teacher, batch)
     needs = facts(name)
     if not needs.teacher:
@@ -163,8 +156,7 @@ def test_computes_in_float32_from_low_precision_inputs(name):
 
 @every_loss
 def test_stays_float32_under_autocast(name):
-    student, teacher, batch = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3), make_batch(name)
-    loss = build(name)
+    loss, student, teacher, batch = case(name)
     expected_B = loss(student, teacher, batch)
     with torch.autocast("cpu", torch.bfloat16):
         loss_B = loss(student, teacher, batch)
@@ -257,8 +249,7 @@ def test_is_never_negative(name, num_classes):
 
 @every_loss
 def test_follows_a_permutation_of_the_batch(name):
-    loss, batch = build(name), make_batch(name)
-    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    loss, student, teacher, batch = case(name)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     expected_B = loss(student, teacher, batch)[order]
     shuffled = (values.map(lambda tensor: tensor[order]) for values in (student, teacher, batch))
@@ -267,16 +258,14 @@ def test_follows_a_permutation_of_the_batch(name):
 
 @every_loss
 def test_leaves_the_weight_to_the_criterion(name):
-    loss, batch = build(name), make_batch(name)
-    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    loss, student, teacher, batch = case(name)
     weighted = replace(batch, weight=torch.linspace(0, 4, B))
     torch.testing.assert_close(loss(student, teacher, weighted), loss(student, teacher, batch), rtol=0, atol=0)
 
 
 @every_loss
 def test_the_two_labels_of_a_mixed_image_are_interchangeable(name):
-    loss, batch = build(name), make_batch(name)
-    student, teacher = make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
+    loss, student, teacher, batch = case(name)
     traded = replace(batch, label=batch.partner_label, partner_label=batch.label, lam=1 - batch.lam)
     if facts(name).unmixed:
         traded = batch = replace(batch, partner_label=batch.label)  # nothing is mixed; lam is 1

@@ -1,7 +1,5 @@
 """Parts from outside the repository: a task, a loss, a sifter, a teacher and a backend with options, one file each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

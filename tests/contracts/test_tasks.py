@@ -3,8 +3,6 @@
 Shape legend: B images of a batch, C classes, K teachers.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

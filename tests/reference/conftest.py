@@ -3,8 +3,6 @@
 Shape legend: B images of a batch, C classes, D feature width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

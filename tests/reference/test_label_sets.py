@@ -3,8 +3,6 @@
 Shape legend: B images of a batch, N images, C classes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -60,9 +58,6 @@ def test_binary_kl_is_the_formula(temperature):
     np.testing.assert_allclose(loss_B.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
     loss_B.sum().backward()
     np.testing.assert_allclose(student.logits.grad.numpy(), temperature * (q - p), atol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------------- scores
 
 
 def plain_precision(scores: np.ndarray, truth: np.ndarray) -> float:

@@ -1,7 +1,5 @@
 """Compare losses with values of the papers' official code; `golden/losses.json` names its source."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

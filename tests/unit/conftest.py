@@ -1,7 +1,5 @@
 """A real run, built from a configuration, that leaves its rows in memory or in a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Options that a dataclass declares once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """What a host of a SageMaker job learns about itself, and the processes that it finds again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

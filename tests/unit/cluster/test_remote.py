@@ -1,7 +1,5 @@
 """What `data.loader: ray` refuses, without a cluster; tests/remote has one."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """What kd-launch asks of SageMaker, and moto's answers to it over HTTP. Nothing here reaches AWS."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -64,34 +62,24 @@ def test_a_configuration_survives_as_texts(food):
     assert config.to_dict(again) == config.to_dict(config.load(food, overrides))
 
 
+P4D, G5 = ("--instance", "ml.p4d.24xlarge"), ("--instance", "ml.g5.xlarge")
+GROUPS = [
+    {"InstanceGroupName": "dnn", "InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1},
+    {"InstanceGroupName": "data", "InstanceType": "ml.c5.18xlarge", "InstanceCount": 2},
+]
+
+
 @pytest.mark.parametrize(
     ("options", "resources", "more"),
     [
-        (
-            ("--instance", "ml.p4d.24xlarge", "--count", "4"),
-            {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 4},
-            {},
-        ),
-        (
-            ("--instance", "ml.p4d.24xlarge", "--backend", "smddp"),
-            {"InstanceType": "ml.p4d.24xlarge"},
-            {"backend.kind": "smddp"},
-        ),
-        (("--instance", "ml.g5.xlarge", "backend.kind=smddp", "backend.fallback=nccl"), {}, {"backend.kind": "smddp"}),
+        ((*P4D, "--count", "4"), {"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 4}, {}),
+        ((*P4D, "--backend", "smddp"), {"InstanceType": "ml.p4d.24xlarge"}, {"backend.kind": "smddp"}),
+        ((*G5, "backend.kind=smddp", "backend.fallback=nccl"), {}, {"backend.kind": "smddp"}),
         (("--instance", "ml.trn1.32xlarge"), {}, {"backend.kind": "xla"}),
         (("--instance", "ml.trn2.48xlarge"), {}, {"backend.kind": "neuron"}),
-        (("--instance", "ml.g5.xlarge"), {}, {"backend.kind": "cuda"}),
+        (G5, {}, {"backend.kind": "cuda"}),
         (("--instance", "ml.c5.xlarge"), {}, {"backend.kind": "cpu"}),
-        (
-            ("--instance", "ml.p4d.24xlarge", "--data-group", "ml.c5.18xlarge:2"),
-            {
-                "InstanceGroups": [
-                    {"InstanceGroupName": "dnn", "InstanceType": "ml.p4d.24xlarge", "InstanceCount": 1},
-                    {"InstanceGroupName": "data", "InstanceType": "ml.c5.18xlarge", "InstanceCount": 2},
-                ]
-            },
-            {"data.loader": "ray"},
-        ),
+        ((*P4D, "--data-group", "ml.c5.18xlarge:2"), {"InstanceGroups": GROUPS}, {"data.loader": "ray"}),
     ],
     ids=["one group", "smddp", "smddp or nccl", "trn1", "trn2", "g5", "c5", "two groups"],
 )
@@ -207,18 +195,16 @@ def test_a_wrong_request_is_one_line_and_is_not_sent(options, where, words, food
     assert words in line
 
 
+WARM = {"KeepAlivePeriodInSeconds": 600}
+
+
 @pytest.mark.parametrize(
     ("options", "extra", "where", "words"),
     [
         (("--spot",), {"StoppingCondition": {"MaxWaitTimeInSeconds": 60}}, "MaxWaitTimeInSeconds", "At least 86400"),
         ((), {"StoppingCondition": {"MaxWaitTimeInSeconds": 90000}}, "MaxWaitTimeInSeconds", "Add --spot"),
-        (("--spot",), {"ResourceConfig": {"KeepAlivePeriodInSeconds": 600}}, "KeepAlive", "a spot job"),
-        (
-            ("--data-group", "ml.c5.xlarge:1"),
-            {"ResourceConfig": {"KeepAlivePeriodInSeconds": 600}},
-            "KeepAlive",
-            "instance groups",
-        ),
+        (("--spot",), {"ResourceConfig": WARM}, "KeepAlive", "a spot job"),
+        (("--data-group", "ml.c5.xlarge:1"), {"ResourceConfig": WARM}, "KeepAlive", "instance groups"),
     ],
     ids=["spot waits too short", "waits without spot", "warm and spot", "warm and groups"],
 )
@@ -344,9 +330,6 @@ def test_the_metrics_match_the_log(capfd):
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ over HTTP
-
-
 def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
     logs = aws("logs")
     logs.create_log_group(logGroupName=sending.LOGS)
@@ -385,12 +368,6 @@ def test_an_export_is_deployed_and_asked(aws, exported, command):
     body = aws("s3").get_object(Bucket="bucket", Key="kd/models/fruit/model.tar.gz")["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
-
-
-def test_vectors_of_an_endpoint_are_an_answer(aws, exported):
-    endpoint_answers(aws, '{"predictions": [{"embedding": [0.6, 0.8]}]}')
-    hosting = requests.Hosting(name="far", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
-    assert "a vector of 2 numbers" in sending.deploy(requests.hosting_requests(hosting), exported, ())
 
 
 def test_an_endpoint_that_does_not_answer_is_named(aws, exported, monkeypatch):

@@ -1,20 +1,17 @@
 """The typed configuration: everything that is wrong in one report, and a round trip that loses nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
 import sys
 import typing
-from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from kd import config
-from kd.config import Config, dump, load, schema, to_dict
+from kd.config import Config, dump, load, to_dict
 from kd.config.explain import explain
 from kd.config.load import _out_of_range
 from kd.core.errors import ConfigError, ConfigErrors, KdError
@@ -40,9 +37,6 @@ def errors_of(raw, *overrides) -> dict[str, str]:
         load(raw, overrides)
     assert str(caught.value).splitlines() == [str(error) for error in caught.value.errors]
     return {error.where: str(error) for error in caught.value.errors}
-
-
-# ------------------------------------------------------------------------------------------------ what is wrong
 
 
 def test_everything_wrong_is_in_one_report():
@@ -122,23 +116,13 @@ def test_a_sifter_that_keeps_less_than_its_floor_is_refused_before_anything_is_f
     [
         ("run.epochs", 2.5),
         ("run.epochs", True),
-        ("run.epochs", None),
-        ("run.epochs", [1]),
-        ("run.name", ["a"]),
         ("run.baseline", 3),
         ("run.trackers", "tensorboard"),
-        ("run.trackers", [["a"]]),
         ("run.every", 5),
         ("data.image_size", 7),
         ("data.eval_crop", 0),
         ("data.workers", "many"),
-        ("data.workers", -1),
-        ("data.workers", 1.5),
-        ("data.workers", True),
         ("data.batch_size", "many"),
-        ("data.batch_size", 0),
-        ("data.batch_size", 1.5),
-        ("data.batch_size", True),
         ("data.on_corrupt", "ignore"),
         ("data.augment.crop", 0.0),
         ("data.augment.mixup", ".nan"),
@@ -147,22 +131,18 @@ def test_a_sifter_that_keeps_less_than_its_floor_is_refused_before_anything_is_f
         ("teacher.precision", "fp16"),
         ("optimizer.lr", float("inf")),
         ("optimizer.lr", "1e-3x"),
-        ("optimizer.betas", [0.9]),
         ("optimizer.betas", ["high", 0.9]),
         ("optimizer.betas", [0.9, 0.99, 0.999]),
         ("optimizer.betas", [0.9, 1.0]),
-        ("optimizer.betas", [-0.1, 0.9]),
         ("optimizer.momentum", 1.0),
         ("optimizer.ema", 1),
         ("backend.timeout_seconds", 0),
         ("losses", {"kind": "kl"}),
         ("losses", "kl"),
-        ("losses", ["kl"]),
         ("losses", []),
         ("losses", [{"kind": "ce", "weight": 0}]),
         ("losses", [{"weight": 1}]),
         ("data", "imagefolder"),
-        ("data", None),
         ("student.model", "???"),
     ],
 )
@@ -197,34 +177,16 @@ def test_a_part_outside_the_repository(tmp_path, monkeypatch):
         "def build(options, dims):\n"
         "    return Sharp(options.power)\n"
     )
-    (tmp_path / "mylab" / "silent.py").write_text(
-        "from mylab.sharp import Options\ndef build(options, dims):\n    return object()\n"
-    )
     (tmp_path / "mylab" / "dull.py").write_text("Options = 3\n")
-    (tmp_path / "mylab" / "hungry.py").write_text("import no_such_package_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(minimal(losses=[{"kind": "mylab.sharp", "power": 3}]))
     assert registry.build("losses", "mylab.sharp", loaded.losses[0].options, "losses[0].kind", dims=None).power == 3.0
     assert to_dict(loaded)["losses"] == [{"kind": "mylab.sharp", "weight": 1.0, "power": 3.0}]
-    assert (
-        "no such key. Allowed: kind, power, weight. Did you mean 'power'?"
-        in (errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"])
-    )
-    assert (
-        "'mylab.silent' does not say what it reads. A function `facts(options)` that returns a kd.core.facts.LossFacts"
-        in (errors_of(minimal(losses=[{"kind": "mylab.silent"}]))["losses[0].kind"])
-    )
-    assert (
-        "the module 'mylab.dull' is not a part"
-        in (errors_of(minimal(losses=[{"kind": "mylab.dull"}]))["losses[0].kind"])
-    )
-    assert (
-        "the module 'mylab.shrap' cannot be imported"
-        in (errors_of(minimal(losses=[{"kind": "mylab.shrap"}]))["losses[0].kind"])
-    )
-    # the part is there, a package that it imports is not: hiding that behind "no such part" would mislead
-    hungry = errors_of(minimal(losses=[{"kind": "mylab.hungry"}]))["losses[0].kind"]
-    assert re.search("importing 'mylab.hungry' raises ModuleNotFoundError: .*no_such_package_at_all.*line 1", hungry)
+    found = errors_of(minimal(losses=[{"kind": "mylab.sharp", "powr": 3}]))["losses[0].powr"]
+    assert "no such key. Allowed: kind, power, weight. Did you mean 'power'?" in found
+    for name, words in (("dull", "is not a part"), ("shrap", "cannot be imported")):
+        found = errors_of(minimal(losses=[{"kind": f"mylab.{name}"}]))["losses[0].kind"]
+        assert f"the module 'mylab.{name}' {words}" in found
     for name in [name for name in sys.modules if name.partition(".")[0] == "mylab"]:
         del sys.modules[name]
 
@@ -261,9 +223,6 @@ def test_xla_with_zero_cannot_skip_steps():
 def test_a_teacher_is_divided_in_one_way():
     both = errors_of(minimal(), "teacher.shard=true", "teacher.pipeline=2")
     assert "One of the two" in both["teacher.shard"]
-
-
-# ------------------------------------------------------------------------------------------------------ reading
 
 
 def test_missing_file_suggests_a_neighbour(tmp_path):
@@ -322,9 +281,6 @@ def test_the_name_is_that_of_the_file(tmp_path):
     (tmp_path / "vit_pears.yaml").write_text(yaml.safe_dump(MINIMAL))
     assert load(tmp_path / "vit_pears.yaml").run.name == "vit_pears"
     assert load(tmp_path / "vit_pears.yaml", ["run.name=x"]).run.name == "x"
-
-
-# ---------------------------------------------------------------------------------------------------- overrides
 
 
 def test_overrides_go_before_the_file():
@@ -391,9 +347,6 @@ def test_interpolations_are_resolved_or_told(monkeypatch):
     assert "no_such" in str(errors_of(minimal(), "data.root=${no_such.key}"))
 
 
-# --------------------------------------------------------------------------------------------------- round trip
-
-
 TRICKY = ["1e5", "on", "null", "~", "007", "0x1f", "1_000", "", " ", "a: b", "#a", "'", '"', "ä", "true", "-", "1:30"]
 
 
@@ -420,24 +373,6 @@ def test_dump_is_accepted_and_equal(loss, tmp_path):
     assert again == loaded
     assert dump(again) == dump(loaded)
     assert load(to_dict(loaded)) == loaded
-
-
-def test_dump_writes_every_key():
-    written = yaml.safe_load(dump(load(minimal())))
-    for key, *_ in explain():
-        if "[]" in key:
-            continue
-        place = written
-        for part in key.split("."):
-            if not isinstance(place, dict) or part not in place:
-                assert key.split(".")[0] in ("data", "teacher", "student", "sifter", "backend"), (
-                    key
-                )  # keys of kinds that were not chosen
-                break
-            place = place[part]
-
-
-# --------------------------------------------------------------------------------------------------- explaining
 
 
 def sections(cls: type = Config) -> list[type]:
@@ -493,34 +428,10 @@ def test_defaults_lie_within_their_ranges(cls):
             assert _out_of_range(cls, f.name, f.default) == "", f.name
 
 
-def test_literals_of_a_default_are_allowed():
-    for cls in sections():
-        hints = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            if typing.get_origin(hints[f.name]) is typing.Literal:
-                assert f.default in typing.get_args(hints[f.name])
-
-
-def test_every_error_is_a_kd_error():
-    with pytest.raises(KdError) as caught:
-        load({"nonsense": 1})
-    assert caught.value.exit_code == 2
-
-
-def test_schema_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        load(minimal()).run.epochs = 3  # type: ignore[misc]
-    assert all(cls.__dataclass_params__.frozen for cls in sections())
-    assert Path(schema.__file__).name == "schema.py"
-
-
 def test_a_bare_off_is_a_word(settings):
     assert config.load(settings, ["student.compile=off"]).student.compile == "off"
     with pytest.raises(ConfigErrors, match=r"student\.attention: is True\. Allowed: one of auto, fused, unfused"):
         config.load(settings, ["student.attention=on"])
-
-
-# ------------------------------------------------------------------------------------------- secrets and references
 
 
 SECRET = "s3cret-value-of-a-token"

@@ -1,7 +1,5 @@
 """Errors: one line of three sentences, that survives the border of a process."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

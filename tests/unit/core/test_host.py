@@ -1,7 +1,5 @@
 """What the machine has left, read from files as the kernel writes them."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

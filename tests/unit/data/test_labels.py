@@ -1,7 +1,5 @@
 """Images without labels, or with some: what is listed, what is learned, what is measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -21,7 +19,6 @@ from kd.models.load import load
 from kd.models.spec import Spec
 from kd.parts import registry
 from kd.parts.datasets._decode import Repeated, hold_out, label_images
-from kd.parts.tasks.single_label import compare, score
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.student import loss_term
@@ -82,9 +79,6 @@ def test_images_without_a_label_are_held_out_like_a_class():
     labels = np.array([-1] * 10 + [0] * 10)
     held = hold_out([b"%d" % i for i in range(20)], labels, 0.2)
     assert (held[:10].sum(), held[10:].sum()) == (2, 2)
-
-
-# ----------------------------------------------------------------------------------------------------- what is learned
 
 
 def test_a_term_on_labels_is_the_mean_over_labelled_images():
@@ -171,37 +165,6 @@ def test_without_labels_the_student_is_the_same(settings, photos):
         shutil.rmtree(folder)
     resumed = kd.train(none, "run.every.checkpoint=4")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items())
-
-
-def test_without_labels_agreement_decides_and_is_calibrated():
-    torch.manual_seed(0)
-    student_BC, teacher_BC, weight_B = 3 * torch.randn(64, 4), torch.randn(64, 4), torch.ones(64)
-    confidence = student_BC.double().softmax(1).amax(1)
-    right = (student_BC.argmax(1) == teacher_BC.argmax(1)).double()
-    bins = (confidence * 15).long().clamp(0, 14)
-    expected = sum(abs((confidence[bins == k] - right[bins == k]).sum()) for k in range(15)) / 64
-    found = score(student_BC, teacher_BC.argmax(-1), weight_B)["bins"]
-    assert ((found[0] - found[1]).abs().sum() / 64).item() == pytest.approx(expected.item(), abs=1e-6)
-    assert compare(student_BC, teacher_BC, weight_B)["agreement"].item() == right.sum().item()
-
-
-def test_some_labels_are_trained_on_and_scored(settings, photos, tmp_path):
-    shutil.copytree(photos, tmp_path / "photos")
-    (tmp_path / "photos/val/unlabelled").mkdir()
-    for split, name in (("train", "fig"), ("val", "pear")):
-        (tmp_path / f"photos/{split}/unlabelled").mkdir(exist_ok=True)
-        (tmp_path / f"photos/{split}/{name}/01.jpg").rename(tmp_path / f"photos/{split}/unlabelled/01.jpg")
-    run = kd.train(
-        merged(
-            settings,
-            {
-                "run": {"name": "some", "epochs": 1},
-                "data": {"labels": "some", "root": str(tmp_path / "photos")},
-                "losses": [{"kind": "kl"}, {"kind": "ce", "weight": 0.5}],
-            },
-        )
-    )
-    assert run.metrics["teacher_accuracy"] * 12 == pytest.approx(round(run.metrics["teacher_accuracy"] * 12))
 
 
 def test_a_checkpoint_alone_numbers_its_classes(teacher, tmp_path):

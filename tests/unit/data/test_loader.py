@@ -1,7 +1,5 @@
 """From a plan to micro-batches: the plan's order, whatever the number of ranks, micros and workers."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time
@@ -125,20 +123,6 @@ def test_workers_give_what_this_process_gives(photos, workers, augment):
         assert all(same(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_do_not_depend_on_their_neighbours(photos, workers):
-    source = build(Options(root=str(photos)), "train", None)
-    views = Views(source, Train(16, 0.35, 0.5, 0.3), size=16, seed=3, mixing=Mixing(0.8, 1.0, 0.7))
-    by_id: list[dict[int, torch.Tensor]] = []
-    for batch_size, seed in ((6, 0), (18, 1)):
-        ids = torch.randperm(36, generator=torch.Generator().manual_seed(seed))
-        loader = LocalLoader(views, batch_size, 1, 0, 1, workers)
-        batches = list(loader.epoch(Plan(ids=ids, weights=torch.ones(36)), 2))
-        by_id.append({int(id): image for b in batches for id, image in zip(b.ids, b.image, strict=True)})
-    assert by_id[0].keys() == by_id[1].keys() == set(range(36))
-    assert all(torch.equal(by_id[0][id], by_id[1][id]) for id in range(36))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_images_have_weight_0_and_are_remembered(workers):
     loader = LocalLoader(Numbers(24, frozenset({3, 20})), 8, 1, 0, 1, workers)
@@ -172,9 +156,6 @@ def test_more_skipped_images_than_allowed_end_the_run(broken, share, most):
 def test_a_rest_is_dropped_and_nothing_is_fine():
     assert [len(b.ids) for b in load(8, plan=plan_of(23))] == [8, 8]
     assert load(8, plan=Plan(torch.zeros(0, dtype=torch.int64), torch.zeros(0))) == []
-
-
-# --------------------------------------------------------------------------------------------------- evaluation
 
 
 @pytest.mark.parametrize(("images", "batch"), [(13, 8), (16, 8), (1, 8), (7, 1)])

@@ -1,7 +1,5 @@
 """Worker processes that are stopped, killed, or have no shared memory: one line, and never a wait without end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,14 +1,12 @@
 """Whether later images are like those of validation: the bound of the p-value, what each test sees, and its record."""
 
-from __future__ import annotations
-
 import json
 import math
 
 import numpy as np
 import pytest
 
-from kd.deploy.shift import ALARM, BOUNDS, WINDOW, Reference, ShiftWatch, Tally, _evidence, measure
+from kd.deploy.shift import ALARM, WINDOW, Reference, ShiftWatch, Tally, _evidence, measure
 
 NAMES = [f"label {i}" for i in range(10)]
 
@@ -168,25 +166,6 @@ def test_several_labels_count_each_but_compare_the_most_probable():
     assert watch.all.labels.sum(0).tolist() == [0, 2]
 
 
-def test_an_embedding_model_has_pixels_alone():
-    rng = np.random.default_rng(6)
-
-    def drawn(bright: float) -> list[tuple[float, ...]]:
-        none = np.zeros(500)
-        return list(zip(rng.normal(bright, 30, 500), rng.gamma(4, 2, 500), none, none, strict=True))
-
-    of = Reference.of((), ((0, numbers) for numbers in drawn(120)), calibrated=False)
-    of = Reference.read(json.loads(json.dumps(of.record(), sort_keys=True)), ())
-    assert list(of.bounds) == ["brightness", "detail", "red - green", "blue - green"]
-    for bright, alarmed in ((120, False), (70, True)):
-        came = of.empty()
-        for numbers in drawn(bright):
-            of.count(came, {"embedding": [1.0]}, numbers)
-        found = of.compare(came)
-        assert bool(found.lines) is alarmed
-        assert math.isnan(found.confidence)
-
-
 @pytest.mark.parametrize("size", [16, 224, 300])
 def test_measure(size):
     """Rows are sampled; columns are not, so that neighbours stay neighbours."""
@@ -196,11 +175,6 @@ def test_measure(size):
     assert brightness == pytest.approx(ramp[1].mean(), abs=1e-3)
     assert colours == pytest.approx([-brightness, 255 - brightness], abs=2e-3)
     assert detail == pytest.approx(np.abs(np.diff(ramp[1].astype(float), axis=1)).mean(), abs=1e-3)
-
-
-def test_all_numbers_have_as_many_bins_as_a_tally():
-    assert {len(bounds) + 1 for bounds in BOUNDS.values()} == {Tally(1, 1).bins.shape[2]}
-    assert all(list(bounds) == sorted(set(bounds)) for bounds in BOUNDS.values())
 
 
 @pytest.mark.parametrize("change", ["warm", "red and blue exchanged"])

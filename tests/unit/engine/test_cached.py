@@ -1,7 +1,5 @@
 """A run with the teacher's cache: live, filled as it goes and filled ahead are one run; then no forward at all."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -66,17 +64,6 @@ def test_what_an_epoch_left_out_is_asked_for_when_it_comes(make, tmp_path):
     assert taught(filling)[:4] == [8.0] * 4
     assert 0 < sum(taught(filling)[4:]) < 32
     torch.testing.assert_close(torch.tensor(curve(filling)), torch.tensor(curve(live)), rtol=1e-5, atol=1e-7)
-
-
-def test_rounded_to_half_precision_it_stays_near(make, tmp_path):
-    exact, rounded = make(*VIEWS, "data.views=2"), make(*VIEWS, *keys(tmp_path, "fp16"))
-    train(exact.run)
-    train(rounded.run)
-    torch.testing.assert_close(torch.tensor(curve(exact)), torch.tensor(curve(rounded)), rtol=2e-3, atol=1e-4)
-    again = make(*VIEWS, *keys(tmp_path, "fp16"))
-    train(again.run)
-    assert curve(again) == curve(rounded)  # the student is given the rounded logits from the first time on
-    assert sum(taught(again)) == 0
 
 
 def test_a_cache_works_with_a_sifter(make, tmp_path):
@@ -163,23 +150,3 @@ def test_what_cannot_be_cached(make, settings, tmp_path):
         make("data.views=2", *keys(tmp_path, views=3))
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"):
         job.cache(config.load(settings))
-
-
-def test_an_image_replaced_by_one_of_the_same_size_is_taught_anew(make, photos, tmp_path, caplog):
-    """Names and sizes are equal, and so are the fingerprint and the cache; the bytes are not."""
-    root = tmp_path / "photos"
-    shutil.copytree(photos, root)
-    chosen = (f"data.root={root}", "data.batch_size=12", *VIEWS, *keys(tmp_path / "cache", views=1))
-    train(make(*chosen).run)
-    file, other = root / "train" / "fig" / "03.jpg", root / "train" / "fig" / "04.jpg"
-    sizes = file.stat().st_size, other.stat().st_size
-    for path in (file, other):  # what follows the end of a JPEG is not looked at
-        path.write_bytes(path.read_bytes().ljust(max(sizes), b"\0"))
-    train(make(*chosen, f"teacher.cache.path={tmp_path / 'padded'}").run)
-    first, second = file.read_bytes(), other.read_bytes()
-    file.write_bytes(second)
-    other.write_bytes(first)
-    again = make(*chosen, f"teacher.cache.path={tmp_path / 'padded'}")
-    train(again.run)
-    assert "teacher.cache: view 0: 2 records are of images that have changed" in caplog.text
-    assert sum(taught(again)) > 0

@@ -1,7 +1,5 @@
 """Averaged weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -66,26 +64,3 @@ def test_apply_is_permanent():
     change(module, 1)
     average.apply()
     assert all(torch.equal(module.state_dict()[n], t) for n, t in average.average.items())
-
-
-def test_load_copies_the_average():
-    module = network()
-    average, other = EMA(module, 0.9), EMA(module, 0.9)
-    change(module, 1)
-    average.update(1)
-    given = {name: tensor.clone() for name, tensor in average.average.items()}
-    other.load(given)
-    given["0.weight"].zero_()
-    assert torch.equal(other.average["0.weight"], average.average["0.weight"])
-    change(module, 2)
-    for each in (average, other):
-        each.update(2)
-    assert all(torch.equal(other.average[n], t) for n, t in average.average.items())
-
-
-def test_the_average_does_not_change_with_the_module():
-    module = network()
-    average = EMA(module, 0.9)
-    before = {name: tensor.clone() for name, tensor in average.average.items()}
-    change(module, 1)
-    assert all(torch.equal(before[name], tensor) for name, tensor in average.average.items())

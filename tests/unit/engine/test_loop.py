@@ -1,7 +1,5 @@
 """The loop against a plain PyTorch loop, against itself divided otherwise, and against itself after a kill."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import contextmanager
@@ -17,9 +15,9 @@ from kd.core.facts import Intervals, LossFacts
 from kd.core.seeds import seed_from
 from kd.core.types import Batch, Dims, Outputs, State
 from kd.engine.criterion import Criterion
-from kd.engine.loop import advance, due, train
+from kd.engine.loop import advance, train
 from kd.engine.monitor.timeline import Timeline
-from kd.engine.run import RunLength, Stopping
+from kd.engine.run import RunLength
 from kd.parts.losses import ce, kl
 from kd.setup.student import loss_term
 
@@ -54,9 +52,6 @@ def weights(run) -> dict[str, torch.Tensor]:
 
 def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-# ---------------------------------------------------------------------------------------------- the same another way
 
 
 @pytest.mark.parametrize("overrides", [[], ["optimizer.kind=sgd", "optimizer.lr=0.1"], ["optimizer.clip=0"]], ids=str)
@@ -139,19 +134,6 @@ def test_same_seed_same_bits_other_seed_other_bits(make):
     assert not same(weights(made[0].run), weights(made[2].run))
 
 
-def test_dropout_follows_the_seed_of_the_step(make):
-    """Whatever torch's generator did before."""
-    more = ("run.epochs=1", "student.args.proj_drop_rate=0.5", "student.args.drop_path_rate=0.5")
-    made = [make(*more), make(*more)]
-    for number, each in enumerate(made):
-        torch.manual_seed(number)
-        train(each.run)
-    assert same(weights(made[0].run), weights(made[1].run))
-    plain = make("run.epochs=1")
-    train(plain.run)
-    assert not same(weights(plain.run), weights(made[0].run))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_step_and_rank_has_a_seed_of_its_own(make, rank):
     run, seeds = make("run.steps=3").run, []
@@ -159,18 +141,6 @@ def test_each_step_and_rank_has_a_seed_of_its_own(make, rank):
     run.module.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
     train(run)
     assert seeds == [seed_from(run.seed, "step", step, rank) for step in range(3)]
-
-
-def test_the_average_is_what_is_evaluated_and_the_weights_go_on(make):
-    averaged, plain = make("run.steps=4", "optimizer.ema=0.5").run, make("run.steps=4").run
-    for run in (averaged, plain):
-        train(run)
-    assert same(averaged.distillation.state_dict(), plain.distillation.state_dict())
-    row = [row for row in averaged.store.rows if row["kind"] == "val"][-1]
-    raw = averaged.evaluator(averaged.distillation.student, stop=Stopping(averaged))
-    averaged.average.apply()
-    found = averaged.evaluator(averaged.distillation.student, stop=Stopping(averaged))
-    assert row["nll"] == found["nll"] != raw["nll"]
 
 
 def test_the_first_step_is_averaged_as_step_1(make):
@@ -182,9 +152,6 @@ def test_the_first_step_is_averaged_as_step_1(make):
         torch.testing.assert_close(average, decay * before[name] + (1 - decay) * after[name])
 
 
-# -------------------------------------------------------------------------------------------------------- length
-
-
 @pytest.mark.parametrize(("steps", "evaluated"), [(1, [1]), (4, [4]), (5, [4, 5]), (9, [4, 8, 9])])
 def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
     made = make(f"run.steps={steps}")
@@ -192,19 +159,6 @@ def test_a_run_of_steps_ends_there_and_is_evaluated(make, steps, evaluated):
     assert (state.step, state.images) == (steps, 8 * steps)
     assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == evaluated
     assert made.store.rows[-1]["step"] == steps
-    assert train(replace_state(made, state)) == state
-
-
-def replace_state(made, state):
-    """Return the run with a store that says it has come as far as `state`."""
-
-    class Done(type(made.store)):
-        def restore(self):
-            groups = made.run.optimizer.state_dict()["param_groups"]
-            tensors = {f"model.{n}": t for n, t in made.run.distillation.state_dict().items()}
-            return state, tensors, {"optimizer_groups": groups}
-
-    return replace(made.run, store=Done())
 
 
 def test_every_n_steps(make):
@@ -212,15 +166,6 @@ def test_every_n_steps(make):
     train(made.run)
     assert [row["step"] for row in made.store.rows if row["kind"] == "val"] == [5, 8]
     assert [row["step"] for row in made.store.rows if row["kind"] == "train"] == [3, 5, 6, 8]
-
-
-@pytest.mark.parametrize(("every", "step", "step_in_epoch", "expected"), [(0, 3, 0, True), (0, 4, 1, False)])
-def test_due_each_epoch(every, step, step_in_epoch, expected):
-    assert due(every, State(step=step, step_in_epoch=step_in_epoch)) is expected
-
-
-def test_due_each_n_steps():
-    assert [step for step in range(1, 10) if due(3, State(step=step, step_in_epoch=1))] == [3, 6, 9]
 
 
 def test_progress_runs_from_0_to_1_in_the_middle_of_steps():
@@ -275,9 +220,6 @@ def test_the_loop_marks_what_it_does(make):
     assert without_clocks(timed.store.rows) == without_clocks(alone.store.rows)
     assert same(weights(timed.run), weights(alone.run))
     assert timeline.made == 2
-
-
-# ------------------------------------------------------------------------------------------------------ resuming
 
 
 RUNS = {
@@ -397,22 +339,6 @@ def read_rows(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_kills_in_a_row(make, tmp_path):
-    whole = make(folder=tmp_path / "whole")
-    train(whole.run)
-    for at in (6, 7):
-        killed = make(folder=tmp_path / "killed", logger=StopAfter(at))
-        with pytest.raises(Stop):
-            train(killed.run)
-        killed.store.close()
-    resumed = make(folder=tmp_path / "killed")
-    train(resumed.run)
-    assert same(weights(resumed.run), weights(whole.run))
-    assert without_clocks(read_rows(tmp_path / "killed")) == without_clocks(read_rows(tmp_path / "whole"))
-    for made in (whole, resumed):
-        made.store.close()
-
-
 def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
     made = make("run.epochs=1", folder=tmp_path / "run")
     train(made.run)
@@ -443,9 +369,6 @@ def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
     assert all(p.grad is None and not p.requires_grad for p in live.parameters())
 
 
-# ------------------------------------------------------------------------------------------------------ diverging
-
-
 @pytest.mark.parametrize("lr", [1e30, 1e39])
 def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
     more = ("run.epochs=3", "run.every.log=3", "run.every.checkpoint=1", "optimizer.warmup=0.5")
@@ -458,9 +381,6 @@ def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
     if found is not None:
         floats = [tensor for tensor in found[1].values() if tensor.is_floating_point()]
         assert all(tensor.isfinite().all() for tensor in floats)
-
-
-# ------------------------------------------------------------------------------------------------------ criterion
 
 
 def batch(weight: list[float]) -> Batch:
@@ -481,13 +401,3 @@ def test_the_criterion_sums_its_weighted_terms():
     torch.testing.assert_close(found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other))
     reads_labels, reads_teacher = LossFacts(labels=True, logits="softmax"), LossFacts(teacher=True, logits="softmax")
     assert [term.facts for term in criterion.all] == [reads_labels, reads_teacher, reads_teacher]
-
-
-def test_the_criterion_stays_float32_under_autocast():
-    criterion = Criterion([loss_term("kl")])
-    student, teacher = Outputs(torch.randn(3, 3)), Outputs(torch.randn(3, 3))
-    expected = criterion(student, teacher, batch([1.0] * 3))["loss"]
-    with torch.autocast("cpu", torch.bfloat16):
-        found = criterion(student, teacher, batch([1.0] * 3))["loss"]
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)

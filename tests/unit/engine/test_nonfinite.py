@@ -1,7 +1,5 @@
 """NaN and infinity in images, losses and weights: named; or their steps are left out, which is computed another way."""
 
-from __future__ import annotations
-
 import copy
 import json
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Runs of the loop with a sifter: counts, schedule, resume to the bit, and what the log says of an epoch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
@@ -75,18 +73,8 @@ def test_the_teacher_runs_once_on_what_is_scored(make):
 
 def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, steady):
     """Kept images carry the scoring pass's logits; asked again, the teacher would say the same."""
-    made = make(
-        "sifter.kind=relative",
-        "sifter.sift_delay=0",
-        "data.batch_size=12",
-        f"teacher.model={steady}",
-    )
-    asked = make(
-        "sifter.kind=relative",
-        "sifter.sift_delay=0",
-        "data.batch_size=12",
-        f"teacher.model={steady}",
-    )
+    keys = ("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
+    made, asked = make(*keys), make(*keys)
     teacher, compared = asked.run.teacher, []
 
     class Again:
@@ -109,10 +97,8 @@ def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, st
 
 def test_scoring_leaves_the_student_as_it_was(make):
     """Batch norm's statistics and dropout's draws are those of training alone: beta near 0 keeps all but scores all."""
-    norm = (
-        "student.model=xcit_nano_12_p8_224",
-        "student.args={embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}",
-    )
+    args = "{embed_dim: 32, depth: 1, num_heads: 2, cls_attn_layers: 1}"
+    norm = ("student.model=xcit_nano_12_p8_224", f"student.args={args}")
     sifted = make(*norm, "sifter.kind=relative", "sifter.sift_delay=0", "sifter.beta_value=0.01")
     plain = make(*norm)
     assert sifted.run.sifter.plan(0, 0.0).steps == 3

@@ -1,24 +1,15 @@
 """What one step and one evaluation are, compared with a formula: averaged weights, seeds, logged means, host waits."""
 
-from __future__ import annotations
-
 import copy
-from contextlib import closing
 
 import pytest
 import torch
 from waits import AT_POINTS, HOST, ONCE_AN_EPOCH, Reads
 
 from kd.core.types import State
-from kd.engine.loop import evaluate, steps_of, train, update
+from kd.engine.loop import evaluate, train
 from kd.engine.run import Stopping
 from kd.setup.student import load_student
-
-
-def first_step(run):
-    with closing(steps_of(run, run.sifter.plan(0, 0.0), 0, 0)) as steps:
-        return next(steps)
-
 
 CASES = {
     "live": (),
@@ -42,21 +33,6 @@ def test_the_host_waits_for_the_device_at_known_points_only(make, tmp_path, name
     assert set(reads.found) - HOST == AT_POINTS | more
 
 
-def test_the_logged_loss_is_the_mean_over_all_micro_batches(make):
-    run = make("run.steps=1", "run.every.log=1", "data.micro_batch=2").run
-    assert run.accumulate > 1
-    run.distillation.train()
-    micros, expected = first_step(run), []
-    with torch.no_grad():
-        for batch in micros:
-            expected.append(run.distillation(batch, run.teacher(batch))[1]["loss"].double().mean().item())
-    made = update(run, micros, State())
-    assert made["loss"].item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-    train(run := make("run.steps=1", "run.every.log=1", "data.micro_batch=2").run)
-    (row,) = [row for row in run.store.rows if row["kind"] == "train"]
-    assert row["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-
-
 def test_an_equal_score_is_no_better_one(make):
     """The first of several equally good checkpoints stays the best, and patience counts on."""
     run = make("run.steps=1").run
@@ -64,12 +40,6 @@ def test_an_equal_score_is_no_better_one(make):
     second, better = evaluate(run, first, Stopping(run))
     assert (improved, better) == (True, False)
     assert (second.best, first.no_better, second.no_better) == (first.best, 0, 1)
-
-
-def test_the_seed_of_the_run_makes_the_student(make):
-    one, same, other = (make(f"run.seed={seed}").run.distillation.student.state_dict() for seed in (1, 1, 2))
-    assert all(torch.equal(tensor, same[name]) for name, tensor in one.items())
-    assert not all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def averaged(run) -> torch.nn.Module:

@@ -1,7 +1,5 @@
 """A checkpoint and an export come back bit for bit, or say what is wrong with them."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path
@@ -19,9 +17,6 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.r
 
 def everything(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-
-
-# -------------------------------------------------------------------------------------------------- checkpoints
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
@@ -106,34 +101,6 @@ def test_one_wrong_bit_names_its_tensor(tmp_path, name):
     file.write_bytes(content)
     with pytest.raises(RunError, match=rf"is damaged: tensor '{name}' .* Remove '.*step_00000001'"):
         checkpoint.read(folder)
-
-
-# ------------------------------------------------------------------------------------------------------- export
-
-
-def test_an_export_never_replaces_a_folder_that_is_none(tmp_path):
-    """`kd-export RUN --to ~/pictures` must not delete the pictures."""
-    home = tmp_path / "pictures"
-    home.mkdir()
-    (home / "cat.jpg").write_text("a cat")
-    with pytest.raises(RunError, match=r"^export: '.*pictures' exists and is not an exported model\."):
-        write_folder(home, {}, TENSORS, {})
-    assert (home / "cat.jpg").read_text() == "a cat"
-    (home / "cat.jpg").unlink()
-    write_folder(home, {"x": 1}, TENSORS, {})  # an empty folder is welcome
-    write_folder(home, {"x": 2}, TENSORS, {})  # and so is an older export
-    assert everything(home) == ["config.json", "kd.json", "manifest.json", "model.safetensors"]
-    assert json.loads((home / "config.json").read_text()) == {"x": 2}
-
-
-def test_an_export_never_replaces_a_file(tmp_path):
-    (tmp_path / "model").write_text("precious")
-    with pytest.raises(RunError, match=r"^export: "):
-        write_folder(tmp_path / "model", {}, TENSORS, {})
-    assert (tmp_path / "model").read_text() == "precious"
-
-
-# -------------------------------------------------------------------------------------------------- a full disk
 
 
 BIG = {"a": torch.zeros(1_000_000)}

@@ -4,8 +4,6 @@ Calls are counted and fail in place: the files are real. A kill is `os._exit` in
 runs. Only single faults and faults that last are tried, not every combination of two.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Files under URLs: what is missing or refused. The store is moto's."""
 
-from __future__ import annotations
-
 import fsspec
 import pytest
 

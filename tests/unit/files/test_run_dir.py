@@ -1,28 +1,20 @@
 """The run folder: one run, one writer, rows and checkpoints that fit together, no pickle."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 
 from kd.core.errors import RunError
-from kd.core.host import environment
 from kd.core.types import State
 from kd.files import checkpoint
 from kd.files.run_dir import RunDir
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -77,16 +69,6 @@ def test_the_newest_and_the_best_are_kept(opened):
     assert opened.best()[0].step == 7
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_keep_is_a_number(tmp_path, keep):
-    folder = RunDir(tmp_path / "run", keep=keep)
-    folder.open("")
-    for step in range(1, 6):
-        save(folder, step)
-    folder.close()
-    assert kept(folder) == list(range(6 - keep, 6))
-
-
 def test_rows_after_the_checkpoint_are_made_again(opened):
     for step in range(1, 5):
         opened.log("train", State(step=step), {"loss": 1.0 / step})
@@ -126,22 +108,6 @@ def test_other_ranks_write_nothing(tmp_path):
     other.log("train", State(), {"loss": 1.0})
     other.record(a=1)
     assert not (tmp_path / "run").exists()
-
-
-def test_facts_are_added(opened):
-    opened.record(a=1)
-    opened.record(b=[2], a=3)
-    assert opened.manifest() == {"a": 3, "b": [2]}
-
-
-def test_the_environment_tells_what_a_number_depends_on():
-    found = environment()
-    assert found["packages"]["torch"] == torch.__version__.partition("+")[0]
-    assert found["machine"]["cores"] == os.cpu_count()
-    json.dumps(found)
-
-
-# ----------------------------------------------------------------------------------------------------------- best
 
 
 def evaluated(folder: RunDir, step: int, accuracy: float, best: float) -> None:
@@ -205,9 +171,6 @@ def test_nothing_is_removed_while_it_is_not_known_which_is_the_best(opened, capl
     assert opened.best()[0].step == 1
 
 
-# --------------------------------------------------------------------------------------- disks that refuse something
-
-
 @pytest.mark.parametrize("call", ["unlink", "rmdir"])
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning(opened, monkeypatch, caplog, call):
     def busy(*args, **options):
@@ -253,32 +216,6 @@ def test_a_file_system_that_cannot_flush_folders(opened, monkeypatch):
     save(opened, 1, True)
     opened.record(a=1)
     assert opened.best()[0].step == 1
-
-
-# ------------------------------------------------------------------------------------------------------- entering
-
-
-def test_another_run_is_refused_by_its_keys(opened):
-    save(opened, 1)
-    opened.close()
-    with pytest.raises(
-        RunError, match=r"^run\.name: '.*run' holds another run; it differs in optimizer\.lr \(1 -> 2\)"
-    ):
-        opened.open("", ["optimizer.lr (1 -> 2)"])
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.jpg").write_text("")
-    with pytest.raises(RunError, match=r"^run\.name: '.*photos' exists and is not a run folder"):
-        RunDir(tmp_path / "photos").open("")
-    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["a.jpg"]
-
-
-def test_a_file_is_refused(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(RunError, match=r"^run\.(name|folder): "):
-        RunDir(tmp_path / "run").open("")
 
 
 def test_a_start_that_stopped_before_its_config_can_be_repeated(tmp_path):
@@ -332,22 +269,6 @@ def test_one_writer_at_a_time(opened):
     again.close()
 
 
-def test_another_process_is_a_writer_too(opened):
-    code = (
-        "import sys; from pathlib import Path; from kd.files.run_dir import RunDir\n"
-        "try: RunDir(Path(sys.argv[1])).open('')\n"
-        "except Exception as error: print(error)"
-    )
-    command = [sys.executable, "-c", code, str(opened.path)]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert told.startswith(f"run.name: process {os.getpid()} is writing")
-
-
-def test_nothing_to_export_before_the_first_checkpoint(opened):
-    with pytest.raises(RunError, match="has no checkpoint yet"):
-        opened.best()
-
-
 def test_nothing_is_pickled(opened):
     opened.record(a=1)
     opened.log("train", State(step=1), {"loss": 1.0})
@@ -357,3 +278,22 @@ def test_nothing_is_pickled(opened):
     for path in files:
         assert not zipfile.is_zipfile(path), path  # torch.save
         assert path.read_bytes()[:1] != b"\x80", path  # pickle
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_text("")
+    with pytest.raises(RunError, match=r"^run\.name: '.*photos' exists and is not a run folder"):
+        RunDir(tmp_path / "photos").open("")
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["a.jpg"]
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunError, match=r"^run\.(name|folder): "):
+        RunDir(tmp_path / "run").open("")
+
+
+def test_nothing_to_export_before_the_first_checkpoint(opened):
+    with pytest.raises(RunError, match="has no checkpoint yet"):
+        opened.best()

@@ -1,7 +1,5 @@
 """Files and folders are whole or absent, and a record is whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -13,16 +11,7 @@ import pytest
 
 from kd.core.errors import RunError
 from kd.files.records import Records, Stop
-from kd.files.storage import (
-    atomic_folder,
-    hashed_folder,
-    lock,
-    open_folder,
-    read_rows,
-    recover,
-    write_json,
-    write_text,
-)
+from kd.files.storage import atomic_folder, hashed_folder, lock, open_folder, read_rows, recover, write_text
 
 
 def everything(folder: Path) -> list[str]:
@@ -34,12 +23,6 @@ def test_text_replaces_text(tmp_path):
     write_text(tmp_path / "a" / "b.txt", "neu ä")
     assert (tmp_path / "a" / "b.txt").read_text(encoding="utf-8") == "neu ä"
     assert everything(tmp_path) == ["a", "a/b.txt"]
-
-
-def test_json_is_sorted_and_ends_in_a_newline(tmp_path):
-    write_json(tmp_path / "a.json", {"b": 1, "a": [2.5, None]})
-    assert (tmp_path / "a.json").read_text().endswith("}\n")
-    assert list(json.loads((tmp_path / "a.json").read_text())) == ["a", "b"]
 
 
 class Trouble(Exception):
@@ -123,10 +106,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
         RunError, match=r"^run\.folder: cannot write '.*' \((Not a directory|File exists)\)\. Choose a folder"
     ):
         write_text(tmp_path / "file" / "a.txt", "text")
-    with (
-        pytest.raises(RunError, match="cannot write"),
-        atomic_folder(tmp_path / "file" / "folder"),
-    ):
+    with pytest.raises(RunError, match="cannot write"), atomic_folder(tmp_path / "file" / "folder"):
         pass
 
 
@@ -136,9 +116,6 @@ def test_a_text_on_a_full_disk_leaves_the_old_one(small_disk):
         write_text(small_disk / "a.txt", "x" * 1_000_000)
     assert everything(small_disk) == ["a.txt"]
     assert (small_disk / "a.txt").read_text() == "old"
-
-
-# ------------------------------------------------------------------------------------------------------ records
 
 
 def records(folder: Path, label: str = "", size: int = 100, align: int = 1) -> Records:
@@ -238,9 +215,6 @@ def test_a_full_disk_is_said_once_by_all_processes(small_disk, caplog):
     if not child:
         os._exit(0 if written.stop.reason else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-# --------------------------------------------------------------------------------------------- locks and folders
 
 
 def test_a_lock_has_one_owner_and_ends_with_it(tmp_path):

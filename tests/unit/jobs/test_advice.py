@@ -1,7 +1,5 @@
 """`--check` advises: candidates are timed in turns, and only keys that pay are printed."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The engine from Python: `kd.distill` against a loop written by hand, and the examples as a user runs them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import runpy
@@ -198,19 +196,14 @@ def test_ema_hands_back_the_average():
     [
         ({"losses": [{"kind": "kll"}]}, r"^losses\[0\]: no part named 'kll' in losses. .*Did you mean 'kl'"),
         ({"losses": [{"kind": "kl", "temp": 1}]}, r"^losses\[0\]\['temp'\]: no such key"),
-        ({"losses": "kll"}, r"^losses\[0\]: no part named 'kll'"),
         ({"optimizer": {"lrr": 1}}, r"^optimizer\['lrr'\]: no such key"),
-        ({"backend": {"kind": "tpu"}}, r"^backend: no part named 'tpu'"),
         ({"sifter": "histry"}, r"^sifter: no part named 'histry'.*Did you mean 'history'"),
         ({"epochs": 0}, r"^epochs: is 0"),
-        ({"seed": -1}, r"^seed: is -1"),
         ({"workers": -1}, r"^workers: is -1"),
         ({"batch_size": 71}, r"^batch_size: is 71, but the training split has 70 images.*Set batch_size=70"),
         ({"losses": [{"kind": "cosine"}]}, r"feature"),
         ({"epochs": 0, "optimizer": {"lr": -1}}, r"^epochs: is 0.*\noptimizer\['lr'\]: is -1"),
         ({"losses": None}, r"^losses\[0\]: is None. A section"),
-        ({"losses": 3}, r"^losses\[0\]: is 3. A section"),
-        ({"sifter": None}, r"^sifter: is None. A section"),
         ({"optimizer": "sdg"}, r"^optimizer\['kind'\]: is 'sdg'. Allowed: one of adamw, sgd"),
         ({"backend": "gpu"}, r"^backend: no part named 'gpu'"),
     ],
@@ -239,9 +232,6 @@ def test_the_examples_run(name: str, check: object, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, "own_modules", raising=False)
     assert check(runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]())  # type: ignore[operator]
-
-
-# ------------------------------------------------------------------------------- labels, outputs, a folder to resume in
 
 
 class Said:
@@ -404,33 +394,18 @@ def test_a_teacher_in_half_precision_is_that_teacher(dtype: torch.dtype):
     assert both.metrics["teacher_accuracy"] == pytest.approx(found.metrics["teacher_accuracy"], abs=0.1)
 
 
-def test_a_model_of_transformers_in_bfloat16_is_a_teacher():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.ViTConfig(**size, image_size=2, patch_size=1, num_labels=3)
-    teacher = transformers.ViTForImageClassification(config).to(torch.bfloat16)
-    assert "agreement" in distill(teacher, network(4, 2), data(40, 3), epochs=1).metrics
-
-
-def test_images_in_float64_are_those_images():
-    train, one, other = data(40, 3), network(4, 2), network(4, 2)
-    distill(network(16, 1), one, train)
-    distill(network(16, 1), other, cast(train, torch.float64))
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("losses", ["kl", {"kind": "kl"}, ["kl"], ({"kind": "kl"},)])
-def test_a_loss_may_be_named_alone(losses: object):
-    train, one, other = data(40, 3), network(4, 2), network(4, 2)
-    distill(network(16, 1), one, train, losses=[{"kind": "kl"}])
-    distill(network(16, 1), other, train, losses=losses)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_whole_numbers_as_floats_are_labels():
-    train, one, other = data(40, 3), network(4, 2), network(4, 2)
-    distill(network(16, 1), one, train)
-    distill(network(16, 1), other, [(image, float(label)) for image, label in train])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": cast(data(40, 3), torch.float64)},
+        {"train": [(image, float(label)) for image, label in data(40, 3)]},
+        *({"losses": losses} for losses in ("ce", {"kind": "ce"}, ["ce"], ({"kind": "ce"},))),
+    ],
+)
+def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict):
+    one, other = network(4, 2), network(4, 2)
+    distill(network(16, 1), one, data(40, 3), losses=[{"kind": "ce"}])
+    distill(network(16, 1), other, **{"train": data(40, 3), "losses": [{"kind": "ce"}], **changes})
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
@@ -441,16 +416,9 @@ def test_whole_numbers_as_floats_are_labels():
         ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: answers with 4 classes, the student with 3"),
         ({"student": nn.Conv2d(3, 3, 1)}, r"student: returns the shape \[1, 3, 2, 2\] for one image"),
         ({"train": Alone(data(40, 3))}, r"train: item \d+ is not \(image, label\).*labels='none'"),
-        ({"val": Alone(data(40, 3))}, r"val: item 0 is not \(image, label\)"),
         ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),
-        (
-            {"train": TensorDataset(torch.zeros(40, 3, 2, 2), torch.full((40,), -1))},
-            r"train: item \d+ has the label -1",
-        ),
-        (
-            {"val": TensorDataset(torch.zeros(40, 3, 2, 2), torch.full((40,), 3))},
-            r"val: item \d+ has the label 3.*to 2",
-        ),
+        ({"train": alike(-1)}, r"train: item \d+ has the label -1"),
+        ({"val": alike(3)}, r"val: item \d+ has the label 3.*to 2"),
         ({"labels": "none"}, r"losses\[1\]: 'ce' learns from labels, but labels is none"),
         ({"labels": "few"}, r"labels: is 'few'.*sets"),
         ({"teacher": "resnet18"}, r"teacher: is str.*nn\.Module"),
@@ -462,20 +430,15 @@ def test_whole_numbers_as_floats_are_labels():
         ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"teacher: fails on .*RuntimeError"),
         ({"train": cast(data(40, 3), torch.uint8)}, r"student: fails on .* uint8 .*image\.float\(\) / 255"),
         ({"train": Endless()}, r"train: is Endless, which has no length"),
-        ({"val": Endless()}, r"val: is Endless"),
         ({"train": DataLoader(Endless(), 16)}, r"train: is Endless"),
         ({"train": iter([])}, r"train: is list_iterator"),
         ({"train": data(0, 3)}, r"train: is empty"),
-        ({"train": []}, r"train: is empty"),
         ({"val": data(0, 3)}, r"val: is empty"),
         ({"val": DataLoader(data(9, 3), 16)}, r"val: has 9 images, and a batch 16"),
         ({"train": [(one, 1.7) for one, _ in data(40, 3)]}, r"train: item \d+ has the label 1\.7.*Whole numbers"),
         ({"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)}, r"train: batch 0 has the label 1\.7"),
         ({"train": [(one, "fig") for one, _ in data(40, 3)]}, r"train: item \d+ .*A label is a number"),
-        (
-            {"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]},
-            r"train: item \d+ has a label of shape \[3\]",
-        ),
+        ({"train": [(one, [0, 1, 0]) for one, _ in data(40, 3)]}, r"train: item \d+ has a label of shape \[3\]"),
         ({"train": [(torch.zeros(3, 2 + i % 2, 2), 0) for i in range(40)]}, r"train: image \d+ has the shape"),
     ],
 )
@@ -511,8 +474,6 @@ def test_label_sets_are_distilled_and_scored_by_their_precision():
     with pytest.raises(KdError, match="3 numbers"):
         kd.distill(**{**given, "train": wrong}, student=network(8, 3), losses=terms, labels="sets")
 
-
-# ------------------------------------------------------------------------------------ a folder as a run, and an export
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

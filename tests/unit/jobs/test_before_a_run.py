@@ -1,7 +1,5 @@
 """What `--check` says of classes, weights and memory, and whose seed, batch size and views a teacher's fit has."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -65,8 +63,6 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
         f"data: {line}" for line in expected
     ]
 
-
-# -------------------------------------------------------------------------------------------------------- weights
 
 PRETRAINED = ("student.init=pretrained", "student.model=test_vit", "student.args={}")
 FITTED = ("teacher={model: test_vit, pretrained: true, fit: {epochs: 1}}",)
@@ -143,25 +139,12 @@ def test_weights_in_reach_are_not_downloaded(settings, answering, monkeypatch, c
     assert not cached.exists()
 
 
-def test_a_fit_that_fails_names_the_teacher(settings, monkeypatch, tmp_path):
-    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=r"^teacher\.model: the weights of 'test_vit'"):
-        teach(config.load(settings, FITTED))
-
-
 def test_a_network_that_fails_on_the_images_is_one_line(settings):
     crossvit = {"model": "crossvit_9_240"}  # two patch sizes, of which one does not divide the images
     with pytest.raises(ModelError, match=r"^student\.model: 'crossvit_9_240' fails on images of "):
         lines({**settings, "student": crossvit}, "data.image_size=64")
     with pytest.raises(ModelError, match=r"^teacher\.model: 'crossvit_9_240' fails on images of "):
         teach(config.load({**settings, "teacher": {**crossvit, "fit": {"steps": 1}}}, ("data.image_size=64",)))
-
-
-def test_a_checkpoint_that_is_not_there_is_found_before_the_fit(settings):
-    gone = ("student.init=pretrained", "student.checkpoint=gone.safetensors")
-    with pytest.raises(ModelError, match=r"^student\.checkpoint: no file 'gone\.safetensors'"):
-        lines(settings, *gone)
 
 
 def test_a_checkpoint_that_does_not_fit_is_found_before_the_fit(settings, tmp_path):
@@ -184,9 +167,6 @@ def test_memory_is_that_of_the_largest_phase(settings):
     assert float(found["memory"].split()[1]) == pytest.approx(millions * 16e6 / 2**20, abs=1)
     assert "in the fit of teacher" in found["memory"]
     assert "in distillation" in found["memory"]
-
-
-# ------------------------------------------------------------------------------------------------ a fit of its own
 
 
 def test_a_fit_has_its_own_seed_batch_and_views(settings, photos, tmp_path):

@@ -1,12 +1,12 @@
 """The last score of a run: once, of the best checkpoint, on images on which nothing was chosen."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from pieces import base, given
 
 from kd import config
 from kd.core.errors import ConfigErrors
@@ -17,16 +17,12 @@ from kd.models.answer_table import AnswerTable, write
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 
-TEST = ("data.test_fraction=0.5", "run.epochs=1", "run.baseline=true")
-
 
 @pytest.fixture(scope="module")
 def run(photos, teacher, tmp_path_factory) -> Path:
     """A finished run whose best checkpoint is not the last, with the same student on labels alone."""
-    from pieces import base
-
     settings = base(photos, tmp_path_factory.mktemp("tested"))
-    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    settings["teacher"] = given(teacher)
     settings["run"] |= {"epochs": 3, "baseline": True}
     settings["optimizer"]["lr"] = 0.02
     return train(config.load(settings, ["data.test_fraction=0.5"])).folder
@@ -99,8 +95,6 @@ def test_the_teacher_of_a_table_answers_for_test_images(settings, photos, tmp_pa
     sources = open_sources(resolve(config.load(settings)).data)
     names = [source.name(id) for source in (sources.train, sources.val) for id in range(len(source))]
     right = [source.label(id) for source in (sources.train, sources.val) for id in range(len(source))]
-    import torch
-
     logits = 5 * torch.eye(3)[torch.tensor(right)]
     write(tmp_path / "table.safetensors", AnswerTable("logits", names, logits[None], sources.train.classes))
     settings["teacher"] = {"kind": "answers", "model": str(tmp_path / "table.safetensors")}
@@ -131,10 +125,8 @@ def test_a_run_without_a_test_split_says_how_to_name_one(refused, distilled):
 
 def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     """As `kd-train --no-test` does, for runs of which one is chosen."""
-    from pieces import base
-
     settings = base(photos, tmp_path)
-    settings["teacher"] = {"model": str(teacher), "attention": "unfused", "precision": "fp32"}
+    settings["teacher"] = given(teacher)
     loaded = config.load(settings, ["data.test_fraction=0.5", "run.epochs=1"])
     first, data = train(loaded, final="val"), open_sources(resolve(loaded).data)
     assert data.test is not None

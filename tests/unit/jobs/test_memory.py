@@ -1,7 +1,5 @@
 """The memory that `--check` says: counted without values, and as torch's allocator counts a real step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile

@@ -1,7 +1,5 @@
 """A whole run with a slow source: what is shown while it goes and at its end, and what it leaves."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -67,11 +65,3 @@ def test_the_tables_of_a_command_account_for_all_of_its_time(photos, tmp_path):
     assert tables[0] > 100.0 > tables[1] + tables[2]
     billable = json.loads((folders[1] / "manifest.json").read_text())["billable_seconds"]
     assert 100.0 < sum(tables) <= billable <= seconds
-
-
-def test_the_end_of_a_long_file_is_read(tmp_path):
-    file = tmp_path / "rows"
-    file.write_text("".join(f'{{"n": {n}}}\n' for n in range(1000)) + '{"n": 10')
-    assert [row["n"] for row in read_rows(file)] == list(range(1000))
-    assert [row["n"] for row in read_rows(file, last=40)] == [998, 999]
-    assert read_rows(tmp_path / "none") == []

@@ -1,9 +1,6 @@
 """What `kd.train` and `kd.distill` return: a repr of one screen, equal names. What a teacher of another size costs."""
 
-from __future__ import annotations
-
 import torch
-from torch import nn
 
 import kd
 from kd import config
@@ -12,10 +9,6 @@ from kd.jobs.forecast import forecast
 from kd.setup.recipe import resolve
 
 NAMES = ("student", "folder", "metrics", "export")
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
 
 
 def test_a_run_has_a_repr_of_one_screen_and_its_student(settings):
@@ -28,30 +21,6 @@ def test_a_run_has_a_repr_of_one_screen_and_its_student(settings):
     size = settings["data"]["image_size"]
     logits = result.student.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8)).logits
     assert logits.shape == (1, 3)
-
-
-def test_a_distilled_module_has_the_same_names(tmp_path):
-    images = [(torch.rand(3, 2, 2), number % 3) for number in range(12)]
-    for folder in (None, tmp_path / "run"):
-        made = kd.distill(
-            teacher=linear(),
-            student=linear(),
-            train=images,
-            val=images,
-            epochs=1,
-            batch_size=4,
-            progress=False,
-            folder=folder,
-        )
-        assert made.folder == folder
-        assert len(repr(made)) < 800
-        assert all(hasattr(made, name) for name in NAMES)
-    assert "Returns:" in (kd.distill.__doc__ or "")
-    assert "Returns:" in (kd.train.__doc__ or "")
-
-
-def test_dir_lists_what_is_public():
-    assert dir(kd) == sorted(kd.__all__)
 
 
 def test_a_teacher_of_another_size_is_said_with_its_cost(settings):

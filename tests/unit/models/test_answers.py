@@ -1,7 +1,5 @@
 """Tables of answers that people bring: which files are read, and what is said of those that do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ import torch
 
 import kd
 from kd import config
-from kd.core.errors import KdError, ModelError
+from kd.core.errors import ModelError
 from kd.jobs.description import describe
 from kd.models import answer_table
 from kd.models.answer_table import read, read_vectors
@@ -87,9 +85,6 @@ def test_a_table_is_written_for_others_or_an_error_of_the_disk(tmp_path, small_d
         answer_table.write(small_disk / "a.safetensors", table)
 
 
-# ------------------------------------------------------------------------------------------------------- with images
-
-
 def asked(settings, path: Path, **section) -> dict:
     teacher = {"kind": "answers", "model": str(path), "precision": "fp32", **section}
     return {**settings, "teacher": teacher}
@@ -152,16 +147,6 @@ def test_a_run_says_that_answers_do_not_see_the_augmentation(settings, tmp_path,
     assert f"teacher: {said}" in capsys.readouterr().out
     plain = ["data.augment.crop=1", "data.augment.flip=0", "data.augment.jitter=0", "data.augment.policy="]
     assert "whole images" not in describe(resolve(config.load(chosen, plain)))
-
-
-def test_an_image_that_has_no_answer_is_named(settings, tmp_path):
-    write(settings, tmp_path / "a.csv")
-    lines = (tmp_path / "a.csv").read_text().splitlines()
-    (tmp_path / "a.csv").write_text("\n".join(lines[:-1]))
-    with pytest.raises(
-        KdError, match=rf"no answer for 1 of 13 validation images, the first '{lines[-1].split(',')[0]}'"
-    ):
-        build(asked(settings, tmp_path / "a.csv", outputs="probabilities"))
 
 
 def test_vectors_and_names_are_as_many(tmp_path):

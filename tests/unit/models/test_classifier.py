@@ -1,9 +1,6 @@
 """A network behind uint8 pixels: normalized as torchvision does it, features beside the same logits."""
 
-from __future__ import annotations
-
 import pytest
-import timm
 import torch
 from timm.data import resolve_model_data_config
 from torch import nn
@@ -66,13 +63,6 @@ def test_pixels_are_normalized_as_timm_says(name):
     torch.testing.assert_close(model(pixels).logits, model.network(reference), rtol=1e-4, atol=1e-4)
 
 
-def test_own_mean_and_deviation():
-    model = Classifier(nn.Conv2d(3, 1, 1), 2, 0, mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0))
-    pixels = torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)
-    expected = [(1 - 0.1) / 0.5, (1 - 0.2) / 0.25, (1 - 0.3) / 1.0]
-    assert model.normalize(pixels).flatten().tolist() == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("size", [16, 24, 48, 161])
 def test_another_size_is_resized_like_torchvision(size):
     model = Classifier(nn.Conv2d(3, 1, 1), 2, 32, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
@@ -100,11 +90,6 @@ def test_normalization_stays_float32_and_the_network_gets_its_own_dtype():
     assert torch.equal(model.normalize(images()), reference.to(torch.bfloat16))
 
 
-def test_the_wrapper_adds_nothing_to_the_state():
-    model = family("vit_tiny_patch16_224", False)
-    assert {name.removeprefix("network.") for name in model.state_dict()} == set(model.network.state_dict())
-
-
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "test_resnet"])
 def test_attention_kernels_agree(name):
     model = family(name, False).eval()
@@ -114,8 +99,3 @@ def test_attention_kernels_agree(name):
     assert set_attention(model, fused=False) == layers
     assert not any(getattr(layer, "fused_attn", False) for layer in model.modules())
     torch.testing.assert_close(model(images()).logits, fused, rtol=1e-4, atol=1e-5)
-
-
-def test_models_of_our_own_have_no_features():
-    assert Classifier(nn.Flatten(), 2, 0).num_features == 0
-    assert timm.create_model("test_vit", num_classes=0).num_features == 64

@@ -1,7 +1,5 @@
 """torch.compile after a kill: a library that the linker did not finish is compiled anew."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

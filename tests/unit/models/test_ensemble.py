@@ -1,18 +1,14 @@
 """Several teachers: the averaged probabilities against the formula in float64, and what a cache must know of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from kd import config
-from kd.core.types import Batch, Dims
+from kd.core.types import Batch
 from kd.models.classifier import Ensemble, digest
 from kd.models.load import load
 from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher
 from kd.parts.tasks.single_label import SingleLabel
-from kd.setup.student import build_criterion
 
 CLASSES = ("a", "b", "c", "d")
 CPU = torch.device("cpu")
@@ -43,15 +39,6 @@ def test_probabilities_are_averaged_and_not_logits(weights):
     torch.testing.assert_close(said.double().softmax(-1), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_a_confident_teacher_does_not_drown_the_other():
-    loud, calm = member(0), member(1)
-    with torch.no_grad():
-        loud.network.head.weight.mul_(100)
-        shares = Ensemble((loud, calm), (1.0, 1.0), AVERAGE)(batch().image).logits.exp()
-        alone = calm(batch().image).logits.softmax(-1)
-    assert (shares >= alone / 2 - 1e-6).all()  # averaged logits would have left it nothing
-
-
 def test_precision_reaches_the_networks_and_spares_the_pixels():
     live = LiveTeacher(Ensemble((member(0), member(1)), (1.0, 1.0), AVERAGE), CPU, torch.bfloat16)
     assert {parameter.dtype for parameter in live.model.parameters()} == {torch.bfloat16}
@@ -66,17 +53,3 @@ def test_what_it_depends_on_names_every_member():
     assert pair.identity() != other.identity()
     assert pair.identity() != Ensemble((one, two), (1.0, 2.0), AVERAGE).identity()
     assert pair.identity() == Ensemble((one, two), (2.0, 2.0), AVERAGE).identity()
-
-
-def test_a_loss_on_features_counts_by_the_shares_of_the_teachers():
-    losses = config.load(
-        {
-            "data": {"kind": "imagefolder", "root": "."},
-            "teacher": {"model": "a"},
-            "student": {"model": "a"},
-            "losses": [{"kind": "kl"}, {"kind": "cosine", "weight": 2.0}],
-        }
-    ).losses
-    criterion = build_criterion(losses, [Dims(3, 4, 5), Dims(3, 4, 6)], 0, shares=(0.25, 0.75))
-    found = [(term.name, term.weight, term.teacher) for term in criterion.all]
-    assert found == [("kl", 1.0, 0), ("cosine", 0.5, 0), ("cosine", 1.5, 1)]

@@ -1,7 +1,5 @@
 """Convolutional networks: channels last in memory, and images of the data's own size."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

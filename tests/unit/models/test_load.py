@@ -1,7 +1,5 @@
 """Models by name, folder, file and hub id; whatever does not fit is one line, never a random head."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -59,9 +57,6 @@ def store(folder: Path, network, classes=CLASSES) -> Path:
     return folder
 
 
-# -------------------------------------------------------------------------------------------------------- sources
-
-
 class Attack:
     """What a pickle may do while it is read."""
 
@@ -88,12 +83,6 @@ def test_a_folder_without_safetensors_is_refused_before_timm_reads_it(stored, tm
         assert text.startswith(f"{where}.model: no model.safetensors in ")
     assert not asked
     assert not mark.exists()
-
-
-def test_by_name():
-    model = build()
-    assert model.num_classes == 3
-    assert sum(p.numel() for p in model.parameters()) < 20_000
 
 
 @pytest.mark.parametrize("form", ["{}", "local-dir:{}"])
@@ -153,19 +142,6 @@ def test_hub_id_without_the_network(monkeypatch):
     assert message.startswith("teacher.model: the weights of 'hf-hub:nobody/no-such-model' are not here")
 
 
-def test_pretrained_name_without_the_network(monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/nonexistent")
-    message = refusal("test_vit", args={}, pretrained=True)
-    assert "OfflineModeIsEnabled" in message
-    assert "/nonexistent/models--timm--test_vit" in message
-
-
-# ----------------------------------------------------------------------------------------------- damaged folders
-
-
 def test_folder_without_config(tmp_path):
     assert "no config.json" in refusal(f"local-dir:{tmp_path}", args={}, pretrained=True)
 
@@ -201,9 +177,6 @@ def test_weights_that_are_not_whole(stored, damage, how):
 def test_missing_checkpoint_says_how_to_get_one(tmp_path):
     message = refusal(checkpoint=str(tmp_path / "no.safetensors"))
     assert message.endswith("Check the path, or fit a teacher with `kd-teach`.")
-
-
-# -------------------------------------------------------------------------------------------------------- classes
 
 
 def classes_refused(stored, classes, how):
@@ -279,9 +252,6 @@ def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
     assert held.pop("head.weight") == (classes == CLASSES)
     del held["head.bias"]  # zeros in both
     assert all(held.values())
-
-
-# --------------------------------------------------------------------------------------------------------- digest
 
 
 def test_the_digest_follows_every_bit():

@@ -1,7 +1,5 @@
 """Graphs compute what the classifier computes: any batch, any input size. Other networks: tests/e2e/test_commands."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np
@@ -54,29 +52,6 @@ def test_every_graph_is_the_classifier(name, args, size, tmp_path):
             with torch.no_grad():
                 expected = model(torch.from_numpy(images)).logits.numpy()
             assert np.abs(run(images) - expected).max() < 2e-5
-
-
-def test_the_resize_is_torchs(tmp_path):
-    """The two matrix products against F.interpolate itself, in pixels."""
-    for size, target in ((37, 24), (20, 48), (64, 63)):
-        model = student("vit_tiny_patch16_224", {**VIT, "img_size": target - target % 8}, size)
-        images = torch.from_numpy(pixels(2, size))
-        graph = onnx.Graph(model, size)
-        resized = (graph.matrix @ images.float() @ graph.matrix.T).clamp(0, 255)
-        expected = torch.nn.functional.interpolate(
-            images.float(), size=(model.input_size,) * 2, mode="bicubic", antialias=True
-        ).clamp(0, 255)
-        assert (resized - expected).abs().max() < 1e-3
-
-
-def test_int8_is_smaller_and_near(tmp_path):
-    model = student("vit_tiny_patch16_224", {**VIT, "embed_dim": 96}, 16)
-    onnx.write_onnx(onnx.export_program(model, 16), tmp_path / "model.onnx")
-    onnx.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
-    assert (tmp_path / "model.int8.onnx").stat().st_size < 0.5 * (tmp_path / "model.onnx").stat().st_size
-    images = pixels(8, 16)
-    exact, near = (onnx.onnx_runner(tmp_path / name)(images) for name in ("model.onnx", "model.int8.onnx"))
-    assert 0 < np.abs(near - exact).max() < 0.2 * np.abs(exact).max() + 0.1
 
 
 def test_a_network_that_cannot_be_traced():

@@ -1,7 +1,5 @@
 """The frozen forward outside plain torch says what plain torch says, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import subprocess
@@ -84,18 +82,6 @@ def test_its_answers_are_ordinary_float32_tensors(runtime):
     assert torch.equal(first, kept)  # the runtime does not write into what it gave away
 
 
-def test_it_has_as_many_threads_as_torch():
-    teacher, before = live("onnxruntime"), torch.get_num_threads()
-    one = teacher(batch()).logits
-    try:
-        torch.set_num_threads(2 if before == 1 else 1)
-        other = teacher(batch()).logits
-        assert list(teacher.model.sessions.open) == [before, torch.get_num_threads()]
-    finally:
-        torch.set_num_threads(before)
-    torch.testing.assert_close(other, one, rtol=0, atol=ROUNDING)
-
-
 def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     teacher = live("onnxruntime", precision="int8")
@@ -123,9 +109,6 @@ def test_openvino_computes_in_bfloat16_where_the_processor_has_it():
     coarse = live("openvino", precision="bf16")(batch()).logits
     assert coarse.dtype == torch.float32
     assert ROUNDING < (coarse - exact).abs().max().item() < 0.05 * exact.std().item()
-
-
-# ------------------------------------------------------------------------------------------------------- compiled
 
 
 def test_compiling_is_in_place_and_a_copy_is_plain():

@@ -1,7 +1,5 @@
 """The folder is the registry: what a part must have, for each file that is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

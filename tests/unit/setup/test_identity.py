@@ -1,7 +1,5 @@
 """What is kept under which name: a fitted teacher, its cache, a store of pixels, a run folder."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import asdict
@@ -35,29 +33,11 @@ SETTINGS = {
 }
 
 
-def fitted(*overrides) -> str:
-    """Return the name of the folder of the teacher that a configuration has fitted."""
-    return folders_of(resolve(config.load(SETTINGS, ["teacher.fit.epochs=1", *overrides])).teacher)["teacher"]
-
-
 def folders_of(plan: TeacherPlan) -> dict[str, str]:
     """Return the names of the run folders of the fits; the exports lie in them."""
     found = fit_folders(plan, "photos")
     assert all(recipe.record.path in export.parents for recipe, export in found.values())
     return {where: recipe.record.path.name for where, (recipe, _) in found.items()}
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("teacher.args={drop_rate: 0.5}", "teacher.args={drop_path_rate: 0.5}"),
-        ("teacher.fit.evaluate=0", "teacher.fit.evaluate=1"),
-        ("teacher.fit.lr=0.05", "teacher.fit.warmup=0.05"),
-    ],
-)
-def test_two_fits_that_differ_never_share_a_teacher(one, other):
-    assert fitted(one) != fitted(other)
-    assert fitted(one) == fitted(one)
 
 
 def loaded(classes=("apple", "fig"), **args):
@@ -79,9 +59,6 @@ def test_weights_in_another_architecture_get_another_cache(args):
     average = SingleLabel().average
     both = Ensemble([one, one], [1, 1], average), Ensemble([one, other], [1, 1], average)
     assert both[0].identity() != both[1].identity()
-
-
-# ------------------------------------------------------------------------------------- every key of the configuration
 
 
 class Listing:
@@ -229,10 +206,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.augment.mixup": ("FCR", "0.5"),
     "data.augment.cutmix": ("FCR", "0.5"),
     "data.augment.mix_probability": ("FCR", "0.5"),
-    "task.kind": (
-        "FR",
-        "kd.parts.tasks.single_label",
-    ),  # by another name: the other tasks of kd do not go with the losses
+    "task.kind": ("FR", "kd.parts.tasks.single_label"),  # by another name: kd's others do not go with the losses
     "teacher.kind": ("FCR", "torch"),
     "teacher.model": ("FCR", "vit_base_patch16_224"),
     "teacher.args": ("FCR", "{num_heads: 8}"),

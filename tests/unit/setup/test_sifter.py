@@ -1,7 +1,5 @@
 """The sifter of a run: what it costs by the model of the literature, and a delay that leaves it nothing to do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

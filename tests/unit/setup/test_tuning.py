@@ -1,11 +1,11 @@
 """Fine-tuning: parameter groups against timm's, frozen layers to the bit, early stopping, and the rate of a fit."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
@@ -26,7 +26,6 @@ from kd.engine.optim import Frozen
 from kd.jobs.description import describe
 from kd.models.classifier import Classifier
 from kd.parts.tasks.single_label import SingleLabel
-from kd.setup.build import build_optimizer
 from kd.setup.recipe import resolve
 from kd.setup.student import parameter_groups
 from kd.study.report.report import read
@@ -59,9 +58,6 @@ def described(network: nn.Module, groups: list[dict]) -> set[tuple]:
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     found = [({names[id(p)] for p in group["params"] if id(p) in names}, group) for group in groups]
     return {(frozenset(own), group["lr_scale"], group["weight_decay"]) for own, group in found if own}
-
-
-# ----------------------------------------------------------------------------------------------------------- groups
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -115,9 +111,6 @@ def test_a_step_moves_each_layer_at_its_rate(make):
         assert moved[0][name].abs().max() > 0
         torch.testing.assert_close(moved[1][name], rate * moved[0][name], rtol=1e-3, atol=1e-7)
     assert tuned.store.rows[0]["lr"] == plain.store.rows[0]["lr"]
-
-
-# ---------------------------------------------------------------------------------------------------------- freezing
 
 
 def tensors(made) -> dict[str, torch.Tensor]:
@@ -234,53 +227,47 @@ def test_a_length_of_nothing_is_refused(settings):
         config.load(settings, ["teacher.fit.tuning.freeze_epochs=2"])
 
 
-OWN = """
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self, layers=False):
-        super().__init__(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-        if layers:
-            self.group_matcher = lambda coarse=False: {"stem": r"^0", "blocks": r"^3"}
-            self.get_classifier = lambda: self[3]
-
-def net(layers=False):
-    return Net(layers)
-"""
-
-
-@pytest.mark.parametrize("key", ["layer_decay", "head_lr"])
-def test_a_network_of_ones_own_says_what_its_layers_are(settings, tmp_path, monkeypatch, key):
-    (tmp_path / "nets_to_tune.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    student = {"kind": "torch", "model": "nets_to_tune:net", "mean": [0, 0, 0], "std": [1, 1, 1]}
-    own = {k: v for k, v in settings.items() if k != "student"} | {"student": {**student, "tuning": {key: 0.5}}}
-    with pytest.raises(ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"):
-        kd.train(own)
-    own["student"]["args"] = {"layers": True}
-    assert kd.train(own, "run.steps=2").steps == 2
-    frozen = config.load(own, ["student.args={}", f"student.tuning.{key}=1", "student.tuning.freeze=[0.weight]"])
-    assert "well-formed" in describe(resolve(frozen))  # names are those of the author
-
-
-WRONG = """
+NETS = """
 from torch import nn
 
 class Net(nn.Sequential):
     def __init__(self, how):
         super().__init__(nn.Conv2d(3, 4, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-        if how == "arguments":
+        if how == "layers":
+            self.group_matcher = lambda coarse=False: {"stem": r"^0", "blocks": r"^3"}
+            self.get_classifier = lambda: self[3]
+        elif how == "arguments":
             self.group_matcher = self.get_classifier = lambda which: self[3]
         elif how == "pattern":
             self.group_matcher = lambda coarse=False: {"stem": "^(0"}
         elif how == "one layer":
             self.group_matcher = lambda coarse=False: {"all": "."}
-        else:
+        elif how == "held":
             self[0].requires_grad_(False)
 
-def net(how):
+def net(how=""):
     return Net(how)
 """
+
+
+@pytest.fixture
+def own(settings, tmp_path, monkeypatch) -> dict[str, Any]:
+    """Settings whose student is a network of `NETS`."""
+    (tmp_path / "nets_to_tune.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nets_to_tune", raising=False)
+    return {**settings, "student": {"kind": "torch", "model": "nets_to_tune:net", "mean": [0] * 3, "std": [1] * 3}}
+
+
+@pytest.mark.parametrize("key", ["layer_decay", "head_lr"])
+def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
+    own["student"]["tuning"] = {key: 0.5}
+    with pytest.raises(ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"):
+        kd.train(own)
+    own["student"]["args"] = {"how": "layers"}
+    assert kd.train(own, "run.steps=2").steps == 2
+    frozen = config.load(own, ["student.args={}", f"student.tuning.{key}=1", "student.tuning.freeze=[0.weight]"])
+    assert "well-formed" in describe(resolve(frozen))  # names are those of the author
 
 
 @pytest.mark.parametrize(
@@ -294,19 +281,12 @@ def net(how):
         ("held", "{freeze: ['3.*'], freeze_epochs: 1}", "freeze: freezes all"),
     ],
 )
-def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(
-    settings, tmp_path, monkeypatch, how, override, words
-):
-    (tmp_path / "nets_that_fail.py").write_text(WRONG)
-    monkeypatch.syspath_prepend(tmp_path)
-    student = {"kind": "torch", "model": "nets_that_fail:net", "mean": [0, 0, 0], "std": [1, 1, 1]}
-    own = settings | {"student": {**student, "args": {"how": how}}}
+def test_a_network_that_cannot_be_tuned_is_refused_before_its_teacher_is_fitted(own, how, override, words):
+    own["student"]["args"] = {"how": how}
     key = f"student.tuning={override}" if override.startswith("{") else f"student.tuning.{override}"
     with pytest.raises(ModelError, match=rf"^student\.tuning\.{words}"):
         describe(resolve(config.load(own, [key])))
 
-
-# ----------------------------------------------------------------------------------------------------- early stopping
 
 SLOW = ("run.epochs=9", "optimizer.lr=1e-12", "run.patience=2")
 
@@ -360,9 +340,6 @@ def test_a_run_that_ended_early_says_so_and_is_finished(settings, capsys):
     assert "epoch 3 of 9" in read(result.folder, 0).unfinished
 
 
-# --------------------------------------------------------------------------------------------------------------- fits
-
-
 def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
     fit = {"epochs": 9, "lr": 1e-12, "patience": 1, "folder": str(tmp_path / "teachers")}
     fit["tuning"] = {"layer_decay": 0.5, "freeze": ["patch_embed.*"]}
@@ -382,28 +359,6 @@ def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expecte
     teacher = {"model": "test_vit", "pretrained": pretrained, "fit": {"epochs": 1, "lr": lr}}
     (fit,) = resolve(config.load({**settings, "teacher": teacher})).teacher.fits.values()
     assert fit.optimizer.lr == expected
-
-
-# ------------------------------------------------------------------------------------------- depth and patches dropped
-
-
-def test_dropped_paths_and_patches_belong_to_training_alone(make):
-    dropped = ("student.args.drop_path_rate=0.5", "student.args.patch_drop_rate=0.5")
-    keys = ("student.args.depth=2", "data.image_size=32")
-    plain, made = make(*keys), make(*keys, *dropped)
-    one, other = (each.run.distillation.student for each in (plain, made))
-    image = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(one.eval()(image).logits, other.eval()(image).logits)
-    torch.manual_seed(0)
-    assert not torch.equal(one.train()(image).logits, other.train()(image).logits)
-    modes = []
-    inner = made.run.teacher.model if hasattr(made.run.teacher, "model") else None
-    assert inner is not None
-    inner.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
-    state = train(made.run)
-    assert state.epoch == 2
-    assert set(modes) == {False}
 
 
 def test_dropped_patches_have_no_place_in_a_grid_of_tokens(settings):
@@ -435,10 +390,3 @@ def test_the_length_of_a_balanced_run_is_told(settings, make, share, steps):
     key = f"data.balance={share}"
     assert f"{2 * steps} steps of 8 images (2 epochs)" in describe(resolve(config.load(settings, [key])))
     assert len(make(key).run.sifter.plan(0, 0.0).ids) == 8 * steps
-
-
-def test_the_optimizer_of_a_run_has_the_groups(settings, make):
-    made = make("student.tuning.layer_decay=0.5")
-    plan = resolve(config.load(settings, ["student.tuning.layer_decay=0.5"])).loop
-    groups = build_optimizer(plan, made.run.distillation, made.run.backend).param_groups
-    assert {group.get("lr_scale") for group in groups} == {0.25, 0.5, 1.0}

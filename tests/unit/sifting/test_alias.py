@@ -1,7 +1,5 @@
 """Scripts that import Amazon's module names run on `kd.sifting`."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import runpy
 import sys
@@ -11,52 +9,6 @@ import pytest
 from kd import sifting
 from kd.core.errors import KdError
 
-IMAGES = """
-import argparse
-from typing import Any
-import torch
-from torch.utils.data import DataLoader
-from smart_sifting.data_model.data_model_interface import SiftingBatch, SiftingBatchTransform
-from smart_sifting.data_model.list_batch import ListBatch
-from smart_sifting.sift_config.sift_configs import RelativeProbabilisticSiftConfig, LossConfig, SiftingBaseConfig
-from smart_sifting.dataloader.sift_dataloader import SiftingDataloader
-from smart_sifting.loss.abstract_sift_loss_module import Loss
-
-class Model(torch.nn.Linear):
-    def forward(self, pixel_values, labels):
-        return super().forward(pixel_values.flatten(1))
-
-class ImageLoss(Loss):
-    def loss(self, model: torch.nn.Module, transformed_batch: SiftingBatch, original_batch: Any = None):
-        batch = {k: v.to(next(model.parameters()).device) for k, v in original_batch.items()}
-        return torch.nn.functional.cross_entropy(model(**batch), batch["labels"], reduction="none")
-
-class ImageTransform(SiftingBatchTransform):
-    def transform(self, batch: Any):
-        return ListBatch([*batch["pixel_values"]], [*batch["labels"]])
-
-    def reverse_transform(self, list_batch: ListBatch):
-        return {"pixel_values": torch.stack(list_batch.inputs), "labels": torch.stack(list_batch.labels)}
-
-torch.manual_seed(0)
-model = Model(3 * 4 * 4, 2)
-rows = [{"pixel_values": torch.randn(3, 4, 4), "labels": torch.tensor(i % 2)} for i in range(160)]
-base = SiftingBaseConfig(sift_delay=2)
-config = RelativeProbabilisticSiftConfig(
-    beta_value=3, loss_history_length=500, loss_based_sift_config=LossConfig(sift_config=base)
-)
-loader = SiftingDataloader(
-    sift_config=config, orig_dataloader=DataLoader(rows, shuffle=True, batch_size=8), batch_transforms=ImageTransform(),
-    loss_impl=ImageLoss(), model=model,
-)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-seen = 0
-for batch in loader:
-    torch.nn.functional.cross_entropy(model(**batch), batch["labels"]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    seen += len(batch["labels"])
-"""
 SENTENCES = """
 from typing import Any
 import torch
@@ -104,11 +56,10 @@ def installed():
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("script", "seen"), [(IMAGES, 16 + 36), (SENTENCES, 80)], ids=["images", "sentences"])
-def test_a_script_with_amazons_imports_runs_unchanged(script, seen, tmp_path, installed):
-    (tmp_path / "train.py").write_text(script)
+def test_a_script_with_amazons_imports_runs_unchanged(tmp_path, installed):
+    (tmp_path / "train.py").write_text(SENTENCES)
     found = runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
-    assert found["seen"] == pytest.approx(seen, abs=8)  # 1 / (1 + beta) after the delay, in whole batches
+    assert found["seen"] == pytest.approx(80, abs=8)  # 1 / (1 + beta), in whole batches
     assert found["SiftingDataloader"] is sifting.SiftingDataloader
 
 

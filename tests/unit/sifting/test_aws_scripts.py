@@ -6,8 +6,6 @@ job is made here: a tiny model and data, `evaluate` without its hub, a CPU in th
 published names four things that it does not import; they are given as builtins.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Each batch format survives splitting and joining, or is refused with the error that smart sifting documents."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, namedtuple
 
 import numpy as np

@@ -9,8 +9,6 @@ It tests the import, the names, the set of calls and their shapes. It does not t
 compiler or speed: `on_cpu.py` is kd's backend with its tensors on the CPU.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from types import ModuleType
 from typing import Any

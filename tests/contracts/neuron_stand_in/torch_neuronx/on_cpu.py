@@ -1,7 +1,5 @@
 """kd's own Neuron backend, built with all its checks, and then moved to the CPU, where tensors can be."""
 
-from __future__ import annotations
-
 import torch
 
 from kd.parts.backends.neuron import Neuron, Options, facts

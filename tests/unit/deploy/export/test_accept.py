@@ -1,18 +1,15 @@
 """`--accept`: what a sentence may say, the first graph that keeps it, and by how much the others miss."""
 
-from __future__ import annotations
-
 import json
 import re
 
 import pytest
 
 from kd.core.errors import ModelError
-from kd.deploy.export import graphs, variants
+from kd.deploy.export import graphs
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses, sentence
 from kd.deploy.serve.model import describe
-from kd.models import runtimes
 
 
 def test_a_sentence():
@@ -44,14 +41,6 @@ def test_what_is_no_sentence(text, told):
 def test_by_how_much_a_graph_misses():
     found = {"drop": 2.5, "mb": 4.0, "ece": float("nan")}
     assert misses(found, {"drop": 2, "mb": 4, "ms": 1, "ece": 3}) == ["drop by 0.5 (2.5)", "ece by nan (nan)"]
-
-
-@pytest.fixture
-def brief(monkeypatch) -> None:
-    """Measure briefly, and as where OpenVINO is not installed."""
-    monkeypatch.setattr(variants, "SECONDS", 0.01)
-    find = runtimes.installed
-    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
 
 
 def files(folder) -> set[str]:

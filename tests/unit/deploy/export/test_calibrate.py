@@ -1,7 +1,5 @@
 """One temperature: it is the one of the lowest likelihood, and dividing by it changes the logits and nothing else."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,31 +1,13 @@
 """The model card says what was measured, of any task, and holds no text that does something."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from kd.core.scores import Column, Scores
 from kd.deploy.export.card import ModelCard, model_name, plain
 from kd.deploy.export.graphs import Made
 from kd.parts.tasks.embedding import Embedding
 from kd.parts.tasks.single_label import SingleLabel
-
-DEPTH = Scores(
-    own=(Column("delta1", "within a quarter"), Column("mae", "mean absolute error", "")),
-    pair=(Column("gap", "gap", "m", "mean distance from the teacher"), Column("bias", "bias", "m")),
-    note="Depths of pixels, in metres.",
-)
-ROW = {"step": 5, "delta1": 0.75, "mae": 0.375, "teacher_delta1": 0.875, "teacher_mae": 0.125, "gap": 0.5, "bias": 0.25}
-ALONE = [{"step": 9, "delta1": 0.25, "mae": 0.8125}]
-GRAPH = {"max_difference": 1e-5, "images": 8, "cpu_ms": 1.5}
-
-
-class Depth(SingleLabel):
-    """A task whose columns nobody knows."""
-
-    scores = DEPTH
 
 
 @pytest.fixture
@@ -44,26 +26,6 @@ def card(subject):
 
 def words(text: str) -> str:
     return " ".join(text.split())
-
-
-def test_a_task_of_ones_own(card, subject):
-    provenance = {**subject().provenance, "metrics": ROW}
-    made = Made(parity={"model.onnx": {**GRAPH, "within a quarter": 0.75}})
-    text = card(Depth(), made, provenance=provenance, baseline=ALONE)
-    found = words(text)
-    assert text.startswith("---\ntags: [image-classification, timm, knowledge-distillation]\n")
-    assert "| model | within a quarter | mean absolute error |" in found
-    assert "| teacher | 87.5 % | 0.1250 |" in found
-    assert "| this student | 75.0 % | 0.3750 |" in found
-    assert "| the same student, labels only | 25.0 % | 0.8125 |" in found
-    assert "Depths of pixels, in metres." in found
-    assert "gap 0.5000 m (mean distance from the teacher)" in found
-    assert "| file | within a quarter | max abs. difference | CPU ms per image |" in found
-    assert "| model.onnx | 75.0 % | 1.0e-05 | 1.50 |" in found
-    assert "3 classes: apple, fig, pear" in found
-    assert "distilled from `vit_tiny_patch16_224` by kd (losses: kl)" in found
-    assert "without labels" in card(Depth(), provenance={**provenance, "metrics": {"gap": 0.5}})
-    assert "no validation" in card(Depth())
 
 
 def test_what_the_answers_mean(card):

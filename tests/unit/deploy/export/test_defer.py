@@ -1,7 +1,5 @@
 """The threshold of `kd-export --defer`: chosen on one half, stated on the other; and how answers are marked by it."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -149,9 +147,3 @@ def test_what_cannot_be_chosen_is_one_line():
     ):
         with pytest.raises(ConfigError, match=word):
             rule.check(task, images)
-
-
-def test_equal_confidences_are_sure_or_unsure_together():
-    """The first of the less sure half is right and all others are wrong: alone it would hold the rule."""
-    confidence, right = np.repeat([0.9, 0.5], 400), np.arange(800) <= 400
-    assert Rule(wrong=0.05).lowest(confidence, right)[0] == 0.9

@@ -1,7 +1,5 @@
 """int8: what it loses, and what is left in float32."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

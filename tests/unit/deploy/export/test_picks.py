@@ -1,7 +1,5 @@
 """What a row of the table says, and how a search in a teacher's index is scored."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """An export of a small student: which files there are, what manifest and card say, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from kd.core.errors import ConfigError, ModelError
-from kd.deploy.export import graphs, variants
+from kd.deploy.export import graphs
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.serve.model import describe, load
@@ -120,15 +118,6 @@ def test_a_tolerance_is_kept(subject, tmp_path):
 def test_options_that_do_not_go_together(named, task, words):
     with pytest.raises(ConfigError, match=words):
         ExportOptions(**named).require(task)
-
-
-@pytest.fixture
-def brief(monkeypatch) -> None:
-    """Measure briefly, and as where OpenVINO is not installed."""
-    monkeypatch.setattr(variants, "SECONDS", 0.01)
-    monkeypatch.setattr(graphs, "cores", lambda: 1)
-    find = runtimes.installed
-    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
 
 
 @pytest.mark.usefixtures("brief")

@@ -1,7 +1,5 @@
 """`kd-predict`: the endpoint's answers for every image that is given in any form, once each, whatever kills it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -191,27 +189,6 @@ def test_killed_and_resumed_without_a_duplicate_or_a_gap(exported, pictures, exp
     assert int(last.split(" images, ")[1].split()[0]) in range(len(rows) - 2, len(rows))
 
 
-def test_images_of_many_gigabytes_get_a_row_with_an_error(exported, pictures, expected, tmp_path):
-    """They were read whole."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    shutil.copy(pictures / "0.jpg", folder / "0.jpg")
-    for name, size in (("bomb.jpg", 40 * 10**9), ("few.tar", 40 * 10**9 + 10240)):
-        (folder / name).touch()
-        os.truncate(folder / name, size)  # zeros that take no space
-    info = tarfile.TarInfo("bomb.jpg")
-    info.size = 40 * 10**9
-    with (folder / "few.tar").open("r+b") as file:
-        file.write(info.tobuf(tarfile.GNU_FORMAT))
-    rows = jsonl(run(exported, folder, tmp_path / "folder.jsonl"))
-    assert rows.pop("0.jpg") == expected["0.jpg"]
-    assert "40000000000 bytes" in rows["bomb.jpg"]["error"]
-    assert jsonl(run(exported, folder / "few.tar", tmp_path / "tar.jsonl")) == {"few.tar/bomb.jpg": rows["bomb.jpg"]}
-
-
-# ------------------------------------------------------------------------------------ what changes between two starts
-
-
 @pytest.fixture
 def twenty(pictures, tmp_path) -> Path:
     """Twenty pictures, two in turn."""
@@ -339,28 +316,6 @@ def test_one_image_and_the_standard_input(exported, pictures, expected, tmp_path
     assert jsonl(target) == {name: expected[image] for name, image in wanted.items()}
 
 
-def test_a_list_whose_images_are_away_ends_it_and_keeps_the_rows(exported, twenty, refused, command, tmp_path):
-    listed = tmp_path / "listed.txt"
-    listed.write_text("\n".join(str(twenty / f"{number:02d}.jpg") for number in range(20)))
-    target = tmp_path / "rows.csv"
-    journal = with_journal(exported, listed, target)
-    whole = target.read_bytes()
-    target.unlink()
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(lines[:11]))
-    twenty.rename(tmp_path / "away")
-    assert "none of the 20 images is there" in refused("predict", exported, listed, "--to", target, "--top", 2)
-    twenty.mkdir()
-    shutil.copy2(tmp_path / "away" / "00.jpg", twenty)
-    assert "'" + str(twenty / "01.jpg") in refused("predict", exported, listed, "--to", target, "--top", 2)
-    assert journal.read_bytes() == b"".join(lines[:11])
-    twenty.joinpath("00.jpg").unlink()
-    twenty.rmdir()
-    (tmp_path / "away").rename(twenty)
-    assert "10 of them by an earlier start" in command("predict", exported, listed, "--to", target, "--top", 2).out
-    assert target.read_bytes() == whole
-
-
 @pytest.mark.parametrize(
     "change", ["a row deleted", "a row twice", "a row of another image", "too many rows", "nothing"]
 )
@@ -402,21 +357,6 @@ def test_pictures_that_changed_between_two_starts_are_classified_again(exported,
     assert "'04.jpg' is not the image that its row was made of" in answer.err
     assert "20 images, 4 of them" in answer.out
     assert target.read_bytes() == run(exported, twenty, tmp_path / "new.csv").read_bytes() != old
-
-
-def test_objects_that_changed_between_two_starts_are_classified_again(exported, twenty, command, aws, tmp_path):
-    s3 = aws("s3")
-    for path in sorted(twenty.iterdir()):
-        s3.upload_file(str(path), "bucket", f"photos/{path.name}")
-    target = tmp_path / "rows.csv"
-    journal = with_journal(exported, "s3://bucket/photos", target)
-    target.unlink()
-    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:16]))
-    s3.upload_file(str(twenty / "01.jpg"), "bucket", "photos/04.jpg")
-    answer = command("predict", exported, "s3://bucket/photos", "--to", target, "--top", 2)
-    assert answer.code == 0, answer
-    assert "photos/04.jpg' is not the image that its row was made of" in answer.err
-    assert target.read_bytes() == run(exported, "s3://bucket/photos", tmp_path / "new.csv").read_bytes()
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])

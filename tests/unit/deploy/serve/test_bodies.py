@@ -1,7 +1,5 @@
 """Bodies to files, and the Accept header to an answer."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

@@ -1,7 +1,5 @@
 """One connection: its deadlines, its parser, and whose turn it is to parse."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -130,9 +128,6 @@ def test_connections_take_turns_to_parse():
         return done
 
     assert asyncio.run(run()) == [0, "other", *range(1, 24)]
-
-
-# ---------------------------------------------------------------------------------------------------------- the end
 
 
 class Early(DrainingServer):

@@ -1,7 +1,5 @@
 """manifest.json by a stranger: read once, checked once, refused in one line (issue 49)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -97,19 +95,9 @@ def test_one_line(plain, tmp_path, path, value):
     str(caught.value).encode()  # a terminal can show it
 
 
-def test_there_are_fifty():
-    assert len(CASES) >= 50
-
-
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\ud83d", "\xff", "null", "3", '"x"', "{}"])
 def test_what_is_no_manifest(plain, tmp_path, text):
     folder = Path(shutil.copytree(plain, tmp_path / "export"))
     (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelError, match=r"^export: "):
         describe(folder)
-
-
-def test_the_export_itself_is_read(plain):
-    found = describe(plain)
-    assert (found.labels, found.size) == (("apple", "fig", "pear"), 16)
-    assert found.reference.tally.images == 40

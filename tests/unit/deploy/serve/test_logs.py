@@ -1,7 +1,5 @@
 """Log lines: a reader of stderr that stalls stops nobody, and what is dropped is counted."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

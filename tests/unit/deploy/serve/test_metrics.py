@@ -1,7 +1,5 @@
 """The page for Prometheus."""
 
-from __future__ import annotations
-
 import re
 
 from kd.deploy.serve.metrics import BOUNDS, Metrics

@@ -1,7 +1,5 @@
 """The profiler around a few steps of a loop of one's own: what it writes, and which names are in it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

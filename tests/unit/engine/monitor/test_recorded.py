@@ -4,8 +4,6 @@ The records are those of `python benchmarks/rules.py --record FOLDER`, on two co
 without a worker is told that its cores are full.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

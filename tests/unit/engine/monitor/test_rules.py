@@ -1,7 +1,5 @@
 """The rules at their thresholds. Whole runs with a fault: `test_observer.py` and `benchmarks/rules.py`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

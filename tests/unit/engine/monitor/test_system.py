@@ -1,7 +1,5 @@
 """Samples of this machine against what the system says."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

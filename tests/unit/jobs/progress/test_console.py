@@ -1,7 +1,5 @@
 """Progress, tables and percentages."""
 
-from __future__ import annotations
-
 import io
 import re
 from contextlib import suppress
@@ -9,7 +7,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console as RichConsole
 
-from kd.core.text import percent, table
+from kd.core.text import table
 from kd.core.types import State
 from kd.jobs.progress.console import Console
 from kd.parts.tasks.embedding import SCORES as EMBEDDING
@@ -109,10 +107,6 @@ def test_a_notebook_gets_plain_lines(capsys, monkeypatch):
 def test_a_validation_row_in_one_line(capsys, scores, row, text):
     Console("food", scores=scores).log("val", State(step=4), row)
     assert capsys.readouterr().out == f"food | step 4 | val {text}\n"
-
-
-def test_percent():
-    assert [percent(share) for share in (0.0, 0.9339, 1.0)] == ["0.0 %", "93.4 %", "100.0 %"]
 
 
 def test_the_table_is_aligned_markdown():

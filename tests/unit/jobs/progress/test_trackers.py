@@ -1,7 +1,5 @@
 """A tracker whose server is away: one warning, and training goes on."""
 
-from __future__ import annotations
-
 import pytest
 
 from kd.jobs.progress.trackers import Trackers

@@ -1,7 +1,5 @@
 """Rank and world size, as real launchers set them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A storage that fails: tried again, then fatal; never taken for a corrupt image."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import os

@@ -1,7 +1,5 @@
 """One label an image in a list: tables, text files of paths, and what is said of lists that do not fit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -161,18 +159,3 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
         build(Options(root=str(root), train_list=name, val_list="v.csv"), "train", None)
     assert str(caught.value).startswith("data.")
     assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"train_list": ""}, "root and train_list must be set"),
-        ({"val_list": ""}, "val_list or val_fraction is needed"),
-        ({"val_fraction": 0.1}, "val_list or val_fraction is needed"),
-        ({"val_list": "", "val_fraction": 1.0}, "val_fraction is 1.0; it must be"),
-        ({"image_key": "label"}, "two different columns"),
-    ],
-)
-def test_options(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Options(**{"root": "x", "train_list": "a.csv", "val_list": "b.csv", **wrong})

@@ -198,17 +198,3 @@ def test_missing_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtra, match=r"data\.kind: .*Run: pip install 'kd\[hf\]'"):
         build(Options(path="x"), "train", None)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"path": ""}, "path is empty"),
-        ({"val_fraction": -0.1}, "val_fraction is -0.1"),
-        ({"val_split": "train"}, "must be two different splits"),
-        ({"val_split": ""}, "must be two different splits"),
-    ],
-)
-def test_options(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Options(**{"path": "x", **wrong})

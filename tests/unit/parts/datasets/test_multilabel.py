@@ -1,7 +1,5 @@
 """A folder of images with a file of label sets: CSV and JSON say the same, and what is wrong is one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -203,11 +201,3 @@ def test_test_labels(root):
     options = Options(root=str(root), **files)
     assert sets(build(options, "test", CLASSES)) == {"deep/b.jpg": set()}
     assert facts(options).test == "test_labels"
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"val_fraction": 0.0}, {"val_labels": "b"}, {"separator": ""}, {"val_fraction": 1.5}]
-)
-def test_options_are_checked(wrong):
-    with pytest.raises(ValueError, match=r"val_|separator"):
-        Options(**{"root": "a", "train_labels": "a", "val_fraction": 0.5, **wrong})

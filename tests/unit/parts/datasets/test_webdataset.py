@@ -279,17 +279,3 @@ def test_braces():
     assert _expand_braces("a-{8..11}") == ["a-8", "a-9", "a-10", "a-11"]
     assert _expand_braces("{b,a}/{1..2}{}") == ["b/1{}", "b/2{}", "a/1{}", "a/2{}"]
     assert _expand_braces("{2..0}") == ["2", "1", "0"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"train": ""}, "train is empty"),
-        ({"image_keys": ";"}, "must name member endings"),
-        ({"label_key": "png"}, "is one of image_keys"),
-        ({"label_key": "json"}, "label_field is empty"),
-    ],
-)
-def test_options(tmp_path, wrong, message):
-    with pytest.raises(ValueError, match=message):
-        options(tmp_path, **wrong)

@@ -1,7 +1,5 @@
 """The families of transformers with a classifier, made small from their own configuration classes; random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

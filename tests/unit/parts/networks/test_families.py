@@ -1,7 +1,5 @@
 """Every family of transformers answers on the same pixels as in transformers; others are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

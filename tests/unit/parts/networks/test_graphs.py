@@ -1,7 +1,5 @@
 """Thirty shapes of ONNX files: each answers as the arithmetic that it holds, or is refused in one line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A teacher beside itself at home, some of its classes, weights as scripts save them, vectors by name."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -119,8 +117,6 @@ def test_a_folder_of_timm_is_compared_too(settings):
     assert one.values["equal"] == 1.0
 
 
-# ----------------------------------------------------------------------------------------------------------- classes
-
 ANIMALS = ["cat", "apple", "dog", "Granny Smith", "fig", "pear", "emu"]
 
 
@@ -181,8 +177,6 @@ def test_what_the_data_s_classes_hold_of_the_probability_is_shown(bare, tmp_path
     assert one.values["kept"] == pytest.approx(logits.softmax(1)[:, [3, 4, 5]].sum(1).mean().item(), rel=1e-4)
     assert "of its probability belongs to the data's 3 classes" in one.text
 
-
-# ----------------------------------------------------------------------------------------------------------- weights
 
 MODULE = """
 import torch
@@ -254,9 +248,6 @@ def test_a_module_that_does_not_fit_is_one_line(change, message, bare, mine):
     with pytest.raises(KdError, match=f"^{message}") as caught:
         loaded(bare, {**mine, **change})
     assert "\n" not in str(caught.value)
-
-
-# ----------------------------------------------------------------------------------------------------------- vectors
 
 
 @pytest.fixture

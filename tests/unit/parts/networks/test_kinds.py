@@ -1,7 +1,5 @@
 """Each kind of teacher: the same student live, cached and resumed; its identity; each wrong combination in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -213,9 +211,6 @@ def test_class_vectors_from_the_text_tower(made, bare, tmp_path):
         torch.testing.assert_close(found[label], expected, rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
-
-
 def changed(section, **values):
     return {key: value for key, value in {**section, **values}.items() if value is not None}
 
@@ -353,9 +348,6 @@ def test_weights_beside_a_graph_count(made, bare, tmp_path):
     with (tmp_path / "weights.bin").open("ab") as file:
         file.write(b"1")
     assert beside.identity()["teacher"] != before
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
 
 
 def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):

@@ -1,7 +1,5 @@
 """The sifter that reads the teacher's stored answers: scores, exact counts, equal ranks, resumable, nobody starves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

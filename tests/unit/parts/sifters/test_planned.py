@@ -1,7 +1,5 @@
 """Sifters that decide in the plan: exact counts, unbiased, refreshed, equal on all ranks, resumable."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Relative sifting in the loop: exact counts, equal ranks, teacher outputs reused, resuming with pending images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

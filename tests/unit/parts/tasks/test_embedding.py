@@ -1,7 +1,5 @@
 """An embedding student: a teacher without classes, live and cached, one and several; neighbours and the probe."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.errors import ConfigError, DataError, Interrupted, ModelError
+from kd.core.errors import ConfigError, DataError, ModelError
 from kd.core.evaluation import Evaluation, Split
 from kd.core.types import Batch, Dims, Outputs
 from kd.data.loader import LocalLoader, evaluation_plan
@@ -40,10 +38,6 @@ def losses_of(made) -> list[float]:
 def taught(made) -> float:
     """Return how many training images the teacher was asked for."""
     return sum(row["teacher_images"] for row in made.store.rows if row["kind"] == "train")
-
-
-def weights_of(made) -> dict[str, Tensor]:
-    return made.run.distillation.state_dict()
 
 
 def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
@@ -76,22 +70,6 @@ def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(make,
     train(again.run)
     assert losses_of(again) == losses_of(rounded)
     assert taught(again) == 0
-
-
-def test_a_resumed_run_computes_the_same_bits(make, tmp_path):
-    keys = [LOSSES, "run.epochs=2", "run.every.checkpoint=3"]
-    whole = make(*keys, *cached(tmp_path / "a"), folder=tmp_path / "whole")
-    train(whole.run)
-    first = make(*keys, *cached(tmp_path / "b"), folder=tmp_path / "parts")
-    calls = iter(range(100))
-    object.__setattr__(first.run, "stop", lambda: next(calls) == 4)
-    with pytest.raises(Interrupted):
-        train(first.run)
-    first.store.close()
-    second = make(*keys, *cached(tmp_path / "b"), folder=tmp_path / "parts")
-    train(second.run)
-    for name, tensor in weights_of(whole).items():
-        assert torch.equal(tensor, weights_of(second)[name]), name
 
 
 def test_without_labels_agreement_decides(make):
@@ -175,9 +153,6 @@ def test_a_record_holds_named_arrays():
     assert torch.equal(found.of(0).features["tokens"], outputs.features["tokens"].half())
     assert max(difference for difference, _ in codec.differences(codec.pack(outputs), outputs).values()) < 2e-3
     assert codec.record.itemsize == 2 * (3 + 5 + 8 + 6) + 4
-
-
-# ---------------------------------------------------------------------------------------------- neighbours, probe
 
 
 def clusters(count: int, width: int = 8, classes: int = 3, spread: float = 0.6) -> tuple[Tensor, Tensor]:
@@ -291,14 +266,7 @@ def test_images_of_which_none_has_a_label_cannot_be_scored(bank, val, words):
     shown = (LocalLoader(MapDataset(data, 0, labels="some"), 8, 1, 0, 1, 0) for data in images)
     asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
-    setting = Evaluation(
-        CPU("fp32", 60, 1),
-        asked,
-        Counted(Embeds(7)),
-        3,
-        bank=lambda: searched,
-        agreement=criterion.agreement,
-        members=1,
-    )
+    more = {"bank": lambda: searched, "agreement": criterion.agreement, "members": 1}
+    setting = Evaluation(CPU("fp32", 60, 1), asked, Counted(Embeds(7)), 3, **more)
     with pytest.raises(DataError, match=rf"^data\.labels: {words}"):
         embedding.build(embedding.Options()).evaluator(setting)(Embeds(5))

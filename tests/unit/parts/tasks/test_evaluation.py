@@ -3,8 +3,6 @@
 Shape legend: N images, C classes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

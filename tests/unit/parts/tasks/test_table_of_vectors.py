@@ -1,7 +1,5 @@
 """A table of embeddings: training and validation images have rows of their own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from pieces import CLASSES, merged

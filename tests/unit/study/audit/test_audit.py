@@ -1,7 +1,5 @@
 """`kd-evaluate RUN --audit`: labels that the teacher doubts, and repeats that its answers find."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which pairs of images are found to show one photograph, compared with formulas in float64."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -101,11 +99,6 @@ def test_a_hash_is_the_signs_of_a_cosine_transform_of_each_part():
     bits = np.unpackbits(hashes(luma)[:, :1].copy().view(np.uint8))
     assert (bits[1:] == signs[1:]).all()
     assert bits[0] == 0
-
-
-def test_ones_are_counted():
-    values = np.random.default_rng(0).integers(0, 2**64, 500, np.uint64)
-    assert copies._ones(values).tolist() == [int(value).bit_count() for value in values]
 
 
 def test_a_score_is_the_mean_of_two_correlations():

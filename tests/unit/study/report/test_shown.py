@@ -1,15 +1,9 @@
 """A task whose columns nobody knows is shown everywhere, without an `if` for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-import pytest
-
 from kd.core.scores import Column, Scores
-from kd.core.types import State
-from kd.jobs.progress.console import Console
-from kd.parts.tasks import embedding, label_sets, single_label
+from kd.parts.tasks import embedding, single_label
 from kd.study.report.page import render
 from kd.study.report.record import RunRecord, price_rows
 from kd.study.report.report import summary as text
@@ -42,15 +36,6 @@ def test_the_machine_of_a_run_that_went_on_with_other_gpus_or_hides_its_cores():
     page = render([record(monitor={"host_0": rows})])
     assert "GPU 0" in page
     assert "GPU 1" not in page
-
-
-def test_console(capsys):
-    console = Console("depth", scores=DEPTH)
-    console.log("val", State(step=5), VAL[0])
-    console.log("val", State(step=5), {"gap": 0.5, "bias": 0.25})
-    labelled, unlabelled = capsys.readouterr().out.splitlines()
-    assert labelled.endswith("val within a quarter 75.0 % (teacher 87.5 %), gap 0.5000 m")
-    assert unlabelled.endswith("val gap 0.5000 m, bias 0.2500 m")
 
 
 def test_text():
@@ -119,9 +104,3 @@ def test_a_page_of_two_tasks():
     assert page.count("<h3>Validation agreement</h3>") == 2
     for cell in ("75.0 %", "0.7500"):
         assert f"<td>{cell}</td>" in page
-
-
-@pytest.mark.parametrize("scores", [single_label.SCORES, label_sets.SCORES, embedding.SCORES, DEPTH])
-def test_columns_survive_the_manifest(scores):
-    assert Scores.read(scores.record()) == scores
-    assert [column.meaning for column in Scores.read(scores.record()).pair] == [one.meaning for one in scores.pair]

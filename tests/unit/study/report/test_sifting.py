@@ -1,7 +1,5 @@
 """The report of a sifted run, from rows with known numbers."""
 
-from __future__ import annotations
-
 from kd.study.report.summary import sifted
 
 COUNTS = {"images": 100, "batch_size": 8}

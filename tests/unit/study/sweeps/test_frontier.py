@@ -1,7 +1,5 @@
 """How small a student may be: the frontier, its picture, what the clock says, and which trials are compared."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import product
@@ -108,19 +106,6 @@ def test_the_points_of_the_picture_are_the_numbers_of_the_rows(seed):
     for row in rows:
         line = next(text for text in texts if text.startswith(f"{row['number']}  a<b width="))
         assert f"{row['ms']:.3g} ms, {100 * row['score']:.1f} %" in line
-
-
-def test_the_line_has_no_student_above_it():
-    rows = rows_of(1, 9)
-    root = ElementTree.fromstring(picture(rows, {}, ACCURACY))
-    assert COLORS["--teacher"] not in ElementTree.tostring(root, encoding="unicode")
-    stairs = max((one.get("points").split() for one in root.iter(f"{SVG}polyline")), key=len)
-    corners = [tuple(map(float, point.split(","))) for point in stairs]
-    assert len(corners) == 2 * sum(row["frontier"] for row in rows) - 1
-    assert corners == sorted(corners, key=lambda point: (point[0], -point[1]))
-    for circle in root.iter(f"{SVG}circle"):
-        x, y = float(circle.get("cx")), float(circle.get("cy"))
-        assert y >= min((b for a, b in corners if a <= x), default=0) - 0.1
 
 
 def test_the_table_shows_what_was_measured_and_nothing_where_nothing_was(tmp_path):

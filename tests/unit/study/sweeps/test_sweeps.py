@@ -1,7 +1,5 @@
 """What a sweep tries, what is recorded, and what it refuses; tests/e2e/test_sweep.py runs one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -22,8 +20,6 @@ from kd.setup.recipe import resolve
 from kd.study.sweeps.space import Space, prepared_alike, sharing
 from kd.study.sweeps.sweep import luck, sweep
 from kd.study.sweeps.trials import Processes, Trials, failure
-
-# ----------------------------------------------------------------------------------------------------- what is tried
 
 
 def test_all_combinations_in_the_order_of_the_command(settings):
@@ -66,9 +62,6 @@ def test_a_cache_that_was_chosen_stays(settings):
     assert sharing(config.load(settings, ["teacher.cache.views=7"]), 1) == []
     assert sharing(config.load(settings, ["run.steps=7"]), 1) == []
     assert sharing(config.load(settings, ["losses=[{kind: tokens}]"]), 1) == []
-
-
-# ---------------------------------------------------------------------------------------------- what is said, refused
 
 
 def test_the_luck_of_the_best_is_that_of_its_seed_and_nothing_more_is_claimed():

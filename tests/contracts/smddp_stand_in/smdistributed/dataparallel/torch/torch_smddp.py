@@ -8,8 +8,6 @@ AllGather, and one release was reported to refuse it.
 It derives from ProcessGroup, because C++ calls its methods too, but not those of a subclass of ProcessGroupGloo.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from typing import Any
