@@ -266,12 +266,6 @@ def test_files_that_are_not_a_configuration(tmp_path, text, message):
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_a_picture_is_not_a_configuration(tmp_path):
-    (tmp_path / "a.yaml").write_bytes(b"\xff\xd8\xff\xe0\x00\x10JFIF")
-    with pytest.raises(ConfigError, match="not readable as YAML"):
-        load(tmp_path / "a.yaml")
-
-
 def test_an_empty_file_lists_what_is_missing(tmp_path):
     (tmp_path / "a.yaml").write_text("")
     assert list(errors_of(tmp_path / "a.yaml")) == ["data.kind"]
@@ -321,11 +315,6 @@ def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_
     assert (same.model, same.args, same.attention) == ("vit", {"depth": 2, "width": 3}, "fused")
     other = load(file, ["student={model: lcnet_050}"]).student
     assert (other.model, other.args, other.attention) == ("lcnet_050", {}, "fused")
-
-
-def test_overrides_of_a_whole_list():
-    loaded = load(minimal(teacher={"model": "vit"}), ["losses=[{kind: kl, weight: 3}]"])
-    assert [(term.kind, term.weight) for term in loaded.losses] == [("kl", 3.0)]
 
 
 def test_wrong_overrides_are_all_told():

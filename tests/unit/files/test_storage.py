@@ -18,13 +18,6 @@ def everything(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_text_replaces_text(tmp_path):
-    write_text(tmp_path / "a" / "b.txt", "old")
-    write_text(tmp_path / "a" / "b.txt", "neu ä")
-    assert (tmp_path / "a" / "b.txt").read_text(encoding="utf-8") == "neu ä"
-    assert everything(tmp_path) == ["a", "a/b.txt"]
-
-
 class Trouble(Exception):
     pass
 

@@ -154,10 +154,6 @@ def test_top_k_through_the_files(tmp_path, live):
     assert torch.equal(first.topk(2).indices, live(batch([0, 1, 2])).logits.topk(2).indices)
 
 
-def test_the_size_of_a_record():
-    assert record_bytes(Codec(101, "fp16", 0).record.itemsize) == 214  # Food-101: 16.2 MB a view of 75,750 images
-
-
 @pytest.mark.parametrize(("field", "value"), [("teacher", "xyz"), ("seed", 1), ("classes", ["b", "a"]), ("more", 1)])
 def test_a_cache_of_something_else_is_refused_by_name(tmp_path, field, value):
     opened(tmp_path)

@@ -1,8 +1,11 @@
-"""The page for Prometheus."""
+"""The page for Prometheus; log lines: a reader of stderr that stalls stops nobody, what is dropped is counted."""
 
+import logging
+import os
 import re
+import time
 
-from kd.deploy.serve.metrics import BOUNDS, Metrics
+from kd.deploy.serve.metrics import BOUNDS, WAITING, Lines, Metrics
 
 
 def test_the_text_for_prometheus():
@@ -22,3 +25,25 @@ def test_the_text_for_prometheus():
     assert len(buckets) == len(BOUNDS) + 1
     assert buckets[-1] == int(values['kd_seconds_count{stage="invocations total"}']) == 5
     assert int(values["process_resident_memory_bytes"]) > 1_000_000
+
+
+def test_a_stalled_reader_stops_nobody():
+    """Issue 49: before, whoever logged waited in `write` after 64 KiB."""
+    read, write = os.pipe()
+    handler = Lines(write)
+    begin = time.monotonic()
+    for number in range(3 * WAITING):
+        handler.emit(logging.makeLogRecord({"msg": f"{number:04d} {'x' * 200}"}))
+    handler.finish()
+    assert time.monotonic() - begin < 10
+    assert WAITING <= handler.dropped < 3 * WAITING
+    kept, told = [], 0
+    with os.fdopen(read) as reader:
+        while len(kept) < 3 * WAITING - handler.dropped:
+            line = next(reader)
+            if "were dropped" in line:
+                told += int(line.split()[0])
+            else:
+                kept.append(int(line[:4]))
+    assert told == handler.dropped
+    assert kept == sorted(set(kept))

@@ -194,16 +194,6 @@ def test_cut_short(kind, share):
         read(data[: int(len(data) * share)])
 
 
-def test_truncated_jpeg_is_called_so_with_the_remedy():
-    data = stored(NOISE.resize((200, 150)), "JPEG")
-    with pytest.raises(DataError) as caught:
-        read(data[: len(data) // 2])
-    text = str(caught.value)
-    assert text.startswith("data.root: file 'a/b.jpg': the image is truncated (")
-    assert "Allowed: whole images in JPEG, PNG" in text
-    assert text.endswith("Replace or delete it, or set data.on_corrupt=skip.")
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -87,25 +86,6 @@ def test_sizes_fall_geometrically_and_large_classes_repeat_their_plates(tmp_path
     assert [plates[label] for label in range(12)] == [min(25, sizes[label]) for label in range(12)]
     assert len(set(listed)) == len(listed)
     assert Counter(label for label, *_ in pictures(options, "val")) == dict.fromkeys(range(12), 3)
-
-
-def test_photographs_of_a_plate_are_near_duplicates():
-    """Nearer to each other than to any photograph of another plate, though no two are equal."""
-
-    def thumb(plate: int, shot: int) -> np.ndarray:
-        image = render("pizza", "train", plate, 0, 48, shot).resize((6, 6))
-        pixels = np.asarray(image, dtype=np.float64)
-        return (pixels - pixels.mean()) / pixels.std()
-
-    seen = {(plate, shot): thumb(plate, shot) for plate in range(3) for shot in range(3)}
-
-    def apart(one: tuple[int, int], other: tuple[int, int]) -> float:
-        return float(np.abs(seen[one] - seen[other]).mean())
-
-    same = [apart(a, b) for a, b in combinations(seen, 2) if a[0] == b[0]]
-    others = [apart(a, b) for a, b in combinations(seen, 2) if a[0] != b[0]]
-    assert min(same) > 0
-    assert max(same) < min(others)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -34,17 +34,6 @@ def save(path, **splits) -> Options:
     return Options(path=str(path))
 
 
-def test_saved_splits(tmp_path):
-    chosen = save(tmp_path / "d", train=table([0, 1, 1]), validation=table([1]))
-    train = build(chosen, "train", None)
-    assert (train.classes, labels(train)) == (("pear", "apple"), [0, 1, 1])  # the dataset's order, not the alphabet's
-    assert train.name(2) == "train[2]"
-    assert train.decode(2).image.getpixel((0, 0)) == (2, 0, 0)
-    val = build(chosen, "val", train.classes)
-    assert (val.name(0), labels(val)) == ("validation[0]", [1])
-    assert train.fingerprint != val.fingerprint
-
-
 def test_test_split(tmp_path):
     save(tmp_path / "d", train=table([0, 1] * 5), exam=table([1, 0, 0]))
     chosen = Options(path=str(tmp_path / "d"), val_fraction=0.2, test_split="exam")

@@ -33,11 +33,6 @@ def options(root: Path, **more) -> Options:
     return Options(root=str(root), **more)
 
 
-def test_classes_nest_to_any_depth(tmp_path):
-    fill(tmp_path, "train/Fruit/Apple/Golden-Delicious/1.png", "train/Fruit/Pear/1.png", "train/Carrot/1.png")
-    assert build(options(tmp_path), "train", None).classes == ("Carrot", "Fruit/Apple/Golden-Delicious", "Fruit/Pear")
-
-
 def test_endings_in_any_case_and_hidden_files(tmp_path):
     good = ["1.JPG", "2.jpeg", "3.Png", "4.bmp", "5.webp", "6.gif", "7.tif", "8.TIFF"]
     other = [".9.png", "._1.JPG", "notes.txt", "a.npy", "Thumbs.db", ".cache/1.png"]

@@ -113,12 +113,6 @@ def test_two_ranks_keep_what_one_keeps():
         assert one == [ranks[0][step].ids.tolist(), ranks[1][step].ids.tolist()]
 
 
-def test_the_teacher_runs_once_per_image():
-    for batch in epoch(made(0.5)):
-        assert batch.teacher_outputs is not None
-        assert torch.equal(batch.teacher_outputs.outputs.logits[:, 0], batch.ids.float())
-
-
 @pytest.mark.parametrize("beta", [0.5, 0.7, 3.0])
 def test_a_resumed_epoch_continues_with_the_pending_images(beta):
     whole = made(beta)
