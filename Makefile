@@ -1,6 +1,6 @@
 # make run       set up and run the main job: a ViT teacher distilled into a small ViT, on this machine, in minutes
 # make test      set up and run the tests but the slow ones, then lint and types
-# make test-slow   fuzz, hostile clients, scale, clusters, and the tests that take more than ten seconds each
+# make test-slow   fuzz, hostile clients, scale, clusters, further worlds, and the tests that take long
 # make test-xla  the same engine on real torch_xla (CPU), in an environment of its own (7 GB)
 # make test-floor  the core with the oldest packages that pyproject.toml allows, in an environment of its own (6 GB)
 # make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
@@ -26,8 +26,8 @@ run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python $(PYTEST) -m "not slow"
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory lint & \
+		$(VENV)/bin/python $(PYTEST) -m "not slow"; tests=$$?; wait $$! && exit $$tests
 
 test-slow: $(VENV)/.dev
 	$(VENV)/bin/python $(PYTEST) -m slow

@@ -92,33 +92,27 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.fixture(scope="session")
-def teacher(photos, once) -> Path:
-    """An export folder: a ViT fitted on `photos`. Do not write into it."""
+def taught(photos: Path, folder: Path, epochs: int, **args: int) -> Path:
+    """Fit a teacher on `photos` and return its export."""
     from kd import config
     from kd.jobs.train import teach
 
-    def build(folder: Path) -> Path:
-        settings = base(photos, folder)
-        settings["teacher"]["fit"]["epochs"] = 3
-        return teach(config.load(settings))[0].absolute()
+    settings = base(photos, folder)
+    settings["teacher"]["args"] |= args
+    settings["teacher"]["fit"]["epochs"] = epochs
+    return teach(config.load(settings))[0].absolute()
 
-    return once("teacher", build)
+
+@pytest.fixture(scope="session")
+def teacher(photos, once) -> Path:
+    """An export folder: a ViT fitted on `photos`. Do not write into it."""
+    return once("teacher", lambda folder: taught(photos, folder, 3))
 
 
 @pytest.fixture(scope="session")
 def steady(photos, once) -> Path:
     """A teacher whose bits do not depend on an image's neighbours in the batch: heads of 16, as BLAS likes them."""
-    from kd import config
-    from kd.jobs.train import teach
-
-    def build(folder: Path) -> Path:
-        settings = base(photos, folder)
-        settings["teacher"]["args"] |= {"embed_dim": 64, "num_heads": 4}
-        settings["teacher"]["fit"]["epochs"] = 1
-        return teach(config.load(settings))[0].absolute()
-
-    return once("steady", build)
+    return once("steady", lambda folder: taught(photos, folder, 1, embed_dim=64, num_heads=4))
 
 
 @pytest.fixture(scope="session")
@@ -199,19 +193,19 @@ def inside(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="session")
-def distilled(photos, teacher, once) -> Path:
-    """A finished run folder: a student that has learned `photos`. Do not write into it."""
+def learned(photos: Path, teacher: Path, folder: Path, /, **sections: Any) -> Path:
+    """Train a student of `teacher` on `photos` and return its run folder."""
     from kd import config
     from kd.jobs.train import train
 
-    def build(folder: Path) -> Path:
-        settings = base(photos, folder)
-        settings["teacher"] = given(teacher)
-        settings["run"]["epochs"] = 6
-        return train(config.load(settings)).folder
+    settings = base(photos, folder) | {"teacher": given(teacher)}
+    return train(config.load(merged(settings, sections))).folder
 
-    return once("distilled", build)
+
+@pytest.fixture(scope="session")
+def distilled(photos, teacher, once) -> Path:
+    """A finished run folder: a student that has learned `photos`. Do not write into it."""
+    return once("distilled", lambda folder: learned(photos, teacher, folder, run={"epochs": 6}))
 
 
 @pytest.fixture(scope="session")
@@ -226,15 +220,11 @@ def exported(distilled, once) -> Path:
 @pytest.fixture(scope="session")
 def embedded(photos, teacher, once) -> Path:
     """A finished run folder of an embedding student, with its export. Do not write into it."""
-    from kd import config
     from kd.deploy.export.export import ExportOptions, export
-    from kd.jobs.train import train
 
     def build(folder: Path) -> Path:
-        settings = base(photos, folder)
-        settings["teacher"] = {**given(teacher), "cache": {"views": 1}}
-        settings["losses"] = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
-        run = train(config.load(settings)).folder
+        losses = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+        run = learned(photos, teacher, folder, teacher={"cache": {"views": 1}}, losses=losses)
         export(run, options=ExportOptions(int8=True))
         return run
 

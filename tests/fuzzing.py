@@ -33,9 +33,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
     flips = st.builds(flip, places, st.integers(0, 7))
     return st.one_of(
-        flips,
-        places.map(lambda end: content[:end]),
-        st.builds(put, places, st.integers(0, 40), st.binary(max_size=40)),
+        flips, places.map(lambda end: content[:end]), st.builds(put, places, st.integers(0, 40), st.binary(max_size=40))
     )
 
 

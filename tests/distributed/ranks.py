@@ -96,14 +96,8 @@ def start(
 ) -> World:
     """Run `target` ("module:function", called with argv) on every rank and wait for all of them.
 
-    Args:
-        target: what a rank does; returns its exit code or None.
-        argv: its arguments.
-        ranks: 1 starts it without a launcher.
-        env: further variables.
-        path: importable folders beside the repository.
-        timeout: seconds, then the ranks that are left are killed and the test fails.
-        launcher: whose variables more than one rank get: torchrun, mpirun or sagemaker.
+    `ranks=1` starts it without a launcher; more get the variables of torchrun, mpirun or sagemaker. After `timeout`
+    seconds the ranks that are left are killed, and the test fails.
     """
     port = free_port()
     process = _zygote()

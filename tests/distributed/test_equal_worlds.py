@@ -11,6 +11,8 @@ from pieces import Trained, slow
 from ranks import STEPS, start
 from waits import AT_POINTS, HOST
 
+from kd.files.storage import read_rows
+
 MICROS = "data.micro_batch=3"
 TWO_RANKS = {
     "run:__call__",  # once a second: does a rank stop?
@@ -126,3 +128,30 @@ def test_two_ranks_wait_for_the_device_at_known_points_only(config_file, tmp_pat
     for log in world.logs:
         (line,) = (line for line in log.splitlines() if line.startswith("WAITED "))
         assert set(line.split()[1:]) - HOST <= AT_POINTS | TWO_RANKS
+
+
+@pytest.mark.parametrize("store", ["disk", slow("ram")])
+def test_two_ranks_fill_one_store_of_decoded_pixels_and_train_as_without(plain, train, store):
+    """The photos are not larger than training needs, so that a store changes no pixel."""
+    with_store = train(f"stored-{store}", 2, f"data.store={store}", "data.workers=1")
+    with_store.world.ended_well()
+    one, other = plain(2).checkpoint(), with_store.checkpoint()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert with_store.world.logs[0].count("store: about 0.2 MiB of decoded images") == 1
+    assert "store: " not in with_store.world.logs[1]
+    assert ("in memory of each rank" in with_store.world.logs[0]) == (store == "ram")
+
+
+def test_each_rank_leaves_its_timeline(plain):
+    run = plain(2)
+    assert sorted(path.name for path in run.folder.glob("timeline_*")) == ["timeline_0.jsonl", "timeline_1.jsonl"]
+    for rank in range(2):
+        rows = read_rows(run.folder / f"timeline_{rank}.jsonl")
+        assert sum(row["steps"] for row in rows) == STEPS
+        for row in rows:
+            assert sum(row["ms"].values()) == pytest.approx(row["wall_ms"], abs=0.02)
+        assert sum(row["ms"].get("communication", 0.0) for row in rows) > 0
+    assert isinstance(json.loads((run.folder / "findings.json").read_text()), list)
+    assert "where the time of 20 steps went" in run.world.logs[0]
+    assert "where the time" not in run.world.logs[1]
+    assert all({"ms_communication", "ms_wait"} <= row.keys() for row in run.rows("train")[2:])

@@ -9,7 +9,6 @@ from pathlib import Path
 import chromium
 import pytest
 
-from kd.core.scores import Column, Scores
 from kd.core.text import money
 from kd.parts.tasks import single_label
 from kd.study.report.page import render
@@ -176,21 +175,6 @@ def test_files_that_kd_did_not_write(run, command, refused):
         file.write('{"kind": "train", "step": "three", "loss": 1.0}\n')
     for more in ((), ("--price", "price.per_hour=1")):
         assert "does not hold what kd writes" in refused("report", run, *more)
-
-
-def test_the_columns_come_from_the_manifest(run, command, refused):
-    file = run / "manifest.json"
-    manifest = json.loads(file.read_text())
-    columns = Scores(own=(Column("accuracy", "right answers"),), pair=(Column("kl", "distance", "bits"),))
-    file.write_text(json.dumps({**manifest, "scores": columns.record()}))
-    report = command("report", run, "--images", "5")
-    best = json.loads((run / "scored.json").read_text())["row"]
-    assert "| right answers |" in " ".join(report.out.split())
-    assert f"| {100 * best['accuracy']:.1f} % (" in " ".join(report.out.split())
-    assert f"distance {best['kl']:.4f} bits" in report.out
-    assert "validation right answers" in (run / "report.html").read_text()
-    file.write_text(json.dumps({**manifest, "scores": {"own": []}}))
-    assert "does not hold what kd writes" in refused("report", run)
 
 
 def test_a_killed_run_says_so(run, command):

@@ -15,14 +15,13 @@ from pieces import paint
 from PIL import Image
 
 from kd import config
-from kd.core.intervals import paired, wilson
+from kd.core.intervals import wilson
 from kd.core.text import percent
 from kd.files.run_dir import RunDir
 from kd.jobs.train import train
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.student import build_student
-from kd.study.report.confusion import SHARES
 from kd.study.report.report import report
 
 
@@ -49,14 +48,6 @@ def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
     run = train(config.load(settings, overrides)).folder
     page = report([run], images=0).file.read_text()
     return run, page, json.loads((run / "answers.json").read_text())
-
-
-def cells(page: str, title: str) -> list[list[str]]:
-    """Return the rows of the first table behind a title, without tags."""
-    body = page[page.index(f"<h3>{title}</h3>") :]
-    body = body[body.index("<tbody>") : body.index("</tbody>")]
-    found = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in body.split("<tr>")[1:]]
-    return [[html.unescape(cell) for cell in row] for row in found]
 
 
 def chart(page: str, title: str) -> list[dict[str, Any]]:
@@ -127,38 +118,3 @@ def test_the_chart_the_classes_and_the_confusions(told):
         for i in differ
     }
     assert {*captions} <= expected
-
-
-def test_the_pair(told):
-    """Image by image: each share of the table, the threshold of the even images, and what the odd ones say of it."""
-    _, page, answers = told
-    rows = [*zip(answers["student_sure"], answers["student"], answers["teacher"], answers["label"], strict=True)]
-    assert len(rows) >= 40
-    chosen, others = rows[::2], rows[1::2]
-
-    def right(images: list, threshold: float) -> int:
-        return sum((teacher if sure < threshold else student) == label for sure, student, teacher, label in images)
-
-    thresholds = [*sorted({sure for sure, *_ in chosen}), float("inf")]
-    enough = sum(teacher == label for _, _, teacher, label in chosen)
-    threshold = next(one for one in thresholds if right(chosen, one) >= enough)
-    passed = sum(sure < threshold for sure, *_ in others)
-    both, alone = right(others, threshold), right(others, float("inf"))
-    assert right(others, 0.0) != alone, "student and teacher are equal, so nothing would be seen"
-    gained = sum(
-        (teacher if sure < threshold else student) == label != teacher for sure, student, teacher, label in others
-    )
-    low, high = paired(gained, alone - both + gained, len(others))
-    body = page[page.index("Student and teacher as a pair") :]
-    assert f"the pair has {percent(both / len(others))} right, the teacher {percent(alone / len(others))}: " in body
-    assert f"{100 * (both - alone) / len(others):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})" in body
-    assert f"On the {len(others)} others that is {percent(passed / len(others))} of the images" in body
-    sure, table = sorted(one[0] for one in others), cells(page, "Student and teacher as a pair")
-    for share, row in zip(SHARES, table, strict=True):
-        k = min(len(sure), int(np.ceil(share * len(sure) - 1e-9)))
-        at = sure[k] if k < len(sure) else float("inf")
-        at = at if k == 0 or k == len(sure) or sure[k - 1] < at else next(s for s in [*sure, np.inf] if s > at)
-        cut = sum(one < at for one in sure)
-        assert row[:2] == [percent(cut / len(sure)), percent(right(others, at) / len(sure))]
-        cost = answers["cpu_ms"]["student"] / answers["cpu_ms"]["teacher"] + cut / len(sure)
-        assert row[2] == f"{cost:.2f}"

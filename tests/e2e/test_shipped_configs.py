@@ -35,14 +35,8 @@ def test_cifar10(command, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     run, teachers = tmp_path / "runs", tmp_path / "teachers"
     keys = [f"data.root={data}", "run.steps=2", "teacher.fit.steps=2", "teacher.min_accuracy=0"]
-    answer = command(
-        "train",
-        "configs/cifar10.yaml",
-        *keys,
-        f"run.folder={run}",
-        f"teacher.fit.folder={teachers}",
-        "backend.threads=1",
-    )
+    places = [f"run.folder={run}", f"teacher.fit.folder={teachers}", "backend.threads=1"]
+    answer = command("train", "configs/cifar10.yaml", *keys, *places)
     assert answer.code == 0, answer
     manifest = json.loads((run / "cifar10" / "manifest.json").read_text())
     assert manifest["parameters"] == {"student": 927_010, "teacher": 2 * 2_570_290}
@@ -62,21 +56,11 @@ def test_a_teacher_from_a_file_of_another_library(command, tmp_path, monkeypatch
     torch.save({f"other.{number}": tensor for number, tensor in enumerate(tensors.values())}, tmp_path / "weights.pth")
     monkeypatch.chdir(ROOT)
     run = tmp_path / "runs"
-    answer = command(
-        "train",
-        f"configs/{name}.yaml",
-        f"data.root={data}",
-        f"teacher.checkpoint={tmp_path / 'weights.pth'}",
-        f"run.folder={run}",
-        f"teacher.fit.folder={tmp_path / 'teachers'}",
-        "run.steps=2",
-        "run.every.evaluate=0",
-        "teacher.fit.steps=2",
-        "teacher.fit.evaluate=0",
-        "teacher.min_accuracy=0",
-        "backend.threads=1",
-        *(["data.batch_size=64", "data.labels_per_class=4"] if name == "few_labels" else ["data.batch_size=32"]),
-    )
+    keys = [f"data.root={data}", f"teacher.checkpoint={tmp_path / 'weights.pth'}", "teacher.min_accuracy=0"]
+    keys += [f"run.folder={run}", f"teacher.fit.folder={tmp_path / 'teachers'}", "backend.threads=1"]
+    keys += ["run.steps=2", "run.every.evaluate=0", "teacher.fit.steps=2", "teacher.fit.evaluate=0"]
+    keys += ["data.batch_size=64", "data.labels_per_class=4"] if name == "few_labels" else ["data.batch_size=32"]
+    answer = command("train", f"configs/{name}.yaml", *keys)
     assert answer.code == 0, answer
     manifest = json.loads((run / name / "manifest.json").read_text())
     assert manifest["parameters"]["student"] == STUDENTS[name]

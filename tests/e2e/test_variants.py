@@ -61,6 +61,7 @@ def test_sentences_and_numbers_that_are_none(distilled, command, wrong):
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("brief")
 def test_exit_code_3_where_nothing_keeps_the_sentence(distilled, command, tmp_path):
     answer = command("export", distilled, "--to", tmp_path / "student", "--accept", "mb<=0.001")
@@ -105,6 +106,7 @@ def test_recall_is_a_score_of_the_report(embedded):
     assert "recall@10 in the teacher's index" in report
 
 
+@pytest.mark.slow
 def test_timmx_takes_an_export_over(exported, photos, tmp_path):
     """Its format without a runtime of its own; the other converters take the same module from the same folder."""
     timmx = pytest.importorskip("timmx", reason="timmx is not installed")

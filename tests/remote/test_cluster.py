@@ -54,6 +54,7 @@ def test_images_of_data_hosts_whatever_happens_to_them():
         job.close()
 
 
+@pytest.mark.slow
 def test_data_hosts_leave_when_the_trainers_host_dies():
     job = LocalJob({"dnn": 1, "data": 1}, ["-m", "timeit", "-n1", "import time; time.sleep(60)"])
     trainer, data = job.processes.values()

@@ -40,16 +40,18 @@ def test_each_arm_of_full_labels_is_a_configuration(arm, tmp_path):
     assert weights == [str(export / "model.safetensors") for export in options.teachers]
 
 
-@pytest.mark.parametrize(("experiment", "arm"), [(e, arm) for e, arms in proof.EXPERIMENTS.items() for arm in arms])
-def test_each_arm_of_the_proof_is_a_configuration(experiment, arm, tmp_path):
+@pytest.mark.parametrize("experiment", proof.EXPERIMENTS)
+def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
     options = proof.arguments(["--data", str(tmp_path), "--weights", str(tmp_path), "--work", str(tmp_path)])
-    own, labels = proof.EXPERIMENTS[experiment][arm], 25 if experiment == "few_labels" else 0
-    loaded = config.load(proof.settings(options, experiment, arm, 0 if own.labels == "every" else labels, 2))
-    assert loaded.data.labels_per_class == (0 if own.labels == "every" else labels)
     whole = config.load(proof.ROOT / "configs" / f"{experiment}.yaml")
-    assert loaded.run.steps == round(whole.run.steps * own.share)
-    assert loaded.teacher.fitted == own.teacher
-    assert loaded.data.augment.crop == own.over.get("data", {}).get("augment", {}).get("crop", whole.data.augment.crop)
+    for arm, own in proof.EXPERIMENTS[experiment].items():
+        labels = 25 if experiment == "few_labels" and own.labels != "every" else 0
+        loaded = config.load(proof.settings(options, experiment, arm, labels, 2))
+        assert loaded.data.labels_per_class == labels
+        assert loaded.run.steps == round(whole.run.steps * own.share)
+        assert loaded.teacher.fitted == own.teacher
+        crop = own.over.get("data", {}).get("augment", {}).get("crop", whole.data.augment.crop)
+        assert loaded.data.augment.crop == crop
 
 
 def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
@@ -86,13 +88,15 @@ def test_each_student_of_variants_can_be_built(name):
     load(Spec("student", student.model, dict(student.args), variants.LABELS), loaded.data.image_size)
 
 
-@pytest.mark.parametrize("name", list(frontier.STUDENTS))
-def test_each_student_of_the_frontier_is_a_configuration(name):
-    student, every = frontier.STUDENTS[name], ",".join(map(json.dumps, frontier.STUDENTS.values()))
-    space = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"])
-    (one,) = (space.load(values) for values in space.combinations() if json.loads(values["student"]) == student)
-    assert (one.student.model, one.student.args) == (student["model"], student.get("args", {}))
-    assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (64, 32, "frontier_cifar10")
+def test_each_student_of_the_frontier_is_a_configuration():
+    every = ",".join(map(json.dumps, frontier.STUDENTS.values()))
+    space, found = Space.read(plain("cifar10"), [*frontier.KEYS, f"student={every}"]), []
+    for values in space.combinations():
+        student, one = json.loads(values["student"]), space.load(values)
+        assert (one.student.model, one.student.args) == (student["model"], student.get("args", {}))
+        assert (one.data.image_size, one.teacher.options.input_size, one.run.name) == (64, 32, "frontier_cifar10")
+        found.append(student)
+    assert found == list(frontier.STUDENTS.values())
 
 
 def test_the_command_of_the_frontier_names_no_path_of_this_machine():
