@@ -22,7 +22,7 @@ from kd.models.classifier import Pick, Preprocessing, feature_shapes
 from kd.models.teacher import FAILURES, LiveTeacher
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
-from kd.setup.student import build_criterion, build_student, dims_of, student_spec, tune
+from kd.setup.student import build_distillation, student_spec
 from kd.setup.teacher import META, Teachers, load_teachers, pixels_of, readable
 
 LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0
@@ -63,16 +63,11 @@ def check(recipe: Recipe) -> Checked:
 
             require_weights(student_spec(phase.student, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
-    data, modules = teachers.data, {}
-    for name, phase in phases.items():
-        with torch.device("meta"):
-            named = bool(phase.student.checkpoint)  # a file, which may not fit; other weights do
-            student = build_student(phase.student, data.classes, section.image_size, weights=named)
-        tune(phase.student, student)
-        told = teachers if phase is recipe else Teachers(None, data)
-        shares = getattr(told.model, "shares", (1.0,))
-        criterion = build_criterion(phase.student.losses, dims_of(student, told), phase.student.seed, shares)
-        modules[name] = Distillation(student, criterion, phase.student.task)
+    data, alone = teachers.data, Teachers(None, teachers.data)
+    modules = {
+        name: build_distillation(phase.student, teachers if phase is recipe else alone, meta=True)
+        for name, phase in phases.items()
+    }
     cache = ""
     if plan.needed and plan.cache.views and teachers.model is not None:
         from kd.setup.cache import cache_codec, price  # only where answers are stored

@@ -26,7 +26,7 @@ from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
-from kd.setup.build import Built, Results, build_run
+from kd.setup.build import Built, build_run
 from kd.setup.data import Data
 from kd.setup.recipe import BASELINE, Recipe, TeacherPlan
 from kd.setup.student import load_distillation
@@ -79,7 +79,7 @@ def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, ti
         for one in compared:
             console.info(f"{one.where}: {one.text}")
         folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
-    built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, Results(folder, console))
+    built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, folder, console)
     facts = built.facts | facts_of(built.run, setting)
     require_same("data", known, facts)
     require_same("teacher", known, facts)

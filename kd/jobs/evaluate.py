@@ -27,7 +27,7 @@ from kd.jobs.distill import score
 from kd.jobs.progress.console import Console
 from kd.jobs.train import obtain_teachers, opened
 from kd.models.cache import CachedTeacher, Store
-from kd.setup.build import Results, build_run
+from kd.setup.build import build_run
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import load_distillation
@@ -62,7 +62,6 @@ def evaluate(
     vouched.check_models({**recipe.teacher.members, "student": recipe.student})
     vouched.check_folder(recipe.data)
     state, best, _ = folder.best()
-    results = Results(folder, Console("", quiet=True))
 
     def examine(data: Data) -> None:
         vouched.check_images(data, folder.manifest())
@@ -71,7 +70,7 @@ def evaluate(
             raise RunError("--split", "is test, but the data of the run names no test split", "val", remedy)
 
     with opened(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
-        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
+        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, folder, Console("", quiet=True))
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:

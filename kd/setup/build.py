@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kd.config.schema import BackendSection
-from kd.core.contracts import Backend, Loader, Sifter, Source, Teacher
+from kd.core.contracts import Backend, Sifter, Source, Teacher
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.seeds import evenly_spaced
 from kd.core.types import SiftContext
@@ -67,47 +67,21 @@ def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> t
     return backend.optimizer(parameters, cls, section.zero, lr=section.lr, fused=fused, **options)
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Where the rows of a run go."""
-
-    store: RunStore  # metrics and checkpoints
-    logger: Logger  # shows them
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What the loop drives."""
-
-    distillation: Distillation  # the student and its losses, on the device
-    teacher: Teacher  # answers in a step: live, or behind its cache
-    loader: Loader  # of the training images
-    sifter: Sifter
-    evaluator: Evaluator
-
-
-def assemble(plan: LoopPlan, accumulate: int, backend: Backend, made: Parts, results: Results) -> Run:
-    """Put a run together from its parts; the backend is set up. `accumulate`: micro-batches a step on this rank."""
-    section, distillation = plan.optimizer, made.distillation
-    return Run(
-        seed=plan.seed,
-        length=plan.length,
-        accumulate=accumulate,
-        max_norm=section.clip,
-        backend=backend,
-        module=backend.wrap(distillation),
-        distillation=distillation,
-        teacher=made.teacher,
-        loader=made.loader,
-        sifter=made.sifter,
-        optimizer=build_optimizer(plan, distillation, backend),
-        schedule=Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
-        average=EMA(distillation.student, section.ema) if section.ema else None,
-        evaluator=made.evaluator,
-        store=results.store,
-        logger=results.logger,
-        skip_nonfinite=section.on_nonfinite == "skip",
-    )
+def settings_of(plan: LoopPlan, distillation: Distillation, backend: Backend) -> dict[str, Any]:
+    """Return the fields of a `Run` that follow from its plan; the module is on the device of the backend, set up."""
+    section = plan.optimizer
+    return {
+        "seed": plan.seed,
+        "length": plan.length,
+        "max_norm": section.clip,
+        "backend": backend,
+        "module": backend.wrap(distillation),
+        "distillation": distillation,
+        "optimizer": build_optimizer(plan, distillation, backend),
+        "schedule": Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
+        "average": EMA(distillation.student, section.ema) if section.ema else None,
+        "skip_nonfinite": section.on_nonfinite == "skip",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +100,11 @@ def build_run(
     student: StudentPlan,
     loop: LoopPlan,
     setting: Setting,
-    results: Results,
+    store: RunStore,
+    logger: Logger,
 ) -> Built:
     """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
-    backend, model, data = setting.backend, setting.teachers.model, setting.teachers.data
-    logger, split = results.logger, setting.split
+    backend, model, data, split = setting.backend, setting.teachers.model, setting.teachers.data, setting.split
     distillation = build_distillation(student, setting.teachers).to(backend.device)
 
     with region("choose teacher"):
@@ -162,9 +136,17 @@ def build_run(
         projected=distillation.criterion.projected,
         members=len(setting.teachers.members),
     )
-    made = Parts(distillation, answering, loader, sifter, student.task.evaluator(evaluation))
+    run = Run(
+        accumulate=split.accumulate,
+        teacher=answering,
+        loader=loader,
+        sifter=sifter,
+        evaluator=student.task.evaluator(evaluation),
+        store=store,
+        logger=logger,
+        **settings_of(loop, distillation, backend),
+    )
     test = partial(test_evaluator, setting, student.task, evaluation, report.live)
-    run = assemble(loop, split.accumulate, backend, made, results)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
     facts = {
         "decides": run.evaluator.decides,

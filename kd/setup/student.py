@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -114,10 +114,12 @@ def build_criterion(
     return Criterion(terms, labelled)
 
 
-def build_distillation(plan: StudentPlan, teachers: Teachers) -> Distillation:
-    """Build student and criterion as one nn.Module."""
+def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False) -> Distillation:
+    """Build student and criterion as one nn.Module; `meta`: the student without values, but for a file's."""
     data = teachers.data
-    student = build_student(plan, data.classes, data.plan.image_size)
+    with torch.device("meta") if meta else nullcontext():
+        weights = not meta or bool(plan.checkpoint)  # a file may not fit; other weights do
+        student = build_student(plan, data.classes, data.plan.image_size, weights)
     frozen = tune(plan, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))

@@ -11,7 +11,7 @@ from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
 from kd.jobs.progress.console import Console
 from kd.jobs.train import obtain_teachers
-from kd.setup.build import Results, Setting, build_backend, build_run
+from kd.setup.build import Setting, build_backend, build_run
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.teacher import Teachers
@@ -42,9 +42,9 @@ def make(settings) -> Callable[..., Made]:
         store = Memory() if folder is None else RunDir(folder, keep=recipe.record.keep)
         if isinstance(store, RunDir):
             store.open(recipe.record.yaml)
-        results = Results(store, logger or Console("", quiet=True))
         setting = Setting(teachers, backend, recipe.backend)
-        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, results)
+        console = logger or Console("", quiet=True)
+        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, store, console)
         return Made(built.run, store, built.facts)
 
     return made

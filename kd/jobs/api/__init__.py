@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from kd import config
@@ -36,7 +36,7 @@ from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.teacher import LiveTeacher
 from kd.parts import registry
-from kd.setup.build import Parts, Results, assemble, distributed, sift_context
+from kd.setup.build import distributed, settings_of, sift_context
 from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, Record
 from kd.setup.student import build_criterion
@@ -127,9 +127,7 @@ def distill(
         Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
         _opened(recipe.record, folder, world.rank) as sink,
     ):
-        models = [LogitsModel(module, where) for where, module in arguments.models.items()]
-        classes = arguments.classes(count_classes(models, image, world.device))
-        run = _run(recipe, arguments, models, classes, Results(sink, console), world)
+        run, classes = _run(recipe, arguments, image, world, sink, console)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
         facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
@@ -152,14 +150,11 @@ def _opened(record: Record, folder: str | Path | None, rank: int) -> AbstractCon
 
 
 def _run(
-    recipe: Recipe,
-    arguments: Arguments,
-    models: Sequence[LogitsModel],
-    classes: Sequence[str],
-    results: Results,
-    world: Backend,
-) -> Run:
-    """Put a run together; the first of the models is the student."""
+    recipe: Recipe, arguments: Arguments, image: Tensor, world: Backend, sink: Memory | RunDir, console: Console
+) -> tuple[Run, list[str]]:
+    """Put a run together, and return it with the names of the classes; an `image` tells how many there are."""
+    models = [LogitsModel(module, where) for where, module in arguments.models.items()]
+    classes = arguments.classes(count_classes(models, image, world.device))
     section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(classes)
     batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
     val_batch = batch_of(arguments.val, batch_size)
@@ -182,13 +177,13 @@ def _run(
         sifter = registry.build("sifters", kind, options, "sifter", context=context)
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
     evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
-    if isinstance(results.store, RunDir):
+    if isinstance(sink, RunDir):
         shapes = {name: list(tensor.shape) for name, tensor in student.network.state_dict().items()}
         facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
         for key in facts:
-            require_same(key, results.store.manifest(), facts)
+            require_same(key, sink.manifest(), facts)
         world.barrier()  # every rank has read the manifest before it is written
-        results.store.record(
+        sink.record(
             **facts,
             images=len(train),
             classes=classes,
@@ -202,5 +197,14 @@ def _run(
             machines=world.world_size // world.local_world_size,
             environment=environment(),
         )
-    made = Parts(distillation, live, train_loader, sifter, evaluator)
-    return assemble(recipe.loop, split.accumulate, world, made, results)
+    run = Run(
+        accumulate=split.accumulate,
+        teacher=live,
+        loader=train_loader,
+        sifter=sifter,
+        evaluator=evaluator,
+        store=sink,
+        logger=console,
+        **settings_of(recipe.loop, distillation, world),
+    )
+    return run, classes
