@@ -18,6 +18,7 @@ from kd.core.host import bf16_units
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
 from kd.jobs.check import Checked, check, compare
+from kd.jobs.estimate import epoch_images
 from kd.models.classifier import set_attention
 from kd.models.teacher import FAILURES, NoTeacher, count_parameters, on_meta
 from kd.parts import registry
@@ -34,7 +35,7 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
     teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
     data = teachers.data
-    per_epoch = loop.epoch_images(len(data.train)) // split.batch_size
+    per_epoch = epoch_images(recipe, len(data.train)) // split.batch_size
     steps = loop.length.steps or loop.length.epochs * per_epoch
     lines = [
         f"config    {path}: well-formed",
@@ -193,7 +194,7 @@ def step_bytes(recipe: Recipe, distillation: Distillation, teacher: Any, images:
         recipe.student,
         FakeTensorMode(allow_non_fake_inputs=True),
     )
-    half, fused = executed(recipe, student.precision, student.attention)
+    half, fused = executed(recipe, recipe.backend.precision, student.attention)
     module = on_meta(distillation, fake).train()
     set_attention(module, fused)
     live.note([*module.parameters(), *module.buffers()])

@@ -66,7 +66,7 @@ class Bench:
         teachers = load_teachers(teacher, data, random)
         fresh = replace(student, init="scratch", checkpoint="")
         module, live = build_distillation(fresh, teachers).to(backend.device), NoTeacher()
-        apply_mode(torch_mode(student.precision, student.attention, False, module, backend), module, backend)
+        apply_mode(torch_mode(recipe.backend.precision, student.attention, False, module, backend), module, backend)
         if teachers.model is not None:
             whole = replace(teacher, shard=False, pipeline=0)
             mode = replace(teacher_mode(teacher, teachers.model, backend), compiled=False)
@@ -91,8 +91,29 @@ class Bench:
     @property
     def asked(self) -> int:
         """Images that the teacher's forward runs on in the run."""
-        plan = self.recipe
-        return plan.loop.teacher_images(len(self.teachers.data.train)) if plan.teacher.needed else 0
+        teacher, num_images = self.recipe.teacher, len(self.teachers.data.train)
+        visits = run_images(self.recipe, num_images) if teacher.needed else 0
+        return min(visits, teacher.cache.views * num_images) if teacher.cache.views else visits
+
+    @property
+    def teacher_share(self) -> float:
+        """Share of the epochs in which the teacher's forward runs: with a cache, only while it fills."""
+        views, length = self.recipe.teacher.cache.views, self.recipe.loop.length
+        return min(1.0, views / length.epochs) if views and not length.steps else 1.0
+
+
+def epoch_images(recipe: Recipe, num_images: int) -> int:
+    """Return how many images an epoch draws, where nothing is sifted: all, or those of `data.balance`."""
+    balance, batch_size = recipe.data.balance, recipe.data.batch_size
+    if not balance:
+        return num_images
+    return min(max(1, round(balance * num_images / batch_size)), num_images // batch_size) * batch_size
+
+
+def run_images(recipe: Recipe, num_images: int) -> int:
+    """Return how many images a run trains on, all ranks together, where nothing is sifted."""
+    length = recipe.loop.length
+    return length.steps * length.batch_size if length.steps else length.epochs * epoch_images(recipe, num_images)
 
 
 def measure(bench: Bench) -> dict[str, float]:
@@ -122,7 +143,7 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     """Return lines: how long the run takes in one process, how fast it is, and what it costs."""
     recipe, data, backend = bench.recipe, bench.teachers.data, bench.backend
     loop, num_images, on_cpu = recipe.loop, len(data.train), backend.device.type == "cpu"
-    images, load, workers = loop.images(num_images), ms["load"], bench.workers
+    images, load, workers = run_images(recipe, num_images), ms["load"], bench.workers
 
     def seconds(count: float, compute: float) -> float:
         """Return the time of images with their loading, which shares a CPU with the step, or goes on beside it."""
@@ -134,10 +155,10 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     distilling = seconds(images, ms["step"] + bench.asked / images * ms["teacher"])
     fits = [fit for fit, target in fit_folders(recipe.teacher, data.fingerprint).values() if not is_fitted(target)]
     every, runs = loop.length.every.evaluate, 2 if recipe.baseline is not None else 1
-    between = every * bench.split.batch_size if every else loop.epoch_images(num_images)
+    between = every * bench.split.batch_size if every else epoch_images(recipe, num_images)
     times = runs * max(1.0, images / between) + 1  # one before step 1
     parts = {
-        "fitting the teacher": sum(seconds(fit.loop.images(num_images), ms["fit"]) for fit in fits),
+        "fitting the teacher": sum(seconds(run_images(fit, num_images), ms["fit"]) for fit in fits),
         "distillation": distilling,
         "labels only": alone if recipe.baseline is not None else 0.0,
         "evaluations": seconds(times * len(data.val), ms["score"]) + len(data.val) * ms["teacher"] / 1000,

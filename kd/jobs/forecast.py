@@ -27,7 +27,7 @@ from kd.core.types import Costs
 from kd.data.loader import most_skipped
 from kd.files.storage import write_text
 from kd.jobs.description import describe
-from kd.jobs.estimate import Bench, estimate, fastest, measure, seconds_of
+from kd.jobs.estimate import Bench, estimate, fastest, measure, run_images, seconds_of
 from kd.models.classifier import count_attention
 from kd.parts import registry
 from kd.setup.build import distributed, sift_context
@@ -155,7 +155,7 @@ def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     recipe, made = bench.recipe, list[Found]()
     facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
     if not facts.compiles:
-        images = recipe.loop.images(len(bench.teachers.data.train))
+        images = run_images(recipe, len(bench.teachers.data.train))
         made += [compare_teachers(bench, bench.asked * ms["teacher"] / 1000)]
         made += [compare_students(bench, images * ms["step"] / 1000)]
     lines = [line for keys, _ in made for line in keys]
@@ -192,8 +192,9 @@ def compare_teachers(bench: Bench, seconds: float) -> Found:
 def compare_students(bench: Bench, seconds: float) -> Found:
     """Time the student's training step in other modes; `seconds` is what the run gives to it."""
     plan, distillation, backend = bench.recipe.student, bench.distillation, bench.backend
-    rule = torch_mode(plan.precision, plan.attention, False, distillation, backend)
-    stages = torch_stages(plan.precision, plan.attention, count_attention(distillation))
+    precision = bench.recipe.backend.precision
+    rule = torch_mode(precision, plan.attention, False, distillation, backend)
+    stages = torch_stages(precision, plan.attention, count_attention(distillation))
     stages += [[{"compiled": True}]] if plan.compile == "off" else []
     with ExitStack() as stack:
 
@@ -214,7 +215,7 @@ def compare_students(bench: Bench, seconds: float) -> Found:
 
 def compare_threads(bench: Bench) -> list[str]:
     """Time a step with all threads, half of them, a quarter, ... 1."""
-    most, asking = torch.get_num_threads(), bench.recipe.loop.teacher_share > 0.5  # what most steps do
+    most, asking = torch.get_num_threads(), bench.teacher_share > 0.5  # what most steps do
     with bench.trial() as trial:
 
         def step(threads: int) -> torch.Tensor:
@@ -293,7 +294,7 @@ def compared(
 def describe_sifter(bench: Bench, ms: Mapping[str, float]) -> str:
     """Return what the sifter of a run saves or costs, from the measured parts of a step."""
     loop, data, workers = bench.recipe.loop, bench.teachers.data, bench.workers
-    section, teacher = loop.sifter, loop.teacher_share * ms["teacher"]
+    section, teacher = loop.sifter, bench.teacher_share * ms["teacher"]
     costs = Costs(teacher, ms["score"], ms["step"], ms["load"] / max(1, workers), workers > 0)
     context = sift_context(len(data.train), data.labels, bench.backend, bench.split, loop.seed)
     sifter = registry.build("sifters", section.kind, section.options, "sifter.kind", context=context)

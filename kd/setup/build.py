@@ -201,7 +201,7 @@ def build_sifter(setting: Setting, loop: LoopPlan, answers: Any = None) -> tuple
     """Build the sifter, with stored `answers` or None; and a line where its delay leaves it nothing to do."""
     section, data, length, line = loop.sifter, setting.data, loop.length, ""
     context = sift_context(len(data.train), data.labels, setting.backend, setting.split, loop.seed)
-    context = replace(context, views=data.plan.views, balance=loop.balance, answers=answers)
+    context = replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers)
     delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
     steps = length.steps or length.epochs * (len(data.train) // length.batch_size)
     kind, options = section.kind, section.options

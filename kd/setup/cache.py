@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -140,7 +140,13 @@ def check_records(cached: CachedTeacher, setting: Setting, tolerance: float) -> 
     if batch is not None:
         found |= compare(store, cached.live, batch.to(backend.device))
     shared = backend.reduce_sum(torch.tensor(list(found.values()), device=backend.device)).tolist()
-    require_close(store, 0, dict(zip(found, shared, strict=True)), tolerance)
+    for name, (difference, largest) in zip(found, shared, strict=True):
+        if not difference <= tolerance * (max(1.0, largest) if name == "logits" else largest):
+            what = "logit" if name == "logits" else f"value of '{name}'"
+            wrong = f"'{store.folder}', view 0: a stored {what} differs by {difference:.3g} from what the teacher "
+            allowed = f"At most {tolerance:g} of the largest ({largest:.3g})"
+            remedy = "Remove the folder, or choose another teacher.cache.path"
+            raise ModelError("teacher.cache.path", f"{wrong}computes now", allowed, remedy)
 
 
 def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float, float]]:
@@ -151,17 +157,6 @@ def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float,
         return {}
     outputs = live(batch).map(lambda tensor: tensor.float().cpu()[rows])
     return store.codec.differences([part[rows] for part in parts], outputs)
-
-
-def require_close(store: Store, view: int, found: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Require that what is stored is the teacher's, up to rounding."""
-    for name, (difference, largest) in found.items():
-        if not difference <= tolerance * (max(1.0, largest) if name == "logits" else largest):
-            what = "logit" if name == "logits" else f"value of '{name}'"
-            wrong = f"'{store.folder}', view {view}: a stored {what} differs by {difference:.3g} from what the teacher "
-            allowed = f"At most {tolerance:g} of the largest ({largest:.3g})"
-            remedy = "Remove the folder, or choose another teacher.cache.path"
-            raise ModelError("teacher.cache.path", f"{wrong}computes now", allowed, remedy)
 
 
 def _batch(ids: list[int], train: Dataset) -> Batch | None:

@@ -65,7 +65,6 @@ class StudentPlan(StudentSection):
     losses: tuple[LossSection, ...]
     task: Task
     features: tuple[str, ...]  # names of the features that a loss reads
-    precision: str  # `backend.precision`: of its forward and backward
     seed: int
     where: str = "student"  # config path of its section, for messages; in a fit that of the teacher
 
@@ -78,33 +77,8 @@ class LoopPlan:
     optimizer: OptimizerSection
     tuning: Tuning  # how single layers of the student learn
     sifter: SifterSection
-    balance: float  # `data.balance`: share of the images that an epoch draws; 0: all
-    cached_views: int  # views of an image whose teacher outputs are stored; 0: no cache
     profile: tuple[int, ...]  # first and last step that are traced; empty: none
     seed: int
-
-    def images(self, num_images: int) -> int:
-        """Return how many images the run trains on, all ranks together, where nothing is sifted."""
-        length = self.length
-        return length.steps * length.batch_size if length.steps else length.epochs * self.epoch_images(num_images)
-
-    def epoch_images(self, num_images: int) -> int:
-        """Return how many images an epoch draws, where nothing is sifted: all, or those of `data.balance`."""
-        batch_size = self.length.batch_size
-        if not self.balance:
-            return num_images
-        return min(max(1, round(self.balance * num_images / batch_size)), num_images // batch_size) * batch_size
-
-    @property
-    def teacher_share(self) -> float:
-        """Share of the epochs in which the teacher's forward runs: with a cache, only while it fills."""
-        by_epoch = self.cached_views and not self.length.steps
-        return min(1.0, self.cached_views / self.length.epochs) if by_epoch else 1.0
-
-    def teacher_images(self, num_images: int) -> int:
-        """Return how many images the teacher's forward runs on, all ranks together, where nothing is sifted."""
-        visits = self.images(num_images)
-        return min(visits, self.cached_views * num_images) if self.cached_views else visits
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +124,6 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         optimizer=config.optimizer,
         tuning=config.student.tuning,
         sifter=config.sifter,
-        balance=config.data.balance,
-        cached_views=config.teacher.cache.views,
         profile=config.profile.steps,
         seed=run.seed,
     )
@@ -165,7 +137,6 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
             losses=config.losses,
             task=task,
             features=read.features,
-            precision=config.backend.precision,
             seed=run.seed,
         ),
         loop=loop,

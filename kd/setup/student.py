@@ -130,7 +130,7 @@ def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False
 def choose_student(setting: Setting, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:
     """Return how the student is executed. `distillation` is on the device and not wrapped yet."""
     backend = setting.backend
-    mode = torch_mode(plan.precision, plan.attention, plan.compile == "on", distillation, backend)
+    mode = torch_mode(setting.machine.precision, plan.attention, plan.compile == "on", distillation, backend)
     if mode.compiled:
         copied = copy.deepcopy(distillation)  # compiling cannot be undone
         apply_mode(mode, copied, backend)

@@ -65,7 +65,7 @@ def test_a_counted_step_is_a_real_one(overrides, name, args):
     counted = step_bytes(plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False)
     backend = build_backend(plan.backend)
     live = LiveTeacher(teacher, backend.device, half, plan.teacher.micro_batch)
-    apply_mode(ExecutionMode(plan.student.precision, "unfused"), distillation, backend)
+    apply_mode(ExecutionMode(plan.backend.precision, "unfused"), distillation, backend)
     set_attention(live.model, False)
     with Trial(distillation, live, backend, SIZE, IMAGES) as trial:
         trial.step()  # what is made once
