@@ -24,9 +24,10 @@ from kd.engine.run import Logger, Run, RunStore
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
 from kd.setup.data import BatchSplit, evaluation_loader, loaders
+from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
-from kd.setup.teacher import Setting, choose_teacher
+from kd.setup.teacher import Setting, TeacherReport, choose_teacher
 
 BANK = 10_000  # most training images in the k-NN index that scores an embedding student; shown without augmentation
 
@@ -89,7 +90,7 @@ class Built:
     """A run, and what its set-up found out."""
 
     run: Run
-    facts: dict[str, Any]  # for the manifest: what runs, and how
+    facts: dict[str, Any]  # see `found_out`
     val: Source  # images of the validation split
     test: Source | None  # those of the test split, where there is one
     test_evaluator: Callable[[], Evaluator]  # makes what scores the test split; only where there is one
@@ -148,20 +149,26 @@ def build_run(
     )
     test = partial(test_evaluator, setting, student.task, evaluation, report.live)
     backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
+    facts = found_out(setting, student.task, report, mode, run)
+    return Built(run, facts, data.val, data.test, test)
+
+
+def found_out(setting: Setting, task: Task, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
+    """Return what a set-up found out, for the manifest: what runs, and how; `mode` is the student's."""
     facts = {
         "decides": run.evaluator.decides,
-        "task": student.task.name,
-        "scores": student.task.scores.record(),
+        "task": task.name,
+        "scores": task.scores.record(),
         "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},
-        "threads": torch.get_num_threads() if backend.device.type == "cpu" else 0,
-        "batch": str(split),
-        "workers": loader.workers,
+        "threads": torch.get_num_threads() if run.backend.device.type == "cpu" else 0,
+        "batch": str(setting.split),
+        "workers": getattr(run.loader, "workers", 0),
         **({"teacher_error": report.error} if report.error else {}),
     }
-    held = backend.counters().get("teacher_mib")
+    held = run.backend.counters().get("teacher_mib")
     if held is not None and isinstance(report.live, LiveTeacher):  # divided over the ranks
         facts["teacher_mib"] = {"whole": report.live.mib, "rank": held}
-    return Built(run, facts, data.val, data.test, test)
+    return facts
 
 
 def test_evaluator(setting: Setting, task: Task, evaluation: Evaluation, live: LiveTeacher | NoTeacher) -> Evaluator:
