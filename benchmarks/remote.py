@@ -32,7 +32,7 @@ from kd.cluster.decoders import Pool
 from kd.cluster.hosts import LocalJob, marked, signal_all
 from kd.cluster.remote import RemoteLoader
 from kd.core.types import TENSORS, Batch, Plan, Sample
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, Share
 from kd.data.views import Train, Views
 from kd.parts.datasets.imagefolder import Options, build
 
@@ -103,8 +103,8 @@ def inside(given: argparse.Namespace) -> list[dict[str, Any]]:
     pool = Pool(datasets, 0, 1, 3.0)
     while len(pool.trusted()) < 3:
         time.sleep(0.5)
-    remote = [RemoteLoader(pool, number, each, BATCH, 1, 0, 1) for number, each in enumerate(datasets)]
-    local = [LocalLoader(views, BATCH, 1, 0, 1, 2), LocalLoader(datasets[1], BATCH, 1, 0, 1, 1)]
+    remote = [RemoteLoader(pool, number, each, Share(BATCH, 1, 0, 1)) for number, each in enumerate(datasets)]
+    local = [LocalLoader(views, Share(BATCH, 1, 0, 1), 2), LocalLoader(datasets[1], Share(BATCH, 1, 0, 1), 1)]
     rows = []
     for turn in range(given.rounds + 1):  # round 0 warms up: files in memory, workers forked
         for which in ("local", "ray") if turn % 2 else ("ray", "local"):

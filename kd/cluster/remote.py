@@ -19,7 +19,7 @@ from kd.cluster.decoders import WHERE, Call, Pool, RemoteDecoder, Unanswered, lo
 from kd.core.contracts import Dataset
 from kd.core.errors import KdError, RunError
 from kd.core.types import TENSORS, Batch
-from kd.data.loader import Fetch, LocalLoader, Request
+from kd.data.loader import Fetch, LocalLoader, Request, Share
 
 CHUNK = 32  # images of one call at most: enough to share the cost of a call, few enough to spread over decoders
 
@@ -34,17 +34,14 @@ class RemoteLoader(LocalLoader):
         pool: Pool,
         number: int,
         dataset: Dataset,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        world_size: int,
+        share: Share,
         pin_memory: bool = False,
         max_skipped: float = 1.0,
     ) -> None:
         """Load dataset `number` of a pool; the other arguments are those of `LocalLoader`."""
-        super().__init__(dataset, batch_size, accumulate, rank, world_size, 0, max_skipped=max_skipped)
+        super().__init__(dataset, share, 0, max_skipped=max_skipped)
         self.pool, self.number, self.pin_memory = pool, number, pin_memory
-        self.workers = max(1, len(pool.slots) // world_size)
+        self.workers = max(1, len(pool.slots) // share.world_size)
         self._compared = set[str]()  # hosts whose pixels were compared in this pass
         self.made_here = 0  # images that this process made itself
         self._fetch = Fetch(dataset)
@@ -65,7 +62,7 @@ class RemoteLoader(LocalLoader):
             for request in self._requests:
                 parts: list[dict[str, Any]] = []
                 for _ in divided(request):
-                    room = self.pool.room(len(calls), self._share.world_size)
+                    room = self.pool.room(len(calls), self.share.world_size)
                     calls.extend(self.pool.send(self.number, part) for part in islice(waiting, room))
                     part = self._result(calls.popleft(), calls)
                     if isinstance(part, KdError):

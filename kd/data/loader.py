@@ -72,21 +72,19 @@ class LocalLoader:
     def __init__(
         self,
         dataset: Dataset,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        world_size: int,
+        share: Share,
         workers: int,
         pin_memory: bool = False,
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset; the worker processes start with the first epoch (0: this process loads)."""
-        # `batch_size`, `accumulate`, `rank` and `world_size` are those of `Share`. `max_skipped` is the share of the
-        # dataset's images that may be unreadable, but always one; `timeout_seconds` the longest wait for a batch.
-        self.dataset, self.workers, self.batch_size = dataset, workers, batch_size
+        """Load from a dataset; the worker processes start with the first epoch (0: this process loads).
+
+        `max_skipped` is the share of the dataset's images that may be unreadable, but always one; `timeout_seconds` the
+        longest wait for a batch.
+        """
+        self.dataset, self.share, self.workers = dataset, share, workers
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
-        self._share = Share(batch_size, accumulate, rank, world_size)
         self.unreadable: set[int] = set()  # ids of images that could not be decoded, among those loaded so far
         self.loading = Loading()  # of all batches so far
         self._requests = _Requests()
@@ -105,7 +103,7 @@ class LocalLoader:
 
     def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
         # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
-        self._requests.make = partial(self._share.requests, plan, view, start)
+        self._requests.make = partial(self.share.requests, plan, view, start)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
@@ -167,7 +165,7 @@ class LocalLoader:
     def batch_bytes(self, size: int) -> int:
         """Return about how many bytes of shared memory this rank's batches take on their way, at `size` pixels."""
         # Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
-        batch = self._share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
+        batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
         return (self.workers * AHEAD + 2) * batch if self.workers else 0
 
     def _require_few_skipped(self) -> None:

@@ -16,7 +16,7 @@ from kd.config.schema import Augment, DataSection
 from kd.core.contracts import Backend, Noted, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, Share
 from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
 from kd.data.workers import require_shared_memory
 from kd.files.pixels import MARGIN
@@ -262,7 +262,7 @@ def loaders(
     if section.loader == "ray":
         return _remote(both, section, split, backend)
     count = workers_of(section, backend)
-    train = _local(both[0], split.batch_size, split.accumulate, section, backend, timeout_seconds)
+    train = _local(both[0], _share(backend, split.batch_size, split.accumulate), section, backend, timeout_seconds)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
     needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
@@ -281,25 +281,26 @@ def _remote(
     pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []
     backend.broadcast_([token])
     pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), section.deadline)
-    rank, ranks, common = backend.rank, backend.world_size, _loading(section, backend)
-    train = RemoteLoader(pool, 0, both[0], split.batch_size, split.accumulate, rank, ranks, **common)
-    val = RemoteLoader(pool, 1, both[1], split.eval_batch * split.world_size, 1, rank, ranks, **common)
-    return train, val
+    common, share = _loading(section, backend), _share(backend, split.batch_size, split.accumulate)
+    train = RemoteLoader(pool, 0, both[0], share, **common)
+    return train, RemoteLoader(pool, 1, both[1], _share(backend, split.eval_batch * split.world_size), **common)
 
 
 def evaluation_loader(
     shown: Views, section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> LocalLoader:
     """Build a loader of this rank's batches of an evaluation."""
-    return _local(shown, split.eval_batch * split.world_size, 1, section, backend, timeout_seconds)
+    share = _share(backend, split.eval_batch * split.world_size)
+    return _local(shown, share, section, backend, timeout_seconds)
 
 
-def _local(
-    shown: Views, batch_size: int, accumulate: int, section: DataSection, backend: Backend, timeout_seconds: float
-) -> LocalLoader:
-    rank, ranks, count = backend.rank, backend.world_size, workers_of(section, backend)
+def _local(shown: Views, share: Share, section: DataSection, backend: Backend, timeout_seconds: float) -> LocalLoader:
     more = {"timeout_seconds": timeout_seconds, **_loading(section, backend)}
-    return LocalLoader(shown, batch_size, accumulate, rank, ranks, count, **more)
+    return LocalLoader(shown, share, workers_of(section, backend), **more)
+
+
+def _share(backend: Backend, batch_size: int, accumulate: int = 1) -> Share:
+    return Share(batch_size, accumulate, backend.rank, backend.world_size)
 
 
 def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:

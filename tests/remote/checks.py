@@ -22,7 +22,7 @@ from kd.cluster.hosts import marked, signal_all
 from kd.cluster.remote import RemoteLoader
 from kd.core.errors import KdError
 from kd.core.types import TENSORS, Batch, Plan
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, Share
 from kd.data.views import Mixing, Train, Views
 from kd.parts.datasets.imagefolder import Options, build
 
@@ -74,7 +74,7 @@ def plan_of(count: int, seed: int = 1) -> Plan:
 
 
 def both(datasets, pool: Pool, number: int, *sizes: int) -> tuple[LocalLoader, RemoteLoader]:
-    return LocalLoader(datasets[number], *sizes, 0), RemoteLoader(pool, number, datasets[number], *sizes)
+    return LocalLoader(datasets[number], Share(*sizes), 0), RemoteLoader(pool, number, datasets[number], Share(*sizes))
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -151,7 +151,7 @@ def test_a_data_host_is_frozen_and_killed_and_comes_back(datasets, pools, monkey
     here, there = both(datasets, pools[0], 3, 6, 1, 0, 1)
     plan, longest, before = plan_of(240), 0.0, time.monotonic()
     frozen, killed = [], []
-    expected = LocalLoader(datasets[0], 6, 1, 0, 1, 0).epoch(plan, 1)
+    expected = LocalLoader(datasets[0], Share(6, 1, 0, 1), 0).epoch(plan, 1)
     for number, (a, b) in enumerate(zip(expected, there.epoch(plan, 1), strict=True)):
         assert same(a, b)
         longest, before = max(longest, time.monotonic() - before), time.monotonic()

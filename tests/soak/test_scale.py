@@ -16,7 +16,7 @@ import torch
 
 from kd.core.errors import DataError
 from kd.core.types import Plan, Sample, SiftContext
-from kd.data.loader import LocalLoader, Request
+from kd.data.loader import LocalLoader, Request, Share
 from kd.models.cache import Codec, Store, open_store
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan, num_selected
@@ -64,7 +64,7 @@ class Ids:
 
 def requests(plan: Plan, batch: int, accumulate: int, rank: int, ranks: int, start: int = 0) -> list[Request]:
     """Return the requests that a rank's loader makes of a plan; no image is loaded."""
-    loader = LocalLoader(Ids(len(plan.ids)), batch, accumulate, rank, ranks, workers=0)
+    loader = LocalLoader(Ids(len(plan.ids)), Share(batch, accumulate, rank, ranks), workers=0)
     with pytest.raises(DataError, match="not here"):
         next(loader.epoch(plan, 0, start))
     return list(loader._requests)

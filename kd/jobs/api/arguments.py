@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
 from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError
-from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
@@ -139,7 +139,8 @@ class Arguments:
         items = getattr(self, where)
         if not isinstance(items, DataLoader):
             dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
-            return LocalLoader(dataset, batch_size, 1, world.rank, world.world_size, self.workers), len(dataset)
+            share = Share(batch_size, 1, world.rank, world.world_size)
+            return LocalLoader(dataset, share, self.workers), len(dataset)
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)

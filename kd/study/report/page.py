@@ -29,7 +29,6 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.curves(runs),
         sections.time(runs),
         sections.machine(runs),
-        sections.sifting(runs),
         answers(runs),
         _costs(runs),
         _configuration(runs),

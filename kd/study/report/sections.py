@@ -10,7 +10,6 @@ from kd.core.scores import Column
 from kd.core.text import clock, percent
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.study.report.record import RunRecord, teachers_of
-from kd.study.report.summary import saving_text
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
@@ -202,18 +201,3 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     names = legend([(one.name, one.color) for one in series])
     return card(title, lines(series, (515, 200), CLOCK, unit, zero=True), names) if series else ""
-
-
-def sifting(runs: Sequence[RunRecord]) -> str:
-    """Show the share of images that a sifter trained in each epoch."""
-    cards = []
-    for i, run in enumerate(runs):
-        saving = saving_text(run.epochs, run.manifest)
-        if not saving:
-            continue
-        shares = [float(row["trained"]) / run.manifest["images"] for row in run.epochs]
-        series = Series("trained", color(i), [float(epoch) for epoch in range(len(shares))], shares)
-        title = f"{run.name}: images trained in each epoch" if len(runs) > 1 else "Images trained in each epoch"
-        drawn = lines([series], (1060, 180), "epoch", "%", True)
-        cards.append(card(title, drawn, f'<p class="hint">{esc(saving)}</p>'))
-    return section("Sifting", "", *cards)

@@ -96,9 +96,9 @@ def sifted(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -
     The baseline is the run's own epochs that visited all images. Not separated: the time that a cache saves in the
     same epochs. In the rows of `epochs`, oldest first, `seconds` counts from the start of the run.
     """
-    if not saving_text(epochs, manifest):
+    num_images, batch_size, spent = manifest.get("images"), int(manifest.get("batch_size", 0)), 0.0
+    if not num_images or all(row["trained"] > num_images - batch_size for row in epochs):
         return ""
-    num_images, batch_size, spent = manifest["images"], int(manifest["batch_size"]), 0.0
     rows, full, less = [], [], []
     for number, row in enumerate(epochs):
         seconds, spent = row["seconds"] - spent, row["seconds"]
@@ -123,16 +123,3 @@ def sifted(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -
             f"and run.epochs={max(1, round(spent / mean_full))}.\n"
         )
     return text
-
-
-def saving_text(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
-    """Return in one sentence how many images a sifter left out; empty if none, or if the manifest lacks the counts."""
-    images, batch = manifest.get("images", 0), int(manifest.get("batch_size", 0))
-    trained = sum(row["trained"] for row in epochs)
-    if not isinstance(images, int) or not images or all(row["trained"] > images - batch for row in epochs):
-        return ""
-    return (
-        f"{trained:,.0f} of {images * len(epochs):,} images were trained: "
-        f"{percent(1 - trained / (images * len(epochs)))} were left out. Everything in "
-        f"{max(1, round(trained / images))} epochs trains as many: compare with that."
-    )

@@ -10,7 +10,7 @@ import torch
 
 from kd.core.errors import DataError
 from kd.core.types import Batch, Plan, Sample
-from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.views import Mixing, Train, Views
 from kd.parts.datasets.imagefolder import Options, build
 
@@ -41,7 +41,7 @@ def plan_of(count: int) -> Plan:
 
 
 def load(batch_size=8, accumulate=1, rank=0, world_size=1, workers=0, dataset=None, plan=None, view=0, start=0):
-    loader = LocalLoader(dataset or Numbers(24), batch_size, accumulate, rank, world_size, workers)
+    loader = LocalLoader(dataset or Numbers(24), Share(batch_size, accumulate, rank, world_size), workers)
     return list(loader.epoch(plan or plan_of(24), view, start))
 
 
@@ -90,7 +90,7 @@ class Slow(Numbers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_tells_waiting_for_bytes_from_computing(workers):
     """In worker processes and in this one. A busy machine makes computing longer, not waiting shorter."""
-    loader = LocalLoader(Slow(24), 8, 1, 0, 1, workers)
+    loader = LocalLoader(Slow(24), Share(8, 1, 0, 1), workers)
     assert len(list(loader.epoch(plan_of(24), 0))) == 3
     found = loader.loading
     assert found.seconds >= 24 * 0.004
@@ -113,8 +113,8 @@ def test_workers_give_what_this_process_gives(photos, workers, augment):
     policy = "rand-m9-mstd0.5" if augment == "mixed" else ""
     views = Views(source, Train(16, 0.35, 0.5, 0.3, policy), size=16, seed=3, mixing=mixing)
     plan = Plan(ids=torch.randperm(36), weights=torch.ones(36))
-    here = LocalLoader(views, 12, 2, 0, 1, workers=0)
-    there = LocalLoader(views, 12, 2, 0, 1, workers=workers)
+    here = LocalLoader(views, Share(12, 2, 0, 1), workers=0)
+    there = LocalLoader(views, Share(12, 2, 0, 1), workers=workers)
     for epoch in range(2):  # the second epoch meets workers that have drawn before
         torch.manual_seed(epoch)
         expected = list(here.epoch(plan, epoch))
@@ -125,7 +125,7 @@ def test_workers_give_what_this_process_gives(photos, workers, augment):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_images_have_weight_0_and_are_remembered(workers):
-    loader = LocalLoader(Numbers(24, frozenset({3, 20})), 8, 1, 0, 1, workers)
+    loader = LocalLoader(Numbers(24, frozenset({3, 20})), Share(8, 1, 0, 1), workers)
     batches = list(loader.epoch(plan_of(24), 0))
     weights = {int(id): float(w) for b in batches for id, w in zip(b.ids, b.weight, strict=True)}
     assert {id for id, weight in weights.items() if weight == 0} == {3, 20} == loader.unreadable
@@ -134,7 +134,7 @@ def test_unreadable_images_have_weight_0_and_are_remembered(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_a_worker_stays_one_line(workers):
-    loader = LocalLoader(Numbers(24, frozenset({3}), refuse=True), 8, 1, 0, 1, workers)
+    loader = LocalLoader(Numbers(24, frozenset({3}), refuse=True), Share(8, 1, 0, 1), workers)
     told = ""
     try:  # not pytest.raises: it keeps the traceback, and with it the workers
         list(loader.epoch(plan_of(24), 0))
@@ -145,7 +145,7 @@ def test_an_error_of_a_worker_stays_one_line(workers):
 
 @pytest.mark.parametrize(("broken", "share", "most"), [(2, 0.01, 1), (1, 0.0, 1), (6, 0.25, 6), (7, 0.25, 6)])
 def test_more_skipped_images_than_allowed_end_the_run(broken, share, most):
-    loader = LocalLoader(Numbers(24, frozenset(range(broken))), 8, 1, 0, 1, 0, max_skipped=share)
+    loader = LocalLoader(Numbers(24, frozenset(range(broken))), Share(8, 1, 0, 1), 0, max_skipped=share)
     if broken <= most:
         assert len(list(loader.epoch(plan_of(24), 0))) == 3
         return
@@ -174,7 +174,7 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(batches):
     gc.collect()
     gc.disable()
     try:
-        loader = LocalLoader(Numbers(32), 8, 1, 0, 1, workers=2)
+        loader = LocalLoader(Numbers(32), Share(8, 1, 0, 1), workers=2)
         assert len(list(itertools.islice(loader.epoch(plan_of(32), 0), batches))) == batches
         workers = loader.processes()
         assert [worker.exitcode for worker in workers] == [None, None]
@@ -188,7 +188,7 @@ def test_a_loader_in_a_circle_ends_its_workers_in_order(monkeypatch):
     """The garbage collector may close a queue before torch tells its worker to end; torch then waits and kills it."""
     killed = []
     monkeypatch.setattr(BaseProcess, "terminate", killed.append)
-    loader = LocalLoader(Numbers(32), 8, 1, 0, 1, workers=2)
+    loader = LocalLoader(Numbers(32), Share(8, 1, 0, 1), workers=2)
     assert len(list(loader.epoch(plan_of(32), 0))) == 4
     workers = loader.processes()
     loader.circle = loader  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from PIL import Image
 from kd import config
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Plan
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, Share
 from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.files.records import Records
@@ -154,8 +154,12 @@ def test_workers_share_what_they_decode(tmp_path, kind):
     source = Pictures([(90, 50), (60, 70)] * 12)
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
     plan = Plan(torch.arange(24), torch.ones(24))
-    filled = list(LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), 6, 1, 0, 1, workers=2).epoch(plan, 0))
-    again = list(LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), 6, 1, 0, 1, workers=0).epoch(plan, 0))
+    filled = list(
+        LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=2).epoch(plan, 0)
+    )
+    again = list(
+        LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=0).epoch(plan, 0)
+    )
     assert source.decoded == 0  # not in this process, though all of them are here
     assert all(torch.equal(one.image, other.image) for one, other in zip(filled, again, strict=True))
 
@@ -297,7 +301,7 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(tmp_path, caplo
     def seen() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
         kept = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
-        loader = LocalLoader(Views(kept, Evaluate(16, 1.0), 16, 0), 2, 1, 0, 1, workers)
+        loader = LocalLoader(Views(kept, Evaluate(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers)
         plan = Plan(torch.arange(len(source)), torch.ones(len(source)))
         for _ in range(2):
             batches = list(loader.epoch(plan, 0))

@@ -18,7 +18,7 @@ from kd.config.schema import BackendSection, DataSection
 from kd.core.errors import RunError
 from kd.core.host import process_stat
 from kd.core.types import Plan, Sample
-from kd.data.loader import LocalLoader
+from kd.data.loader import LocalLoader, Share
 from kd.data.workers import worker_error
 from kd.parts.registry import default_options
 from kd.setup.build import build_backend, distributed
@@ -59,7 +59,7 @@ class Slow:
 
 
 def loader(workers: int = 2, timeout: float = 2.0, seconds: float = 0.002) -> LocalLoader:
-    return LocalLoader(Slow(seconds), 8, 1, 0, 1, workers, timeout_seconds=timeout)
+    return LocalLoader(Slow(seconds), Share(8, 1, 0, 1), workers, timeout_seconds=timeout)
 
 
 def error_line(made: LocalLoader, harm, after: int = 2) -> str:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kd.core.errors import ConfigError, DataError, ModelError
 from kd.core.evaluation import Evaluation, Split
 from kd.core.types import Batch, Dims, Outputs
-from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
 from kd.engine.loop import train
@@ -233,7 +233,8 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
     student, teacher = Embeds(5), Counted(Embeds(7))
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     asked, searched = (
-        Split(LocalLoader(MapDataset(data, 0), 8, 1, 0, 1, 0), evaluation_plan(len(data), 8)) for data in (val, bank)
+        Split(LocalLoader(MapDataset(data, 0), Share(8, 1, 0, 1), 0), evaluation_plan(len(data), 8))
+        for data in (val, bank)
     )
     setting = Evaluation(
         CPU("fp32", 60, 1), asked, teacher, 3, bank=lambda: searched, agreement=criterion.agreement, members=1
@@ -263,7 +264,7 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
 )
 def test_images_of_which_none_has_a_label_cannot_be_scored(bank, val, words):
     images = [[(torch.randn(3, 2, 2), label)] * 9 for label in (val, bank)]
-    shown = (LocalLoader(MapDataset(data, 0, labels="some"), 8, 1, 0, 1, 0) for data in images)
+    shown = (LocalLoader(MapDataset(data, 0, labels="some"), Share(8, 1, 0, 1), 0) for data in images)
     asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)
     criterion = Criterion([loss_term("cosine", dims=Dims(0, 5, 7))])
     more = {"bank": lambda: searched, "agreement": criterion.agreement, "members": 1}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split
 from kd.core.types import Batch, Outputs, Sample
-from kd.data.loader import LocalLoader, evaluation_plan
+from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.parts.backends.cpu import CPU
 from kd.parts.tasks.single_label import NUM_BINS, Options, build
 
@@ -66,7 +66,7 @@ def draw(images: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def evaluator(teacher, labels, batch, classes, broken=frozenset(), labelled=True) -> Evaluator:
-    loader = LocalLoader(Ids(labels, broken), batch, 1, 0, 1, workers=0)
+    loader = LocalLoader(Ids(labels, broken), Share(batch, 1, 0, 1), workers=0)
     plan = evaluation_plan(len(labels), batch)
     live = Answers(teacher) if teacher is not None else None
     return build(Options()).evaluator(Evaluation(CPU("fp32", 60, 1), Split(loader, plan), live, classes, labelled))
