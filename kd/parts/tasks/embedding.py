@@ -216,9 +216,11 @@ def recalled(
 
 
 def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:
-    """Return the votes [M, C] of the nearest neighbours of unit vectors."""
-    # DINO (arXiv:2104.14294) after arXiv:1805.01978: the `NEIGHBOURS` nearest by cosine vote for their class, each with
-    # exp(cosine / `TEMPERATURE`).
+    """Return the votes [M, C] of the nearest neighbours of unit vectors.
+
+    DINO (arXiv:2104.14294) after arXiv:1805.01978: the `NEIGHBOURS` nearest by cosine vote for their class, each with
+    exp(cosine / `TEMPERATURE`).
+    """
     votes = []
     for part_BD in asking_MD.split(1024):
         cosine_BK, near_BK = (part_BD @ bank_ND.T).topk(min(NEIGHBOURS, len(bank_ND)))

@@ -160,8 +160,10 @@ def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
 
 
 def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
-    """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood."""
-    # Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2; each label [N] is from 0 to C - 1.
+    """Return the T from LOWEST to HIGHEST with which softmax(logits / T) has the lowest negative log-likelihood.
+
+    Temperature scaling of Guo et al. 2017 (arXiv:1706.04599), section 4.2; each label [N] is from 0 to C - 1.
+    """
     logits_NC = logits_NC.double()
     logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])
     low, high = 1 / HIGHEST, 1 / LOWEST  # of the factor 1 / T, in which the likelihood is convex

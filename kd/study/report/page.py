@@ -30,6 +30,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.time(runs),
         sections.machine(runs),
         answers(runs),
+        sections.variants(runs),
         _costs(runs),
         _configuration(runs),
     ]

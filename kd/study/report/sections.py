@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.scores import Column
-from kd.core.text import clock, percent
+from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.study.report.record import RunRecord, teachers_of
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
@@ -201,3 +201,10 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     names = legend([(one.name, one.color) for one in series])
     return card(title, lines(series, (515, 200), CLOCK, unit, zero=True), names) if series else ""
+
+
+def variants(runs: Sequence[RunRecord]) -> str:
+    """Show what `kd-export --compare` measured."""
+    found = {run.name if len(runs) > 1 else "": variant_rows(run.exported) for run in runs}
+    cards = [card(name, table(rows, ["file"])) for name, rows in found.items() if rows]
+    return section("Which file to ship", VARIANTS_NOTE, *cards)

@@ -202,3 +202,11 @@ def test_two_evaluations_make_no_curve():
     assert "25 %" not in page
     rows.insert(0, {"step": 1, "accuracy": 0.125})
     assert "<polyline" in curves([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
+
+
+def test_the_page_has_the_table_of_graphs():
+    speed = {"1": {"p50_ms": 3.0, "p99_ms": 4.0, "images_per_second": 300.0, "memory_mb": 90.0}}
+    one = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": [0.85, 0.93], "agreement": 1.0, "bytes": 9}
+    facts = {"variants": {"model.onnx": {**one, "speed": speed}}, "pick": "model.onnx"}
+    assert "model.onnx (accepted)" in render([replace(run(), exported=facts)])
+    assert "Which file to ship" not in render([run()])
