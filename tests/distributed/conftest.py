@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from pieces import Trained, compared, tiny
-from ranks import HERE, STEPS, start
+from ranks import HERE, STEPS, World, start
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +45,14 @@ def changed_file(config_file, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
+def runs(tmp_path_factory) -> Path:
+    """Where this worker's runs lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def train(config_file, runs) -> Callable[..., Trained]:
     """Train in a world of so many ranks: `train("name", 2, "optimizer.zero=true")`; the same name resumes."""
-    folder = tmp_path_factory.mktemp("runs")
 
     def run(
         name: str,
@@ -55,7 +62,9 @@ def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
         launcher: str = "torchrun",
         path: Sequence[Path] = (),
         backend: Mapping[str, Any] = MappingProxyType({}),
+        into: Path | None = None,
     ) -> Trained:
+        folder = into or runs
         record = folder / f"{name}.record"
         record.mkdir(exist_ok=True)
         file = config_file
@@ -72,15 +81,17 @@ def train(config_file, tmp_path_factory) -> Callable[..., Trained]:
 
 
 @pytest.fixture(scope="session")
-def plain(train) -> Callable[..., Trained]:
-    """Undisturbed runs, each made once a session: `plain(2, "optimizer.zero=true")`."""
-    made: dict[tuple[object, ...], Trained] = {}
+def plain(train, once) -> Callable[..., Trained]:
+    """Undisturbed runs, each made once for all workers: `plain(2, "optimizer.zero=true")`."""
 
     def run(ranks: int, *overrides: str) -> Trained:
-        key = (ranks, *overrides)
-        if key not in made:
-            made[key] = train(f"plain{len(made)}", ranks, *overrides)
-            made[key].world.ended_well()
-        return made[key]
+        def build(folder: Path) -> Path:
+            made = train("whole", ranks, *overrides, into=folder)
+            (folder / "world.json").write_text(json.dumps(made.world.ended_well()))
+            return made.folder
+
+        name = hashlib.sha256(json.dumps([ranks, *overrides]).encode()).hexdigest()[:12]
+        folder = once(f"plain-{name}", build)
+        return Trained(folder, World(*json.loads((folder.parent / "world.json").read_text())))
 
     return run

@@ -33,7 +33,7 @@ def shard(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "policy", "workers", "ranks"), ALL if SOAK else FEW)
-def test_data_that_fails(train, plain, photos, tmp_path, fault, policy, workers, ranks):
+def test_data_that_fails(train, plain, runs, photos, tmp_path, fault, policy, workers, ranks):
     root = Path(shutil.copytree(photos, tmp_path / "photos"))
     undisturbed = plain(ranks)
     name = f"failing-{fault}-{policy}-{workers}-{ranks}"
@@ -42,7 +42,7 @@ def test_data_that_fails(train, plain, photos, tmp_path, fault, policy, workers,
     if fault == "shortened":
         shard(root)
         more.append("data.shards=true")
-    rows = undisturbed.folder.parent / name / "metrics.jsonl"
+    rows = runs / name / "metrics.jsonl"
     harmed = train(name, ranks, *more, env={"KD_HARM": f"{fault}:{rows}"})
     told = "\n".join(harmed.world.logs)
     assert "a bug in kd" not in told
