@@ -94,11 +94,12 @@ def test_no_module_is_imported(sections, run, edited, refused, touched):
     assert touched.exists()
 
 
-def test_no_module_of_a_baseline_is_imported(run, edited, refused, touched):
+def test_no_module_of_a_baseline_is_imported(run, edited, command, touched):
     whole = Path(shutil.copytree(run, run.parent / "whole"))
     edited(losses={"kind": "foreign.part"})
     shutil.copytree(run, whole / "labels_only")
-    assert "names the module 'foreign.part'" in refused("report", whole, "--images", "5")
+    answer = command("report", whole, "--images", "5")  # what it is follows from the run's own configuration
+    assert answer.code == 0, answer
     assert not touched.exists()
 
 
