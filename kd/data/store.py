@@ -26,7 +26,8 @@ from kd.core.contracts import Source, Stamped
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Label
 from kd.data.subset import decoded
-from kd.files.pixels import centre_crop, least_of_centre, least_of_random
+from kd.data.views import Evaluate
+from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import disk_error, log, open_folder
 
@@ -62,24 +63,6 @@ class Shrunk:
 
     def least(self, width: int, height: int) -> float:
         return least_of_random(width, height, self.size, self.crop)
-
-
-@dataclass(frozen=True, slots=True)
-class Cropped:
-    """A validation image: evaluation's centre crop, the very pixels that the models see."""
-
-    size: int
-    crop: float
-
-    @property
-    def most(self) -> int:
-        return self.size**2
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        return centre_crop(image, self.size, self.crop)
-
-    def least(self, width: int, height: int) -> float:
-        return least_of_centre(width, height, self.size, self.crop)
 
 
 class StoredImage(NamedTuple):
@@ -129,7 +112,7 @@ class Stored:
     # wide that have more pixels than a slot. Where the source is not `Stamped`, an image replaced by one of the same
     # size is noticed by `refresh` only, in a sample.
 
-    def __init__(self, source: Source, keep: Shrunk | Cropped, slots: Slots | None = None) -> None:
+    def __init__(self, source: Source, keep: Shrunk | Evaluate, slots: Slots | None = None) -> None:
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint

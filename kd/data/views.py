@@ -150,7 +150,11 @@ class Evaluate:
     size: int
     crop: float  # share of the shorter side that the crop keeps
 
-    def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
+    @property
+    def most(self) -> int:  # pixels of the result
+        return self.size**2
+
+    def __call__(self, image: Image.Image, rng: random.Random | None = None) -> Image.Image:
         return centre_crop(image, self.size, self.crop)
 
     def least(self, width: int, height: int) -> float:

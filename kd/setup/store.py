@@ -13,17 +13,18 @@ from kd.core.contracts import Backend, Source
 from kd.core.errors import CorruptImage, RunError
 from kd.core.host import free_mib
 from kd.core.seeds import evenly_spaced
-from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
+from kd.data.store import PIXELS, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
+from kd.data.views import Evaluate
 from kd.files.storage import hashed_folder, log
 
 SAMPLE = 16  # training images that are decoded to estimate the size of a store
 Splits = tuple[Source, Source]  # training and validation images
 
 
-def keep_rules(section: DataSection) -> tuple[Shrunk, Cropped]:
+def keep_rules(section: DataSection) -> tuple[Shrunk, Evaluate]:
     """Return what a store keeps of a training image and of a validation image."""
     side, crop = (section.store_size, 1.0) if section.store_size else (section.image_size, section.augment.crop)
-    return Shrunk(side, crop), Cropped(section.image_size, section.eval_crop)
+    return Shrunk(side, crop), Evaluate(section.image_size, section.eval_crop)
 
 
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
@@ -48,7 +49,7 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
 
 
 def _require_room(
-    splits: Splits, rules: tuple[Shrunk, Cropped], ram: bool, folders: list[Path], backend: Backend
+    splits: Splits, rules: tuple[Shrunk, Evaluate], ram: bool, folders: list[Path], backend: Backend
 ) -> None:
     ranks, folder = backend.local_world_size, folders[0].parents[1]
     train, val = splits

@@ -17,7 +17,7 @@ from kd import config
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Plan
 from kd.data.loader import LocalLoader, Share
-from kd.data.store import PIXELS, Cropped, Shrunk, Slots, Stored, open_disk, open_ram
+from kd.data.store import PIXELS, Shrunk, Slots, Stored, open_disk, open_ram
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.files.records import Records
 from kd.parts.datasets import imagefolder
@@ -136,7 +136,7 @@ def test_views_of_small_images_are_those_without_a_store(photos, tmp_path, kind,
 @pytest.mark.parametrize("crop", [1.0, 0.9, 0.6])
 def test_evaluation_is_bit_identical_whatever_the_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
-    rule = Cropped(16, crop)
+    rule = Evaluate(16, crop)
     stored = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
     plain, kept = Views(source, Evaluate(16, crop), 16, 0), Views(stored, Evaluate(16, 1.0), 16, 0)
     for _ in range(2):
