@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
@@ -213,7 +213,8 @@ class Fetch(TorchDataset[Batch | KdError]):
         except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
             return error
         readable = torch.tensor([sample.readable for sample in samples])
-        image = torch.stack([sample.pixels for sample in samples])
+        # A worker's batch lies in shared memory from the start.
+        image = default_collate([sample.pixels for sample in samples])
         decoding = getattr(self.dataset, "decode_seconds", 0.0) - decoded
         loading = Loading(time.perf_counter() - begin, busy(), decoding)
         return Batch(

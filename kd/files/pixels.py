@@ -76,6 +76,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         canvas = Image.new("RGBA", image.size, "white")
         canvas.alpha_composite(image.convert("RGBA"))
         rgb = canvas.convert("RGB")
+    elif image.format == "JPEG" and image.mode == "RGB":
+        rgb = image  # a copy costs as much as a tenth of the decoding
     else:
         rgb = image.convert("RGB")  # a copy, also of RGB, that does not refer to the file
     rgb.info.clear()  # of an EXIF block that was not understood, too

@@ -17,7 +17,7 @@ from kd.core.contracts import Backend, Noted, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
 from kd.data.loader import LocalLoader, Share
-from kd.data.views import Evaluate, Mixing, Train, Views, build_policy
+from kd.data.views import FORMAT, Evaluate, Mixing, Train, Views, build_policy
 from kd.data.workers import require_shared_memory
 from kd.files.pixels import MARGIN
 from kd.models.spec import DatasetSpec
@@ -80,7 +80,7 @@ class Data:
 
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
-        found = {"image_size": self.plan.image_size, **asdict(self.plan.augment), "margin": MARGIN}
+        found = {"image_size": self.plan.image_size, **asdict(self.plan.augment), "margin": MARGIN, "format": FORMAT}
         if not found["erase"]:  # the pixels are those from before this key
             del found["erase"]
         if self.plan.store != "none":  # a store changes the pixels

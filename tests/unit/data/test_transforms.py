@@ -2,14 +2,15 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageFilter
 from timm.data.random_erasing import RandomErasing
 
-from kd.data.views import Evaluate, Train, build_policy, erase, random_box
+from kd.data.views import Evaluate, Train, build_policy, cut, erase, jitter, random_box
 
 POLICIES = [
     "rand-m9-mstd0.5",
@@ -95,6 +96,29 @@ def test_jitter_changes_colours_within_its_strength():
     assert min(values) == pytest.approx(80, abs=2)
     assert max(values) == pytest.approx(120, abs=2)
     assert len(values) > 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_jitter_is_its_three_steps_in_one(seed):
+    """Against Pillow's own enhancers in the order and with the factors drawn, on colours that no step cuts off."""
+    pixels = np.random.default_rng(seed).integers(90, 150, (28, 28, 3), np.uint8)  # as many as the mean is taken of
+    image, rng = Image.fromarray(pixels), random.Random(seed)
+    steps: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+    rng.shuffle(steps)
+    expected = image
+    for step in steps:
+        expected = step(expected).enhance(rng.uniform(0.7, 1.3))
+    found = jitter(image, 0.3, random.Random(seed))
+    assert np.abs(np.asarray(found, int) - np.asarray(expected, int)).max() <= 3  # Pillow rounds down after each step
+
+
+@pytest.mark.parametrize("size", [5, 16, 40])
+def test_a_cut_is_the_resized_box(size):
+    """Against Pillow's bilinear filter on the pixels of the box; a box of five times the size is averaged first."""
+    image = noise(200, 170).filter(ImageFilter.GaussianBlur(4))
+    box = (11.3, 20.6, 110.0, 129.2)
+    expected = image.crop((11, 20, 110, 130)).resize((size, size), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    assert np.abs(np.asarray(cut(image, box, size), int) - np.asarray(expected, int)).max() <= 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
