@@ -2,6 +2,8 @@
 
 import io
 import random
+import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -97,15 +99,57 @@ def test_a_reduction_leaves_the_margin(least, side):
     assert side == 200 or side >= MARGIN * least * 1600 or side == 1600
 
 
-def test_a_large_jpeg_that_is_cut_short_is_refused_as_before():
-    data = file_of(1200, 900, "RGB", "JPEG")
-    for tenth in range(10):
-        cut = data[: len(data) * tenth // 10]
-        with pytest.raises(CorruptImage):
-            decode(cut, "file", "data", Evaluate(64, 1.0).least)
-        with pytest.raises(Problem) as caught:
-            prepare(cut, 64, 1.0, Limits())
-        assert caught.value.status == 400
+@pytest.fixture(scope="module")
+def large() -> bytes:
+    """Return a JPEG of 12 million pixels."""
+    file = io.BytesIO()
+    Image.effect_noise((1000, 750), 40).resize((4000, 3000)).convert("RGB").save(file, "JPEG", quality=60)
+    return file.getvalue()
+
+
+def with_header(data: bytes, height: int = 3000, width: int = 4000, bits: int = 8) -> bytes:
+    """Return a JPEG whose header says something else."""
+    start = data.index(b"\xff\xc0")
+    frame = bytes([0xC0 if bits == 8 else 0xC1]) + data[start + 2 : start + 4]
+    frame += bytes([bits, *height.to_bytes(2, "big"), *width.to_bytes(2, "big")])
+    return data[: start + 1] + frame + data[start + 9 :]
+
+
+BAD: dict[str, tuple[Callable[[bytes], bytes], str, int]] = {
+    **{
+        f"cut at {n} tenths": (lambda data, n=n: data[: len(data) * n // 10], "truncated|empty", 400) for n in range(10)
+    },
+    "12 bits": (lambda data: with_header(data, bits=12), "damaged", 400),
+    "65,500 x 65,500": (lambda data: with_header(data, 65_500, 65_500), "too large", 413),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_photograph_is_refused_in_one_line(case, large, monkeypatch):
+    make, words, status = BAD[case]
+    with monkeypatch.context() as context:
+        context.setattr(Image, "MAX_IMAGE_PIXELS", 89_478_485)  # Pillow's own; the endpoint sets another in its place
+        with pytest.raises(CorruptImage, match=words) as refused:
+            decode(make(large), "file 'a.jpg'", "data.root", Evaluate(64, 1.0).least)
+    assert re.fullmatch(r"data\.root: file 'a\.jpg': .*\. Allowed: .*\. Replace or delete it.*", str(refused.value))
+    with pytest.raises(Problem) as caught:
+        prepare(make(large), 64, 1.0, Limits())
+    assert caught.value.status == status
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("height", "width"), [(6000, 4000), (1500, 4000), (3000, 8000)])
+def test_a_header_that_lies_about_the_size_gives_the_same_pixels_everywhere(height, width, large):
+    """libjpeg makes up what is missing, so that nothing tells."""
+    lie = with_header(large, height, width)
+    assert np.array_equal(prepare(lie, 64, 1.0, Limits(max_pixels=10**8)).pixels, evaluated(lie, 64, 1.0))
+
+
+def test_a_line_of_65000_pixels_is_an_image_for_training_and_none_for_the_endpoint():
+    line = file_of(65_000, 1, kind="JPEG")
+    assert evaluated(line, 32, 1.0).shape == (3, 32, 32)
+    with pytest.raises(Problem, match="65000 x 1"):
+        prepare(line, 32, 1.0, Limits())
 
 
 def test_limits_are_those_of_the_whole_picture():
