@@ -46,7 +46,7 @@ MAY_IMPORT_OUTSIDE = {
     "accelerate": ("jobs/progress/trackers.py",),
     "timm": ("models/", "deploy/export/calibrate.py", "data/views.py"),
     "omegaconf": ("config/", "study/finished.py"),
-    "safetensors": ("models/", "files/", "deploy/export/"),
+    "safetensors": ("models/", "files/", "deploy/export/", "deploy/verify/"),
     "boto3": ("cluster/",),
     "botocore": ("cluster/",),
     "fsspec": ("files/object_store.py",),

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": serving.export,
     "serve": serving.serve,
     "predict": serving.predict,
+    "verify": serving.verify,
     "report": training.report,
     "launch": launch.launch,
 }
@@ -37,6 +38,7 @@ OVERVIEW = """usage: kd COMMAND ...
   export    a run's student for timm, onnxruntime, OpenVINO, SageMaker
   serve     answer for an export over HTTP
   predict   classify many images into one file
+  verify    recompute from an export and images what the export says of itself
   launch    jobs and endpoints on SageMaker
   parts     the losses, sifters, datasets, ... that a configuration can name
 

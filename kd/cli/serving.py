@@ -1,7 +1,8 @@
-"""`kd-export`, `kd-serve` and `kd-predict`. The last two start without torch."""
+"""`kd-export`, `kd-serve`, `kd-predict` and `kd-verify`. kd-serve and kd-predict start without torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -123,3 +124,29 @@ def predict(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def verify(argv: Sequence[str] | None = None) -> int:
+    """`kd-verify EXPORT --data IMAGES`: recompute what an export says of itself; exit code 3 if something is wrong."""
+    from kd.deploy.export.receipt import chain_lines, licence_lines
+    from kd.deploy.verify.verify import VerifyOptions
+    from kd.deploy.verify.verify import verify as verified
+
+    parser = new_parser(
+        "kd-verify",
+        "Recompute what card and manifest of an export say, from its files and the images that its numbers are of.",
+        "kd-verify runs/vit_food/export --data images/val",
+        with_config=False,
+    )
+    add_fields(parser, VerifyOptions)
+    options = parser.read(argv)
+
+    def command() -> None:
+        known = verified(taken(VerifyOptions, options))
+        rows = [row._asdict() for row in known.rows]
+        stated = {key: known.manifest[key] for key in ("chain", "licences")}
+        lines = [*chain_lines(known.manifest), "", *licence_lines(known.manifest), "", table(rows)]
+        print(json.dumps({**stated, "rows": rows}, indent=1) if options.json else "\n".join(lines))
+        known.require()
+
+    return guarded(command)

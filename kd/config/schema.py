@@ -128,6 +128,8 @@ class DataSection:
     exclude: str = file_key("")
     """Text file of images to leave out, NAME or SPLIT:NAME a line, such as the `audit/exclude.txt` of `--check`. Ids
     shift, so that caches and stores are made anew."""
+    license: str = ""
+    """Licence of the images, such as cc-by-4.0: model cards say it. Nothing that is computed depends on it."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
     options: Any = None
@@ -218,6 +220,9 @@ class TeacherSection(NetworkSection):
     """Cut the frozen model into so many stages, one a rank, through which all images pass; needs torch 2.13. 0: no."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
+    license: str = ""
+    """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
+    cards say it. Nothing that is computed depends on it."""
 
     @property
     def fitted(self) -> bool:

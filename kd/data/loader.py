@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -255,7 +255,8 @@ def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Itera
         if samples:
             labels = torch.from_numpy(np.array([sample.label for _, sample in samples]))
             pixels = torch.stack([sample.pixels for _, sample in samples])
-            yield Batch.of(pixels, labels, torch.tensor([id for id, _ in samples]))
+            batch = Batch.of(pixels, labels, torch.tensor([id for id, _ in samples]))
+            yield replace(batch, crc=tuple(sample.crc for _, sample in samples))
 
 
 def ask(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Answered]:

@@ -255,8 +255,13 @@ class Ensemble(nn.Module):
 
 def digest(network: nn.Module) -> str:
     """Return a hash of the weights (names, shapes, dtypes, bits)."""
+    return tensors_digest(network.state_dict())
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the `digest` of the network that has these tensors."""
     sha = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         sha.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()

@@ -217,7 +217,8 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
         own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "weights", "options")}
         alike = sum(all(getattr(other, key) == own[key] for key in own) for other in found.values())
         fit = replace(section.fit, seed=section.fit.seed + alike)
-        found[where] = replace(section, **own, also=(), fit=fit)
+        licence = "" if i else section.license
+        found[where] = replace(section, **own, also=(), fit=fit, license=licence)
     return found
 
 
@@ -249,6 +250,8 @@ FREE = (
     "data.deadline",
     "data.eval_batch",
     "data.max_skipped",  # it can only end a run
+    "data.license",
+    "teacher.license",
     "teacher.shard",
     "teacher.pipeline",
     "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step

@@ -8,7 +8,6 @@ student that is calibrated already, T is noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from kd.core.intervals import around, resampled
 from kd.core.text import percent
-from kd.deploy.export.parity import eager_runner
+from kd.deploy.export.parity import Batches, eager_runner
 from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import calibration_error, temperature
 
@@ -27,7 +26,7 @@ LINEAR = (nn.Linear, Linear)
 FEWEST_LABELLED = 100  # for a temperature: of fewer, the interval of the gain is wider than any gain
 
 
-def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[dict[str, Any], str]:
+def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
     Return what was found as JSON values and a line about it; nothing and the reason where nothing was changed.
@@ -35,7 +34,7 @@ def calibrate(student: Classifier, images: Iterable[tuple[np.ndarray, np.ndarray
     answer = eager_runner(student)
     batches: list[tuple[np.ndarray, np.ndarray]] = []
     pixels = np.zeros(0)
-    for pixels, labels in images:
+    for pixels, labels, *_ in images:
         batches.append((answer(pixels), labels))
     logits_NC, label_N = (torch.from_numpy(np.concatenate(each)) for each in zip(*batches, strict=True))
     logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]

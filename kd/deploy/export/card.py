@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kd.core.host import processor
+from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows, written
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.graphs import Made, Subject
 from kd.deploy.export.options import accepted_line
+from kd.deploy.export.receipt import chain_lines, licence_lines, plain, plain_name
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import is_timm
 from kd.study.report.summary import differences, samples_of
@@ -47,8 +45,29 @@ class ModelCard:
         return is_timm(self.subject.student.network)
 
     def render(self) -> str:
-        parts = (_front(self), _intro(self), _scores(self), _graphs(self), _use(self), _limits(self))
-        return "\n".join(line for part in parts for line in part) + "\n"
+        parts = drawn(self.facts)
+        text = [*_front(self), *_intro(self), *parts["scores"], *parts["graphs"], *_use(self)]
+        text += ["## Where it comes from", "", "```", *parts["chain"], "```", "", *parts["licences"], ""]
+        text += ["## Pixels", "", *parts["pixels"], "", *_limits(self)]
+        return "\n".join([*text, *parts["sure"]]) + "\n"
+
+
+def drawn(facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the parts of a card that say what manifest.json says, by name: `kd verify` draws them again."""
+    pixels = facts["input"]
+    sure = [f"- {line}" for line in lines_of(facts["output"].get("defer", {}))]
+    return {
+        "scores": facts["scores"]["lines"],
+        "graphs": _graphs(facts),
+        "chain": chain_lines(facts),
+        "licences": licence_lines(facts),
+        "pixels": [
+            f"Centre crop of {percent(pixels['crop'])} of the shorter side, bicubic to {pixels['size']} x "
+            f"{pixels['size']}, RGB. The graphs take these as uint8 [batch, 3, height, width] and normalize them; for "
+            "PyTorch, mean and standard deviation are in config.json."
+        ],
+        "sure": ["", "An answer says whether it is sure:", "", *sure] if sure else [],
+    }
 
 
 def loading(folder: str, timm: bool) -> str:
@@ -58,16 +77,9 @@ def loading(folder: str, timm: bool) -> str:
     return f"network.load_state_dict(safetensors.torch.load_file('{folder}/model.safetensors'))"
 
 
-def plain(text: str) -> str:
-    """Return a name as one line of Markdown that shows it and does nothing: no HTML, no link, no heading."""
-    line = "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
-    return re.sub(r"([\\`*\[\]|#])", r"\\\1", html.escape(line, quote=False))
-
-
 def model_name(text: str) -> str:
-    """Return the name of a model as a code span; of a path on this machine its last folder alone."""
-    name = " ".join(str(text).split()).replace("`", "'").removeprefix("local-dir:")
-    return f"`{Path(name).name if name.startswith(('/', '~')) else name}`"
+    """Return the name of a model as a code span."""
+    return f"`{plain_name(text)}`"
 
 
 def _front(card: ModelCard) -> list[str]:
@@ -98,14 +110,23 @@ def _intro(card: ModelCard) -> list[str]:
     ]
 
 
-def _scores(card: ModelCard) -> list[str]:
-    scores, (scored, alone) = card.subject.recipe.student.task.scores, card.subject.scored
-    row = card.subject.provenance["metrics"] if scored is None else scored.row
+def scores_of(subject: Subject, made: Made) -> dict[str, Any]:
+    """Return for manifest.json the score that decides, and the lines that the card has of all scores."""
+    column, (scored, _) = subject.recipe.student.task.scores.own[0], subject.scored
+    row = subject.provenance["metrics"] if scored is None else scored.row
+    on = {"split": "val", "images": 0} if scored is None else {"split": scored.split, "images": scored.images}
+    lines = [line for text in _scores(subject, row) for line in text.split("\n")] + _calibration(made.calibration)
+    return {"title": column.title, "unit": column.unit, "value": row.get(column.key), **on, "lines": lines}
+
+
+def _scores(subject: Subject, row: Mapping[str, Any]) -> list[str]:
+    scores, (scored, alone) = subject.recipe.student.task.scores, subject.scored
+    distilled = bool(subject.recipe.student.losses)
     if not row:
         return ["The run recorded no validation for these weights.", ""]
     decides, teachers = scores.own[0].key, scores.of_teachers(row)
-    own = STUDENT if card.losses else "this teacher"
-    baseline = max(card.subject.baseline, key=lambda one: one[decides], default={}) if alone is None else alone.row
+    own = STUDENT if distilled else "this teacher"
+    baseline = max(subject.baseline, key=lambda one: one[decides], default={}) if alone is None else alone.row
     models = {**teachers, own: row, ALONE: baseline}
     samples = {**samples_of(scored, teachers, own), **samples_of(alone, (), ALONE)}
     rows = scores.table({name: values for name, values in models.items() if decides in values}, samples)
@@ -113,12 +134,12 @@ def _scores(card: ModelCard) -> list[str]:
         on = "On the validation split:" if scored is None else f"On {scored.images:,} {scored.title} images:"
         lines = [on, "", table(rows), "", *([scores.note, ""] if scores.note else [])]
         lines += differences(scores, row, samples, own)
-        if scored is not None and (card.losses or scored.split == "test"):  # the note is of the student's checkpoints
+        if scored is not None and (distilled or scored.split == "test"):  # the note is of the student's checkpoints
             lines += [scored.note, ""]
     else:
         lines = ["Trained and evaluated without labels, against its teacher.", ""]
     comparison = scores.against_teacher(row)
-    return [*lines, *([comparison, ""] if comparison else []), *_calibration(card.made.calibration)]
+    return [*lines, *([comparison, ""] if comparison else [])]
 
 
 def _calibration(found: Mapping[str, Any]) -> list[str]:
@@ -133,11 +154,11 @@ def _calibration(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _graphs(card: ModelCard) -> list[str]:
-    if not card.made.parity:
+def _graphs(facts: Mapping[str, Any]) -> list[str]:
+    if not facts["parity"]:
         return []
-    score, rows = card.subject.recipe.student.task.scores.own[0], []
-    for file, graph in card.made.parity.items():
+    score, rows = Column("", facts["scores"]["title"], facts["scores"]["unit"]), []
+    for file, graph in facts["parity"].items():
         cells = {"file": file}
         if "cosine" in graph:
             cells["mean cosine with PyTorch"] = f"{graph['cosine']:.6f}"
@@ -147,15 +168,15 @@ def _graphs(card: ModelCard) -> list[str]:
             cells["same top-1 as PyTorch"] = f"{graph['same_top1']} of {graph['images']}"
         cells |= {"max abs. difference": f"{graph['max_difference']:.1e}", "CPU ms per image": f"{graph['cpu_ms']:.2f}"}
         rows.append(cells)
-    measured = variant_rows(card.facts)
+    measured, machine = variant_rows(facts), facts["environment"]["machine"]["processor"]
     return [
-        table(rows),
+        *table(rows).split("\n"),
         "",
-        f"Compared on validation images. CPU time: one thread, one image, {processor()}, interleaved with PyTorch, "
-        f"which took {card.made.eager_ms:.2f} ms.",
+        f"Compared on validation images. CPU time: one thread, one image, {machine}, interleaved with PyTorch, "
+        f"which took {facts['eager_ms']:.2f} ms.",
         "",
-        *([f"Of these, {accepted_line(card.made.accepted)}.", ""] if card.made.accepted else []),
-        *([table(measured), "", VARIANTS_NOTE, ""] if measured else []),
+        *([f"Of these, {accepted_line(facts['accepted'])}.", ""] if "accepted" in facts else []),
+        *([*table(measured).split("\n"), "", VARIANTS_NOTE, ""] if measured else []),
     ]
 
 
@@ -170,21 +191,8 @@ def _use(card: ModelCard) -> list[str]:
 
 
 def _limits(card: ModelCard) -> list[str]:
-    pixels = card.facts["input"]
-    return [
-        "## Pixels",
-        "",
-        f"Centre crop of {percent(pixels['crop'])} of the shorter side, bicubic to {pixels['size']} x "
-        f"{pixels['size']}, RGB. The graphs take these as uint8 [batch, 3, height, width] and normalize them; for "
-        "PyTorch, mean and standard deviation are in config.json.",
-        "",
-        "## Limits",
-        "",
-        f"The numbers above are of one run; an interval holds the luck of the images, not that of the seed. "
-        f"{_meaning(card)}",
-        *(["", "An answer says whether it is sure:", ""] if card.made.defer else []),
-        *(f"- {line}" for line in lines_of(card.made.defer)),
-    ]
+    luck = "The numbers above are of one run; an interval holds the luck of the images, not that of the seed."
+    return ["## Limits", "", f"{luck} {_meaning(card)}"]
 
 
 def _meaning(card: ModelCard) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,11 +16,12 @@ from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, versions
 from kd.core.text import written
 from kd.deploy.export import graphs
-from kd.deploy.export.card import ModelCard, loading
+from kd.deploy.export.card import ModelCard, loading, scores_of
 from kd.deploy.export.graphs import Made, ReadImages, Subject
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
+from kd.deploy.export.receipt import licences, receipt
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
@@ -91,7 +93,9 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
         provenance=provenance,
         baseline=alone.metrics("val"),
         scored=(folder.scored(), alone.scored()),
-        origin=_origin(recipe.student, student),
+        origin=_origin(recipe.student),
+        made_from={key: manifest.get(key) for key in ("teacher", "answers")},
+        licences=licences(recipe),
         images=partial(_images, recipe.data, recipe.backend, classes, expected),
     )
 
@@ -126,7 +130,8 @@ def _teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
-    more = {"origin": origin, "baseline": (), "scored": (scored, None)}
+    stated = {"data": subject.licences["data"], "teacher's weights": subject.licences["teacher"]}
+    more = {"origin": origin, "baseline": (), "scored": (scored, None), "made_from": {}, "licences": stated}
     return replace(subject, recipe=alone, student=model, provenance=provenance, **more)
 
 
@@ -147,7 +152,10 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
         facts = _write_weights(subject, draft, made)
-        card = ModelCard(subject, made, facts, target.name, options.license)
+        facts |= receipt(subject, made, draft, _exported(subject, made), options.license)
+        facts["scores"] = scores_of(subject, made)
+        as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be drawn again
+        card = ModelCard(subject, made, as_read, target.name, options.license)
         (draft / "README.md").write_text(card.render(), encoding="utf-8")
         seal(draft, facts)
     return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
@@ -158,7 +166,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data
     if made.calibration:
-        provenance |= {"digest": digest(student.network), "calibration": made.calibration}
+        provenance |= {"digest": _exported(subject, made), "calibration": made.calibration}
     labels = subject.classes if task.logits else ()
     content, weights = export_files(student, labels, section.eval_crop, task.problem_type)
     facts = {
@@ -177,13 +185,16 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     return facts
 
 
-def _origin(section: StudentSection, student: Classifier) -> str:
+def _exported(subject: Subject, made: Made) -> str:
+    """Return a hash of the weights as they are exported."""
+    return digest(subject.student.network) if made.calibration else subject.provenance["digest"]
+
+
+def _origin(section: StudentSection) -> str:
     if section.checkpoint:
-        return f"started from the checkpoint '{Path(section.checkpoint).name}', whose licence kd does not know"
+        return f"started from the checkpoint '{Path(section.checkpoint).name}'"
     if section.init == "pretrained":
-        known = getattr(student.network, "pretrained_cfg", None) or {}
-        licence = known.get("license", "not recorded")
-        return f"started from timm's pretrained `{written(section.model)}`, licence: {licence}"
+        return f"started from the pretrained `{written(section.model)}`"
     return "trained from random initial weights"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from kd.core.errors import ModelError
@@ -25,16 +24,15 @@ from kd.deploy.export.variants import INT8, ONNX, STATIC
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.parts.tasks.single_label import calibration_error
 from kd.setup.recipe import Recipe
 
 CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch is asked about each
 OPENVINO, PT2 = "openvino.xml", "model.pt2"
 BF16 = "openvino.bf16.xml"
 EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
-ReadImages = Callable[..., Iterable[tuple[np.ndarray, np.ndarray]]]
-"""(limit, training=False) -> uint8 images [B, 3, S, S] with labels [B] of that many validation images, evenly spaced;
-0: all. With `training`, views of training images."""
+ReadImages = Callable[..., parity.Batches]
+"""(limit, training=False) -> that many validation images, evenly spaced; 0: all. With `training`, views of training
+images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +48,8 @@ class Subject:
     images: Callable[[], AbstractContextManager[ReadImages]]  # opens the validation images
     baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
     scored: tuple[Scored | None, Scored | None] = (None, None)  # student, and labels only
+    made_from: Mapping[str, Any] = field(default_factory=dict)  # what the run recorded of `teacher` and `answers`
+    licences: Mapping[str, str] = field(default_factory=dict)  # see `kd.deploy.export.receipt`
 
 
 @dataclass(slots=True)
@@ -93,6 +93,8 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
         if options.compare:
             seal(made)
             work.measure_all()
+    if any(encoded for encoded, _ in work.outputs.images):
+        work.outputs.write_images(folder / parity.IMAGES, classes if task.logits else ())
     kept = {name: one for name, one in work.outputs.outputs.items() if name == EAGER or name in made.parity}
     made.defer = defer.choose(options.rule, kept, work.outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
@@ -144,7 +146,7 @@ class _Workbench:
                 if (name == OPENVINO and options.openvino) or (name == INT8 and options.int8):
                     make()
                     names.append(name)
-                elif options.compare and _missing(name) is None and not self._failed(name):
+                elif options.compare and missing(name) is None and not self._failed(name):
                     names.append(name)
             runners |= {name: variants.runner(self.folder / name) for name in names}
         self._compare(runners)
@@ -170,7 +172,8 @@ class _Workbench:
 
     def _compare(self, runners: dict[str, parity.Runner]) -> None:
         """Ask PyTorch and graphs about the images, require that exact ones are exact, and record the answers."""
-        found = parity.compare(self.subject.student, runners, self.images(self.options.images))
+        eager = parity.eager_runner(self.subject.student)
+        found = parity.compare(eager, runners, self.images(self.options.images))
         first = not self.made.eager_ms
         self.outputs = found if first else self.outputs.joined(found)
         self.made.eager_ms = found.cpu_ms[EAGER]
@@ -182,8 +185,7 @@ class _Workbench:
         scores, difference, images = outputs.scores(name, task), outputs.difference(name), len(outputs.labels)
         if name in EXACT:
             parity.check_exact(name, scores, difference, self.options.tolerance, images)
-        rounded = {"max_difference": float(f"{difference:.3g}"), "cpu_ms": round(outputs.cpu_ms[name], 3)}
-        made.parity[name] = {"images": images, **scores.facts, **rounded}
+        made.parity[name] = outputs.facts(name, task)
         made.validation[name] = outputs.reference(name, task, self.subject.classes, bool(made.calibration)).record()
         line = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}, {scores.summary}, "
         line += f"{outputs.cpu_ms[name]:.2f} ms CPU an image (PyTorch {made.eager_ms:.2f})"
@@ -219,7 +221,7 @@ class _Workbench:
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
     ) -> tuple[dict[str, float], str]:
         """Find numbers of a graph, the cheap ones first, up to one that misses; return them and why it is refused."""
-        if name not in self.made.parity and (why := _missing(name) or self._failed(name)):
+        if name not in self.made.parity and (why := missing(name) or self._failed(name)):
             return {}, f"{name}: {why}"
         found = {"mb": self._megabytes(name)}
         if not misses(found, wanted):
@@ -245,10 +247,9 @@ class _Workbench:
                 raise ModelError("--accept", wrong, "", "Say drop, which is against the student as trained")
             found["teacher-drop"] = lost + 100 * (row[f"teacher_{key}"] - row[key])
         if "ece" in wanted:
-            known = self.outputs.labels >= 0
-            if not bool(known.any()):
+            if "ece" not in self.made.parity[name]:
                 raise ModelError("--accept", "ece needs labels, and no validation image has one", "", "Leave ece out")
-            found["ece"] = 100 * calibration_error(self.outputs.outputs[name][known], self.outputs.labels[known])
+            found["ece"] = 100 * self.made.parity[name]["ece"]
         return found
 
     def _measure(self, names: Sequence[str], threads: Sequence[int]) -> dict[str, dict[int, Latency]]:
@@ -264,10 +265,10 @@ class _Workbench:
     def measure_all(self) -> None:
         made, found = self.made, self._measure(list(self.made.qualities), sorted({1, self.options.threads, cores()}))
         made.variants = {name: variants.facts(self.folder / name, made.qualities[name], found[name]) for name in found}
-        made.lines += [f"left out: {name}, because {why}" for name in self.makers if (why := _missing(name))]
+        made.lines += [f"left out: {name}, because {why}" for name in self.makers if (why := missing(name))]
 
 
-def _missing(name: str) -> str | None:
+def missing(name: str) -> str | None:
     """Return why this machine cannot run a graph; None: it can."""
     if name == INT8:
         return None

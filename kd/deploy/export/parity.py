@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import csv
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +23,16 @@ from kd.data.loader import batches_of
 from kd.deploy.shift import Measures, Reference, measure
 from kd.models.classifier import Classifier
 from kd.models.runtimes import cpu_ms
+from kd.parts.tasks.single_label import calibration_error
 from kd.setup.data import Data
 
 Runner = Callable[[np.ndarray], np.ndarray]
+Batches = Iterable[tuple[Any, ...]]
+"""uint8 images [B, 3, S, S], labels [B] or sets [B, C], and where they are known the CRC-32 of their files [B]."""
 BATCH = 16  # images that every graph answers at once: outputs do not depend on it, and memory stays small
 TIMED_SECONDS = 4.0  # for timing all graphs in turns: some hundred answers of a small student
 EAGER = ""  # the name of PyTorch among the graphs
+IMAGES = "images.csv"  # of an export: the images that its numbers are of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class GraphOutputs:
     measures: Sequence[Measures]  # see `kd.deploy.shift.measure`
     cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
+    images: Sequence[tuple[int, int]] = ()  # CRC-32 of each file (0 where nobody knows) and of its pixels
 
     def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
         """Return what a graph answered, for whoever compares later images with these."""
@@ -75,6 +84,25 @@ class GraphOutputs:
             return paired(int((was & ~now).sum()), int((now & ~was).sum()), images)
         return around(self.drop(name, task), resampled(lambda picks: self.drop(name, task, picks), images))
 
+    def facts(self, name: str, task: Task) -> dict[str, Any]:
+        """Return what manifest.json says of a graph: how right it is, how near to PyTorch, and what it costs."""
+        known, found = self.labels >= 0, {"images": len(self.labels), **self.scores(name, task).facts}
+        if task.logits == "softmax" and bool(known.any()):
+            found["ece"] = calibration_error(self.outputs[name][known], self.labels[known])
+        near = {"max_difference": float(f"{self.difference(name):.3g}"), "cpu_ms": round(self.cpu_ms[name], 3)}
+        return {**found, **near}
+
+    def write_images(self, file: Path, classes: Sequence[str]) -> None:
+        """Write a line for each image: CRC-32 of file and pixels, whether its labels are known, and their names."""
+        with file.open("w", newline="", encoding="utf-8") as opened:
+            rows = csv.writer(opened, lineterminator="\n")
+            for (encoded, pixels), label in zip(self.images, self.labels, strict=True):
+                labels = label.reshape(-1).tolist()
+                shown = labels if label.ndim == 0 else [i for i, there in enumerate(labels) if there > 0]
+                known = min(labels) >= 0
+                names = [classes[i] for i in shown] if known and classes else []
+                rows.writerow([f"{encoded:08x}", f"{pixels:08x}", int(known and bool(classes)), *names])
+
     def joined(self, other: GraphOutputs) -> GraphOutputs:
         outputs, took = {**self.outputs, **other.outputs}, {**self.cpu_ms, **other.cpu_ms}
         return replace(self, outputs=outputs, cpu_ms=took)
@@ -85,8 +113,8 @@ class GraphOutputs:
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
-def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield uint8 images [B, 3, S, S] and labels [B] of the validation split as evaluation sees them.
+def shown_images(data: Data, limit: int, training: bool = False) -> Batches:
+    """Yield `Batches` of the validation split as evaluation sees them.
 
     `limit` of them, evenly spaced; 0: all. `training`: of the training split, as its first epoch sees them.
     """
@@ -95,28 +123,28 @@ def shown_images(data: Data, limit: int, training: bool = False) -> Iterator[tup
     images = 0
     for batch in batches_of(shown, ids, BATCH):
         images += len(batch.ids)
-        yield batch.image.numpy(), batch.label.numpy()
+        yield batch.image.numpy(), batch.label.numpy(), batch.crc
     if not images:
         split = "training" if training else "validation"
         raise DataError("data", f"no image of the {split} split can be decoded", "", "Check data.root")
 
 
-def compare(
-    student: Classifier, runners: Mapping[str, Runner], images: Iterable[tuple[np.ndarray, np.ndarray]]
-) -> GraphOutputs:
+def compare(eager: Runner, runners: Mapping[str, Runner], images: Batches) -> GraphOutputs:
     """Run every image through PyTorch and every graph."""
-    every = {EAGER: eager_runner(student), **runners}
+    every = {EAGER: eager, **runners}
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in every}
-    labels, measures, first = [], [], np.zeros(0)
-    for pixels, label in images:
+    labels, measures, seen, first = [], [], list[tuple[int, int]](), np.zeros(0)
+    for pixels, label, *crc in images:
         first = first if len(first) else pixels[:1]
         labels.append(label)
         measures += map(measure, pixels)
+        shown = [zlib.crc32(image.tobytes()) for image in pixels]
+        seen += zip_longest(crc[0] if crc else (), shown, fillvalue=0)
         for name, run in every.items():
             outputs[name].append(run(pixels))
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in outputs.items()}
     took = cpu_ms({name: partial(run, first) for name, run in every.items()}, TIMED_SECONDS)
-    return GraphOutputs(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0])
+    return GraphOutputs(joined, torch.from_numpy(np.concatenate(labels)), measures, took, first[0], seen)
 
 
 def eager_runner(student: Classifier) -> Runner:

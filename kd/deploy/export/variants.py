@@ -10,7 +10,7 @@ import io
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ INT8, STATIC = "model.int8.onnx", "openvino.int8.xml"
 VIEWS = 300
 """Training views on which NNCF finds ranges: its own default. With SmoothQuant and so many, two ViTs with planted
 outliers lost 0.0 and 0.65 points of 40 (benchmarks/int8_planted*.csv)."""
-Views = Callable[[int], Iterable[tuple[np.ndarray, np.ndarray]]]  # so many, uint8 [B, 3, S, S], labels
+Views = Callable[[int], parity.Batches]  # so many
 SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
 JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
 TAIL = 3.0  # times the median: from there a p99 is other work. Undisturbed it is 1.9 to 2.2 (variants_table, repvit)
@@ -125,7 +125,7 @@ def post_training(source: Path, path: Path, views: Views) -> None:
 
 def _singles(views: Views) -> list[np.ndarray]:
     """Return training views one by one, uint8 [1, 3, S, S]: NNCF's statistics are those of an image."""
-    pixels = (image[None] for batch, _ in views(VIEWS) for image in batch)
+    pixels = (image[None] for batch, *_ in views(VIEWS) for image in batch)
     return list(itertools.islice(pixels, VIEWS))
 
 

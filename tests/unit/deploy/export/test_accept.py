@@ -2,14 +2,21 @@
 
 import json
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
+from subjects import PIXELS
 
 from kd.core.errors import ModelError
-from kd.deploy.export import graphs
+from kd.deploy.export import graphs, variants
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses, sentence
-from kd.deploy.serve.model import describe
+from kd.deploy.export.parity import compare, eager_runner
+from kd.deploy.serve.model import describe, load
+from kd.parts.tasks import single_label
 
 
 def test_a_sentence():
@@ -100,3 +107,53 @@ def test_against_the_teacher(subject, tmp_path):
     made = subject(provenance={**made.provenance, "metrics": metrics})
     written = write(made, tmp_path / "export", ExportOptions(accept="teacher-drop<=6"))
     assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}
+
+
+def test_openvinos_graph_is_accepted(subject, tmp_path):
+    pytest.importorskip("openvino")
+    written = write(subject(), tmp_path / "export", ExportOptions(accept="drop<=0 mb<=0.12"))
+    assert written.manifest["accepted"]["file"] == "openvino.xml", written.lines
+    assert written.manifest["accepted"]["found"]["mb"] < 0.12
+    assert describe(written.folder).file == "openvino.xml"
+    assert load(describe(written.folder), 1, 1).engine(PIXELS[:2]).shape == (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("brief")
+def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, record_property):
+    """What is said of int8 on one half of the images, accepted or refused, is so within the interval of the other."""
+    right, accepted = 0, 0
+    for trial in range(10):
+        made = subject()
+        draw = np.random.default_rng(trial)
+        pixels = draw.integers(0, 256, (600, 3, 16, 16), np.uint8)
+        torch.manual_seed(trial)
+        with torch.no_grad():
+            for one in made.student.network.parameters():  # another student
+                one += 0.02 * torch.randn_like(one)
+            labels = made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
+        wrong = draw.random(600) < 0.3
+        labels[wrong] = draw.integers(0, 3, int(wrong.sum()))
+
+        def images(limit, training=False, pixels=pixels, labels=labels):
+            yield pixels[: min(limit, 300)], labels[: min(limit, 300)]
+
+        made = replace(made, images=lambda images=images: nullcontext(images))
+        most = (0.0, 0.2, 0.5, 1.0, 2.0)[trial % 5]
+        text = f"drop<={most:g} mb<=0.13"  # less than model.onnx takes
+        folder = tmp_path / str(trial)
+        try:
+            write(made, folder, ExportOptions(accept=text, calibrate=False))
+            kept = True
+        except NotAcceptedError:
+            write(made, folder, ExportOptions(int8=True, calibrate=False))
+            kept = False
+        runners = {"model.int8.onnx": variants.runner(folder / "model.int8.onnx")}
+        found = compare(eager_runner(made.student), runners, [(pixels[300:], labels[300:])])
+        low, high = found.drop_interval("model.int8.onnx", single_label.build(single_label.Options()))
+        right += low <= most / 100 if kept else high >= most / 100
+        accepted += kept
+    record_property("tried", 10)
+    print(f"right in {right} of 10, {accepted} accepted and {10 - accepted} refused")
+    assert right == 10
+    assert 0 < accepted < 10

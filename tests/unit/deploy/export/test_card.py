@@ -4,22 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from kd.deploy.export.card import ModelCard, model_name, plain
+from kd.deploy.export.card import ModelCard, model_name, plain, scores_of
 from kd.deploy.export.graphs import Made
+from kd.deploy.export.receipt import receipt
 from kd.parts.tasks.embedding import Embedding
 from kd.parts.tasks.single_label import SingleLabel
 
 
 @pytest.fixture
-def card(subject):
+def card(subject, tmp_path):
     """Return the text of a card; `task` and fields of `Made` and of the manifest's facts."""
 
     def draw(task=None, made: Made | None = None, facts: dict | None = None, license: str = "", **more):
         one = subject(**more)
+        one = replace(one, provenance={**subject().provenance, **one.provenance})
         recipe = replace(one.recipe, student=replace(one.recipe.student, task=task or SingleLabel()))
         one = replace(one, recipe=recipe)
+        made = made or Made()
+        for name in made.parity:
+            (tmp_path / name).touch()
         shown = {"name": recipe.record.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": {}}
-        return ModelCard(one, made or Made(), {**shown, **(facts or {})}, "student", license).render()
+        shown |= {"parity": made.parity, "environment": {"machine": {"processor": "a processor"}}}
+        shown |= {**receipt(one, made, tmp_path, "0" * 64, license), "scores": scores_of(one, made)}
+        return ModelCard(one, made, {**shown, **(facts or {})}, "student", license).render()
 
     return draw
 
