@@ -198,6 +198,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.views": ("R", "2"),
     "data.on_corrupt": ("FR", "skip"),
     "data.max_skipped": ("", "0.5"),  # it can only end a run
+    "data.license": ("", "cc-by-4.0"),
     "data.augment.crop": ("FCSR", "0.5"),
     "data.augment.flip": ("FCR", "0.1"),
     "data.augment.jitter": ("FCR", "0.1"),
@@ -230,6 +231,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.cache.dtype": ("CR", "fp32"),
     "teacher.cache.topk": ("CR", "2"),
     "teacher.cache.max_gb": ("", "5"),
+    "teacher.license": ("", "apache-2.0"),
     "teacher.shard": ("", "true", *ALONE),
     "teacher.pipeline": ("", "2", *ALONE),
     "teacher.fit.epochs": ("FR", "3"),
