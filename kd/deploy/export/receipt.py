@@ -17,6 +17,7 @@ from kd.files.manifest import sha256
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
 from kd.setup.cache import CHECKED
 from kd.setup.recipe import Recipe
+from kd.study.finished import MAP_DATASET
 
 DIGITS = 12  # of a hash that a person reads
 
@@ -67,6 +68,8 @@ def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: st
 
 def _source(recipe: Recipe) -> str:
     where, one = next(iter(recipe.teacher.members.items()))
+    if recipe.data.kind == MAP_DATASET:
+        return "a module that was passed to kd.distill"
     if where in recipe.teacher.fits:
         return "fitted on the labels" + (" from pretrained weights" if one.pretrained else "")
     if one.checkpoint:
