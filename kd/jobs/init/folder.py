@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,9 @@ def _tables(folder: Path, inner: list[str]) -> Keys | None:
             tables[next((split for split, names in SPLITS.items() if words & {*names}), "")] = path
     first = tables.get("train") or tables.get("")
     for root in [folder, *(folder / name for name in inner[:MOST_ROOTS])] if first else []:
-        with suppress(ValueError, LookupError, AttributeError, StopIteration, csv.Error):  # a file of something else
+        with suppress(
+            ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error
+        ):  # a file of something else
             kind, more = _table(first, root)  # type: ignore[arg-type]
             ending = "labels" if kind == "multilabel" else "list"
             lists = {
@@ -99,7 +102,7 @@ def _table(path: Path, root: Path) -> tuple[str, Keys]:
     """Return kind and keys of a table of images in `root`; one that is none raises what `_tables` expects."""
 
     def is_image(name: str) -> bool:
-        return bool(name) and ((root / name).is_file() or any(root.glob(f"{name}.*")))
+        return 0 < len(name) < 200 and ((root / name).is_file() or any(root.glob(f"{escape(name)}.*")))
 
     if path.suffix == ".json":
         name, labels = next(iter(json.loads(path.read_text(encoding="utf-8")).items()))

@@ -41,8 +41,13 @@ def init(folder: Path, to: Path | None, weights: str, ms: float | None, mb: floa
     bare = teacher is not None and teacher.role == "features" and found.labels == "none"
     student = find_student(size, () if bare else found.data.classes or ("a", "b"), ms, mb)  # or the teacher's classes
     head = f"# Written by `kd init {folder}`: keys and the facts that chose them; behind # choices that it cannot make"
-    with open(file, "x", encoding="utf-8") as opened:
-        opened.write("\n".join([head, *_lines(found, teacher, size, gpu, *student), ""]))
+    try:
+        with open(file, "x", encoding="utf-8") as opened:
+            opened.write("\n".join([head, *_lines(found, teacher, size, gpu, *student), ""]))
+    except OSError as error:
+        raise ConfigError(
+            "-o", f"'{file}' cannot be written ({error.strerror})", "A new file", "Name another"
+        ) from error
     limits = [f"{word}<={limit:g}" for word, limit in (("ms", ms), ("mb", mb)) if limit]
     name, run = _yaml(str(file)), f"runs/{file.stem}"
     accept = f'kd export {run} --accept "{" ".join(["drop<=2", *limits])}"'
@@ -74,6 +79,7 @@ def _lines(
     steps, memory = epochs * (count // batch), free_mib()
     crop = 0.75 if found.side < size else 0.35
     kept = (count + len(data.val)) * 3 * min(found.side, size / crop**0.5) ** 2 / 2**20
+    rare = max(counts or [0]) > 10 * min(counts or [1]) and found.keys["kind"] != "multilabel"
     layout = ", ".join(f"{len(one):,} {split}" for split, one in data.splits.items())
     classes = f"{len(counts)} classes of {min(counts):,} to {max(counts):,} images" if counts else found.why
     looked, rate = found.sampled + found.damaged, 0.003 if "xcit" in student["model"] else 0.002
@@ -94,7 +100,7 @@ def _lines(
         f"  augment: {{crop: {crop}, jitter: 0.2}}  # flip: 0.0 where left and right differ, as in writing",
         *([f"  on_corrupt: skip  # {found.damaged} of {looked} sampled images are damaged"] if found.damaged else []),
         *([f"  max_skipped: {min(1, 2 * found.damaged / looked):.2f}"] if 100 * found.damaged > looked else []),
-        *["  # balance: 0.5  # fewer images of frequent classes"] * (max(counts or [0]) > 10 * min(counts or [1])),
+        *["  # balance: 0.5  # fewer images of frequent classes"] * (rare and found.labels == "all"),
         *_teacher(found, teacher, epochs, min(32, batch), size),
         "student:",
         *_keys(student, why),
