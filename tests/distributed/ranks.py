@@ -64,7 +64,7 @@ def variables(launcher: str, rank: int, world_size: int, port: int) -> dict[str,
 
 
 @functools.cache
-def _zygote() -> subprocess.Popen[str]:
+def zygote() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, str(HERE / "zygote.py")],
         stdin=subprocess.PIPE,
@@ -100,7 +100,7 @@ def start(
     seconds the ranks that are left are killed, and the test fails.
     """
     port = free_port()
-    process = _zygote()
+    process = zygote()
     assert process.stdin is not None
     assert process.stdout is not None
     with tempfile.TemporaryDirectory() as logs:

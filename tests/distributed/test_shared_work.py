@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 from pieces import fitted, wait_until
-from ranks import HERE, environment, start
+from ranks import HERE, environment, start, zygote
 
 from kd.files.storage import lock
 
@@ -30,6 +30,7 @@ def test_a_run_waits_for_the_teacher_that_another_fits(fit_file, tmp_path, ranks
     argv = [sys.executable, "-m", "kd.cli", "teach", str(fit_file), OURS]
     environ = {**environment(), "KD_SLOW": "0.07"}
     environ["PYTHONPATH"] += f":{HERE}"
+    zygote()  # whose start may take longer than the fit
     first = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_until(lambda: list(tmp_path.glob("teachers/*/metrics.jsonl")), first)
