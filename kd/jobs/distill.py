@@ -20,12 +20,10 @@ from kd.core.scores import Scored, Trained, skipped_text
 from kd.core.types import State
 from kd.engine.loop import train
 from kd.engine.run import Run
-from kd.files.manifest import MANIFEST, sha256
 from kd.files.run_dir import RunDir
 from kd.jobs.check import compare
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
-from kd.models.cache import CachedTeacher
 from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Built, build_run
@@ -113,8 +111,9 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         facts["parameters"]["teacher"] = count_parameters(teacher)
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
         facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
-    if isinstance(run.teacher, CachedTeacher):
-        store = run.teacher.store
+    if (store := getattr(run.teacher, "store", None)) is not None:
+        from kd.files.manifest import MANIFEST, sha256  # only where answers are stored
+
         count = store.num_images * max(1, run.length.views)
         facts["answers"] = {"cache": sha256(store.folder / MANIFEST), "count": count}
     return facts
