@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kd.core.errors import ModelError
-from kd.core.host import processor
+from kd.core.host import cores, processor
 from kd.deploy.export.receipt import DIGITS
 from kd.setup.recipe import flatten
 
@@ -61,7 +62,8 @@ class Claims:
         both = [
             {f"{what}{key and ': '}{key}": value for key, value in flatten(one).items()} for one in (claimed, found)
         ]
-        busy = noisy or processor() != self.manifest["environment"]["machine"]["processor"]
+        elsewhere = processor() != self.manifest["environment"]["machine"]["processor"]
+        busy = noisy or elsewhere or os.getloadavg()[0] > cores()
         for key in [key for key in {**both[0], **both[1]} if not key.endswith(ANY_SPEED)]:
             old, new = (one.get(key, "nothing") for one in both)
             if old == new or isinstance(old, str | bool) or isinstance(new, str | bool):
