@@ -36,7 +36,7 @@ ORDER = tuple(MAY_IMPORT)[:13]
 STRICTER = {  # rooms in a room that know less than it does
     "parts/networks/": {"core", "models", "parts.registry"},
     "deploy/serve/": {"core", "files", "deploy.shift"},
-    "deploy/predict/": {"core", "files", "cluster.ray_cluster", "deploy.serve"},
+    "deploy/predict/": {"core", "files", "deploy.serve"},
     "jobs/progress/": {"core"},
     "study/audit/": {"core", "files"},
 }
@@ -56,7 +56,7 @@ MAY_IMPORT_OUTSIDE = {
     "onnxruntime": ("models/runtimes.py", "deploy/serve/model.py"),
     "openvino": ("models/runtimes.py", "deploy/serve/model.py", "deploy/export/variants.py"),
     "nncf": ("deploy/export/variants.py",),
-    "ray": ("cluster/ray_cluster.py", "cluster/decoders.py", "deploy/predict/on_ray.py"),
+    "ray": ("cluster/ray_cluster.py", "cluster/decoders.py"),
     "psutil": ("engine/monitor/system.py", "core/host.py"),
     "pynvml": ("engine/monitor/system.py",),
     "transformers": ("parts/networks/_towers.py",),

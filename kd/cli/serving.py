@@ -111,9 +111,8 @@ def predict(argv: Sequence[str] | None = None) -> int:
         result = predict(taken(PredictOptions, options))
         earlier = f", {result.resumed} of them by an earlier start" if result.resumed else ""
         speed = (result.images - result.resumed) / max(result.seconds, 1e-9)
-        hosts = f" on {result.hosts} hosts" if options.ray else ""
         passed = f", {result.passed_on} of them by the second model" if options.second else ""
-        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s{hosts}: {options.to}")
+        print(f"{result.images} images{earlier}{passed}, {speed:.1f} images/s: {options.to}")
         print(*result.notes, sep="\n", end="\n" if result.notes else "")
         if result.num_unreadable:
             print(f"{result.num_unreadable} images are unreadable; their rows have an error:", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Classify many images, on as many threads as there are cores or on the hosts of a Ray cluster, into one file."""
+"""Classify many images, on as many threads as there are cores, into one file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from kd.core.errors import MissingExtra, ModelError, RunError
+from kd.core.errors import ModelError, RunError
 from kd.core.host import cores as usable_cores
 from kd.core.options import option, pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
@@ -51,8 +51,6 @@ class PredictOptions:
     """cores to use; 0: as many as the affinity and the cgroup allow"""
     max_pixels: int = option(100_000_000, "N", pixels)
     """of an image (default 1e8)"""
-    ray: bool = option(False)
-    """use all hosts of the Ray cluster that RAY_ADDRESS names, and not the cores of this machine"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,6 @@ class Summary:
     unreadable: tuple[str, ...]  # name and error of the first few
     num_unreadable: int
     seconds: float
-    hosts: int  # machines that have classified some
     passed_on: int  # images for which the second model answered
     notes: tuple[str, ...]  # the expected accuracy, and how the images differ from those of validation
 
@@ -82,7 +79,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     images = find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
     identity = _identity(settings, described, second, images, top)
-    rows, hosts = _classify(settings, [described, *([second] if second else [])], images, top)
+    rows = _classify(settings, [described, *([second] if second else [])], images, top)
     reference = described.reference  # of the first model, whose answers are counted: validation has no others
     tally = reference.empty() if reference else None
 
@@ -114,7 +111,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
     notes = reference.notes(tally) if reference and tally else ()
-    counted = (journal.num_unreadable, seconds, len(hosts) or 1, journal.passed_on)
+    counted = (journal.num_unreadable, seconds, journal.passed_on)
     return Summary(len(images.names), resumed, unreadable, *counted, notes)
 
 
@@ -159,16 +156,9 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
 
 def _classify(
     settings: PredictOptions, described: Sequence[Description], images: ImageList, top: int
-) -> tuple[Callable[[int], Iterator[list[Row]]], set[str]]:
-    """Return what yields the rows of all images from a number on, in order, and a set that gets the hosts that help."""
-    limits, hosts = Limits(max_pixels=settings.max_pixels), set[str]()
-    if settings.ray:
-        try:
-            from kd.deploy.predict.on_ray import PredictionJob, by_hosts
-        except ImportError as error:
-            raise MissingExtra("--ray", f"Ray cannot be imported ({error})", "", "pip install 'kd[ray]'") from error
-        first, *others = [PredictionJob.of(one, images, limits, top) for one in described]
-        return partial(by_hosts, replace(first, second=next(iter(others), None)), hosts), hosts
+) -> Callable[[int], Iterator[list[Row]]]:
+    """Return what yields the rows of all images from a number on, in order."""
+    limits = Limits(max_pixels=settings.max_pixels)
     cores = settings.cores or usable_cores()
     predictor = None
     for one in reversed(described):
@@ -176,7 +166,7 @@ def _classify(
         model.warm_up(1)
         predictor = Predictor(images, model, limits, top, predictor)
     assert predictor is not None
-    return partial(_by_threads, predictor, cores=cores), hosts
+    return partial(_by_threads, predictor, cores=cores)
 
 
 def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[Row]]:
@@ -189,7 +179,7 @@ def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[R
 
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     try:
-        yield from in_order(range(start, len(images.names)), CHUNK, submit, lambda: ahead)
+        yield from in_order(range(start, len(images.names)), CHUNK, submit, ahead)
     finally:  # nobody waits for a storage that does not answer
         for pool in (workers, readers):
             pool.shutdown(wait=False, cancel_futures=True)

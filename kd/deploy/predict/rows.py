@@ -75,14 +75,12 @@ class Predictor:
         return made
 
 
-def in_order(
-    ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: Callable[[], int]
-) -> Iterator[Result]:
-    """Submit ids in chunks and yield the results in their order; `ahead()` are under way at the same time."""
+def in_order(ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: int) -> Iterator[Result]:
+    """Submit ids in chunks and yield the results in their order; `ahead` are under way at the same time."""
     window: deque[Future[Result]] = deque()
     for first in range(0, len(ids), chunk):
         window.append(submit(ids[first : first + chunk]))
-        while len(window) > ahead():
+        while len(window) > ahead:
             yield window.popleft().result()
     while window:
         yield window.popleft().result()

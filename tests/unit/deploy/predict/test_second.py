@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from pieces import wait_until
 from safetensors.torch import load_file
 
 from kd.deploy.export.export import ExportOptions, export
-from kd.deploy.predict.image_list import find
 from kd.deploy.predict.predict import PredictOptions, predict
 from kd.files.manifest import checksum
 
@@ -127,19 +125,6 @@ def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, larg
     passed = [id for id, row in enumerate(rows) if row["answered_by"] == "second"]
     assert sorted(by_model["second"]) == [id for id in passed if id >= len(kept)]
     assert f"{len(passed)} of them by the second model" in done.stdout
-
-
-def test_a_host_of_a_cluster_asks_both_too(small, large, pictures, tmp_path):
-    from kd.deploy.predict.on_ray import PredictionJob
-    from kd.deploy.predict.rows import ASKED, MEASURES, STAMP
-    from kd.deploy.serve.limits import Limits
-    from kd.deploy.serve.model import describe
-
-    both, images = asked(tmp_path / "both.jsonl", small, pictures, second=large), find(str(pictures), tmp_path)
-    first, second = (PredictionJob.of(describe(one), images, Limits(), 2) for one in (small, large))
-    rows = replace(first, second=second).predictor().rows(range(len(images.names)))
-    own = {STAMP, MEASURES, ASKED}
-    assert {row.pop("image"): {key: row[key] for key in row.keys() - own} for row in rows} == both
 
 
 def test_the_teacher_is_written_in_the_same_form(distilled, large, teacher, command, tmp_path):
