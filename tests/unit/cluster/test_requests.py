@@ -234,12 +234,6 @@ def test_what_would_waste_a_host_or_read_its_own_answers_is_not_sent(argv, where
     assert words in line
 
 
-def test_a_teacher_folder_of_this_machine_is_refused(food, teacher, refused):
-    line = refused("launch", food, *GIVEN, "--instance", "ml.g5.xlarge", f"teacher.model={teacher}", "--dry-run")
-    assert line.startswith("teacher.model: ")
-    assert "s3://" in line
-
-
 def test_the_shipped_lists_of_food101_need_a_channel_of_their_own(command):
     options = ("--instance", "ml.p4d.24xlarge", *GIVEN, "--dry-run")
     moved = ("data.root=s3://b/food-101/images", "data.val_list=s3://b/food-101/meta/test.txt")

@@ -18,7 +18,6 @@ from kd.engine.criterion import Criterion
 from kd.models.load import load
 from kd.models.spec import Spec
 from kd.parts import registry
-from kd.parts.datasets._decode import Repeated, hold_out, label_images
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.setup.student import loss_term
@@ -51,34 +50,6 @@ def test_a_folder_of_images_as_it_comes(loose):
     assert not {train.name(id) for id in range(18)} & {val.name(id) for id in range(6)}
     with pytest.raises(DataError, match=r"^data\.root: .*outside any class folder"):
         source(loose, labels="all", val_fraction=0.25)
-
-
-def test_labels_that_are_withheld_change_the_fingerprint(photos):
-    assert source(photos).fingerprint != source(photos, labels="all").fingerprint
-
-
-def test_some_labels(photos, tmp_path):
-    shutil.copytree(photos, tmp_path / "photos")
-    (tmp_path / "photos/train/unlabelled/deep").mkdir(parents=True)
-    for number in range(5):
-        kept = tmp_path / f"photos/train/fig/{number:02d}.jpg"
-        kept.rename(tmp_path / f"photos/train/unlabelled/deep/{number}.jpg")
-    found = source(tmp_path / "photos", labels="some")
-    assert found.classes == ("apple", "fig", "pear")
-    labels = [found.label(id) for id in range(len(found))]
-    assert (labels.count(-1), labels.count(1), labels.count(2)) == (5, 7, 12)
-    assert all("unlabelled" in found.name(id) for id, label in enumerate(labels) if label < 0)
-
-
-def test_some_must_be_there():
-    with pytest.raises(DataError, match=r"^data\.x: the split 'train' has no labelled image"):
-        label_images(Repeated.of_each(["", ""]), [], None, "data.x", "train", "some")
-
-
-def test_images_without_a_label_are_held_out_like_a_class():
-    labels = np.array([-1] * 10 + [0] * 10)
-    held = hold_out([b"%d" % i for i in range(20)], labels, 0.2)
-    assert (held[:10].sum(), held[10:].sum()) == (2, 2)
 
 
 def test_a_term_on_labels_is_the_mean_over_labelled_images():

@@ -174,11 +174,6 @@ def test_weights_that_are_not_whole(stored, damage, how):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_checkpoint_says_how_to_get_one(tmp_path):
-    message = refusal(checkpoint=str(tmp_path / "no.safetensors"))
-    assert message.endswith("Check the path, or fit a teacher with `kd-teach`.")
-
-
 def classes_refused(stored, classes, how):
     given = {"model": stored, "args": {}, "pretrained": True} if how == "model" else {"checkpoint": str(stored)}
     return refusal(classes=classes, exact_head=True, **given)

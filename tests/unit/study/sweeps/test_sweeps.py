@@ -227,15 +227,6 @@ def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
         Trials(tmp_path, trials, "agreement_ece")._record(trials[0])
 
 
-def test_a_process_that_is_killed_is_told_by_the_signal(tmp_path):
-    with Processes() as processes:
-        processes.start("served", ["serve", str(tmp_path)], tmp_path / "log")
-        (tmp_path / "log").write_text("step 12\n")
-        processes.running["served"][0].kill()
-        processes.running["served"][0].wait()
-        assert processes.ended() == {"served": "was ended by signal 9"}
-
-
 def test_a_process_that_fails_is_told_by_its_last_line(tmp_path):
     found: dict[str, str] = {}
     with Processes() as processes:
