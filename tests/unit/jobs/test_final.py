@@ -9,7 +9,6 @@ import torch
 from pieces import base, given
 
 from kd import config
-from kd.core.errors import ConfigErrors
 from kd.core.intervals import paired, wilson
 from kd.jobs.evaluate import evaluate
 from kd.jobs.train import train
@@ -111,12 +110,6 @@ def test_a_run_to_which_a_test_split_was_added_can_still_be_read(settings, photo
     assert train(config.load(settings, ["run.epochs=1", "data.test_split=exam"])).scored.split == "test"
     assert evaluate(folder).split == "val"
     assert evaluate(folder, ["data.test_split=exam"], split="test").split == "test"
-
-
-def test_two_test_splits_are_one_too_many(settings):
-    settings["data"] |= {"test_split": "exam", "test_fraction": 0.2}
-    with pytest.raises(ConfigErrors, match=r"data\.test_fraction: is 0\.2, but data\.test_split names a test split"):
-        config.load(settings)
 
 
 def test_a_run_without_a_test_split_says_how_to_name_one(refused, distilled):

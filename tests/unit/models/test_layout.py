@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
 
@@ -36,19 +35,17 @@ def test_a_network_with_weights_of_five_dimensions_is_built_as_before():
     assert any(p.dim() == 5 for p in made.network.parameters())
 
 
-def test_a_free_network_with_random_weights_sees_the_images_as_they_are():
-    assert built("resnet18", SMALL, free_size=True).input_size == 64
-    assert built("vit_tiny_patch16_224", {"depth": 1}, free_size=True).input_size == 64
-
-
-def test_weights_decide_the_size_where_they_are_there():
-    own = timm.get_pretrained_cfg("resnet18").input_size[-1]
-    assert built("resnet18", SMALL).input_size == own == 224
-
-
-def test_a_size_in_the_arguments_stands():
-    described = {**SMALL, "pretrained_cfg_overlay": {"input_size": [3, 96, 96]}}
-    assert built("resnet18", described, free_size=True).input_size == 96
+@pytest.mark.parametrize(
+    ("model", "args", "free", "size"),
+    [
+        ("resnet18", SMALL, True, 64),
+        ("vit_tiny_patch16_224", {"depth": 1}, True, 64),
+        ("resnet18", SMALL, False, 224),  # that of its weights, where they are there
+        ("resnet18", {**SMALL, "pretrained_cfg_overlay": {"input_size": [3, 96, 96]}}, True, 96),
+    ],
+)
+def test_a_free_network_with_random_weights_sees_the_images_as_they_are(model, args, free, size):
+    assert built(model, args, free_size=free).input_size == size
 
 
 @pytest.mark.parametrize(

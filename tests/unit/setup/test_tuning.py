@@ -17,7 +17,7 @@ from torch import nn
 import kd
 from kd import config
 from kd.config.tuning import Tuning
-from kd.core.errors import ConfigError, KdError, ModelError
+from kd.core.errors import KdError, ModelError
 from kd.core.facts import LossFacts
 from kd.core.types import State
 from kd.engine.criterion import Criterion, Distillation, Term
@@ -222,11 +222,6 @@ def test_a_pattern_that_means_nothing_is_refused(settings, make, override, words
         describe(resolve(config.load(settings, [override])))
 
 
-def test_a_length_of_nothing_is_refused(settings):
-    with pytest.raises(ConfigError, match=r"^teacher\.fit\.tuning\.freeze_epochs: is 2, .*freeze"):
-        config.load(settings, ["teacher.fit.tuning.freeze_epochs=2"])
-
-
 NETS = """
 from torch import nn
 
@@ -359,30 +354,6 @@ def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expecte
     teacher = {"model": "test_vit", "pretrained": pretrained, "fit": {"epochs": 1, "lr": lr}}
     (fit,) = resolve(config.load({**settings, "teacher": teacher})).teacher.fits.values()
     assert fit.optimizer.lr == expected
-
-
-def test_dropped_patches_have_no_place_in_a_grid_of_tokens(settings):
-    """Of 16 patches 4 may be left: a square grid, whose places would be compared with others."""
-    with pytest.raises(ConfigError, match=r"^student\.args\.patch_drop_rate: is 0\.75, but a loss compares the tokens"):
-        config.load({**settings, "losses": [{"kind": "tokens"}]}, ["student.args.patch_drop_rate=0.75"])
-
-
-def test_thawing_under_torch_xlas_zero_is_refused(settings):
-    keys = ["optimizer.zero=true", FROZEN, "student.tuning.freeze_epochs=1"]
-    with pytest.raises(KdError, match=r"student\.tuning\.freeze_epochs: is 1, but torch_xla"):
-        config.load({**settings, "backend": {"kind": "xla"}}, keys, here=False)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["sifter.kind=history"], r"^data\.balance: is 0\.5, but sifter\.kind is history"),
-        (["data.labels=some"], r"^data\.labels: is some, but data\.balance reads"),
-    ],
-)
-def test_balanced_drawing_is_refused_beside_what_it_cannot_go_with(settings, overrides, words):
-    with pytest.raises(ConfigError, match=words):
-        config.load(settings, ["data.balance=0.5", *overrides])
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.01, 1), (0.1, 1), (0.6, 3), (1, 4)])
