@@ -7,8 +7,6 @@
 `import kd` is light: torch and timm are imported when something is first used.
 """
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

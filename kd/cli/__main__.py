@@ -1,7 +1,5 @@
 """`kd NAME ...` is `kd-NAME ...`; as `python -m kd` for launchers that start a module: torchrun, mpirun."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`kd-launch CONFIG --instance TYPE`, `kd-launch deploy EXPORT`, `kd-launch transform EXPORT IMAGES`: SageMaker."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`kd-export`, `kd-serve`, `kd-predict` and `kd-verify`. kd-serve and kd-predict start without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

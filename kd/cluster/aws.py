@@ -1,7 +1,5 @@
 """Send requests to AWS, wait until they are done, print the log of a training job; an export as `model.tar.gz`."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import io

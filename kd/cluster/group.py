@@ -3,8 +3,6 @@
 The first trainer runs the head of a Ray cluster, which all hosts join. A data host leaves when the head has gone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The hosts of a SageMaker job, as one of them reads them, and such a job on one machine (`kd-launch --local`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The Ray cluster that the variable RAY_ADDRESS names. Ray is an extra: import this file only where it is asked for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

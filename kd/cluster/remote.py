@@ -5,8 +5,6 @@ call may be made twice, elsewhere or here. Each rank has its own queue of calls,
 deadline.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

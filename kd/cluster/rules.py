@@ -1,7 +1,5 @@
 """What AWS documents that it refuses, and its service model does not check: botocore's texts and the pages named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

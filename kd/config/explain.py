@@ -1,7 +1,5 @@
 """Say what a key accepts and means: read from the schema, its types, ranges and texts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import get_args, get_origin

@@ -1,7 +1,5 @@
 """A configuration as `key=value` texts, for a launcher that hands it to another machine."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Resolve `${...}` in a configuration, and keep how a text was written where it depends on the environment."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read a configuration: YAML and overrides become one typed, checked `Config`, or all errors at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the losses of a run read, and the task that follows from it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ part's own keys stand beside them in the YAML and end up, checked, in `options`.
 `metadata` of a field holds its range: `low`, `high` (inclusive), `above` (exclusive).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """How a key is declared, and what it accepts; the sections that say how weights move: optimizer, tuning, fit."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints

@@ -1,7 +1,5 @@
 """The rules between keys: every contradiction of a well-formed configuration, all at once, before anything is built."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence

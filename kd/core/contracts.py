@@ -8,8 +8,6 @@ options, `facts(options)` returns it as a value of `kd.core.facts`, or `facts` i
 Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable

@@ -5,8 +5,6 @@
 Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import traceback

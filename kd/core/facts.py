@@ -1,7 +1,5 @@
 """What others must know of a part before it is built: `facts` of its module. And options that name files."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field
 from typing import Any, NamedTuple
 

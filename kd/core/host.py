@@ -1,7 +1,5 @@
 """Of this machine and process: cores and how busy a thread is on them, free memory, versions, signals."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

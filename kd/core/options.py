@@ -1,7 +1,5 @@
 """Options of a command, written once: a field of a dataclass is a flag, the string under it is the help."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Randomness without state: each seed is a hash of its purpose, so no generator state is saved."""
 
-from __future__ import annotations
-
 import hashlib
 
 

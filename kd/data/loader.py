@@ -3,8 +3,6 @@
 And the images of a split in batches, and a model's answers to them, in this process.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import sys

@@ -1,7 +1,5 @@
 """Other people's data as ours: any map-style dataset, any DataLoader."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ other times than when it was decoded: names and sizes are the store's identity, 
 same size.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Some images of a source: a test split that is set aside, and what `data.exclude` leaves."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every random choice is drawn from the generator that is passed in.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

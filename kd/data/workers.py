@@ -1,7 +1,5 @@
 """Worker processes that end or stand still: no shared memory, a signal, a storage that does not answer."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

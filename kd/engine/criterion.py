@@ -1,7 +1,5 @@
 """The weighted sum of loss terms, and the one trainable module that a backend wraps."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A step whose gradient is not finite changes no weight (see `Backend.step`), so that the weights are those from before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 

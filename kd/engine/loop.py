@@ -1,7 +1,5 @@
 """The training loop: `train`, read top to bottom, is the whole program."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator
 from contextlib import closing, nullcontext

@@ -1,7 +1,5 @@
 """The metrics of a run: kept on the device, summed and logged every few steps."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Parameter groups, the learning rate schedule, averaged weights, frozen layers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

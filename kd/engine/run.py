@@ -1,7 +1,5 @@
 """Everything that the loop needs, built and ready: contracts only. And the scoring pass that it lends to a sifter."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What a run must remember: weights, averages, optimizer, sifter. Nothing random, and never the teacher."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Mapping

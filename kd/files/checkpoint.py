@@ -1,7 +1,5 @@
 """A checkpoint is a folder: tensors.safetensors and state.json. No pickle; whole or absent."""
 
-from __future__ import annotations
-
 import errno
 import json
 import zlib

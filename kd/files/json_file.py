@@ -1,7 +1,5 @@
 """One reader of JSON that may be damaged: cut short by a full disk, edited, or written by a stranger."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """manifest.json of an export: whether it and the files that it lists are what was exported. Imports nothing of kd."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Files under URLs such as `s3://bucket/key`: list, read, copy here. By fsspec, which brings most protocols."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import hashlib

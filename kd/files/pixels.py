@@ -4,8 +4,6 @@ Training, evaluation and the endpoint use these functions, so that a file gives 
 imports only Pillow and NumPy, because the endpoint runs without torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

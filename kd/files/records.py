@@ -1,7 +1,5 @@
 """Files of numbered, checksummed records, which several processes may write."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -3,8 +3,6 @@
 Rank 0 writes; every rank reads (several machines need a shared file system for `run.folder`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

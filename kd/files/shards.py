@@ -1,7 +1,5 @@
 """Tar shards: their names with braces and wildcards, copies of remote ones, and where their members lie."""
 
-from __future__ import annotations
-
 import errno
 import glob
 import os

@@ -1,7 +1,5 @@
 """Files on a disk: files and folders that are whole or absent, JSON lines, a lock, reading again."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Fill the teacher's cache ahead of training, or write it as a table for others."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

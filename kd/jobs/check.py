@@ -3,8 +3,6 @@
 A teacher answers on kd's square; its own library may make it answer otherwise on the whole photograph.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

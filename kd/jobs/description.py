@@ -1,7 +1,5 @@
 """A run in words, before it trains: what `kd-train CONFIG --check` says of data, models, length and memory."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 All ranks call these functions. Rank 0 writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date

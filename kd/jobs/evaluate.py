@@ -5,8 +5,6 @@ An audit lists labels that the teacher doubts, and images that repeat and that o
 Legend: N, M images, C classes, D width.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kd-train CONFIG --check`: damaged and repeated images, how long a run takes, and keys that would make it faster."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

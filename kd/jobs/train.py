@@ -1,7 +1,5 @@
 """Teacher, student, baseline, report: the main job; how any job opens its run; the teacher, fitted or found fitted."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

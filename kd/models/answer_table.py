@@ -14,8 +14,6 @@ with `name,CLASS,CLASS,...`, one image a line.
 Shape legend: N images, V views, C classes, D width of an embedding.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import json

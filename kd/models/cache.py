@@ -6,8 +6,6 @@ an image (`kd.files.records.Records`): named arrays. Outputs without a whole rec
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

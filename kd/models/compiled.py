@@ -1,7 +1,5 @@
 """torch.compile, and the folder of its libraries: one of this process's own, which it may clear."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Under which licence weights came: what timm or the folder that they lie in says of them. Nothing is guessed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

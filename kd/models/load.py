@@ -1,7 +1,5 @@
 """Any timm model by name, local folder, safetensors file or hub id; a class count that does not fit is an error."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -7,8 +7,6 @@ another input size, so that users need no other constants.
 Packages are imported only when needed.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """Which network is built, with which weights, for which classes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A model as a folder that timm loads: its config.json, how it is written, and whether weights are there and fit."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

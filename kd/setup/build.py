@@ -1,7 +1,5 @@
 """Plans -> Run: the only place where a run is assembled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The teacher's cache of a run: what it was made from, and whether its records are still what the teacher answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace

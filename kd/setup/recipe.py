@@ -1,7 +1,5 @@
 """Recipe: the resolved configuration, a part for each floor."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Open the store of decoded pixels: what it keeps of an image, and whether there is room for it."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The student: built from the run's seed, tuned and executed as the configuration and the machine say."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

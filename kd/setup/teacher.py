@@ -1,7 +1,5 @@
 """The frozen teacher: loaded, and executed as the configuration and the machine say."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The configuration classes of smart sifting, and its three exceptions."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 None of these packages is imported for it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

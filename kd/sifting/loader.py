@@ -1,7 +1,5 @@
 """`SiftingDataloader`: wraps a loader and yields full batches of the samples with high losses."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

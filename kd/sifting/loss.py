@@ -1,7 +1,5 @@
 """The user's loss per sample, evaluated without side effects on the training run."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The metrics of sifting under smart sifting's names, and the check that it saves time."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 import time

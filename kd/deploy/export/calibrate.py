@@ -6,8 +6,6 @@ the same. It is taken only where its gain, counted on images that did not choose
 student that is calibrated already, T is noise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

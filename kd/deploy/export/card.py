@@ -1,7 +1,5 @@
 """The model card of an export: README.md in Hugging Face's format, drawn from what was measured and recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

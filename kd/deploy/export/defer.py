@@ -11,8 +11,6 @@ arXiv:1705.08500), because the share itself would be exceeded on every second se
 Shape legend: N images, C classes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

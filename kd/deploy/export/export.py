@@ -1,7 +1,5 @@
 """Export the best student of a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The graphs of an export, each compared with PyTorch before it is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The student as a folder: what timm loads, what an endpoint serves, where it came from, and a hash of every file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -3,8 +3,6 @@
 manifest.json holds it; the card and `kd verify` draw it from there.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Mapping

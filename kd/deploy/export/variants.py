@@ -4,8 +4,6 @@ A time is what one client of `kd-serve` waits for an answer (`kd.deploy.serve.be
 SmoothQuant (arXiv:2211.10438) and bias correction (NNCF); dynamic quantization is `runtimes.write_int8`.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import logging

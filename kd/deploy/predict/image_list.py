@@ -1,7 +1,5 @@
 """The images that `kd-predict` classifies: a folder, a list, one image, tar shards, a prefix of an object store."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

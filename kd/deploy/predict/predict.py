@@ -1,7 +1,5 @@
 """Classify many images, on as many threads as there are cores, into one file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -5,8 +5,6 @@ with the image's name and stamp. The first row that is not whole, or not of the 
 removed with all that follow, and they are made again.
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import filecmp

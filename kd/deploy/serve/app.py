@@ -1,7 +1,5 @@
 """The routes: SageMaker's contract, Prometheus, and the page. Bodies are received within limits of size and time."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

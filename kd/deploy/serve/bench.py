@@ -3,8 +3,6 @@
 In turns, so that what else this machine does disturbs all alike. The client runs in this process, on the same cores.
 """
 
-from __future__ import annotations
-
 import http.client
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """From the body of a request to the pixels that evaluation would see. Limits are checked before pixels are decoded."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

@@ -1,7 +1,5 @@
 """Limits on what a client may send, and what one is answered who goes beyond: application/problem+json (RFC 9457)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the endpoint tells: counters in Prometheus' text format (0.0.4), and log lines that never stop it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

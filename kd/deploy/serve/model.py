@@ -1,7 +1,5 @@
 """An export as it is served: what the folder says of itself, and its graph, loaded in onnxruntime or OpenVINO."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import threading

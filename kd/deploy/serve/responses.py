@@ -1,7 +1,5 @@
 """Turn logits, or vectors, into the answer of a request: JSON or CSV, chosen by the Accept header."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The server process: its socket, signals, threads and shutdown."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

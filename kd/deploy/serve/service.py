@@ -4,8 +4,6 @@ The event loop only moves bytes. All CPU work of a request is one job on one of 
 more jobs than cores (docs/deploy.md has the measurement).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

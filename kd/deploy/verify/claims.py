@@ -1,7 +1,5 @@
 """What an export claims, what was found, and when a number is the one that is claimed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

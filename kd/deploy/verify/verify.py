@@ -4,8 +4,6 @@ A stranger may have written the folder. Of it run graphs, in onnxruntime and Ope
 weights from safetensors; with `--trust` also model.pt2, which is a pickle.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

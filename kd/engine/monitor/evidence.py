@@ -1,7 +1,5 @@
 """What the rules read (rows of a run, facts of its configuration and machine) and return (findings)."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

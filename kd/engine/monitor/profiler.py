@@ -1,7 +1,5 @@
 """torch.profiler for a few steps of a run: a trace for Perfetto, and the top operators."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

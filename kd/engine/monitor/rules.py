@@ -3,8 +3,6 @@
 Each threshold is a constant with its reason. Each finding names one configuration key and a value to try.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules and datasets of your own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `kd.distill` is called with: checked before anything runs, and refused by its own names."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence

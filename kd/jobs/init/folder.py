@@ -1,7 +1,5 @@
 """What a folder of images holds: its layout as keys of `data`, its labels, and a sample of decoded images."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

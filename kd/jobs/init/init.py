@@ -1,7 +1,5 @@
 """Write the configuration of a first run: keys with the facts of folder and machine that chose them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which teacher and which student a first run has: pretrained weights that are here, students that were measured."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import partial

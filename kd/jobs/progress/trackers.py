@@ -1,7 +1,5 @@
 """Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow, Trackio and what else it knows."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ steps. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts 
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Shared by the sifters that decide before images are loaded: full epochs, exact counts, random orders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

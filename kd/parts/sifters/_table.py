@@ -3,8 +3,6 @@
 Legend: N images of the dataset, K images of some kind.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

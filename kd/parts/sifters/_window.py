@@ -10,8 +10,6 @@ All shapes are static and nothing waits for the device, except a Bernoulli draw,
 Shape legend: B images of a candidate batch, L length of the window, K images kept.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

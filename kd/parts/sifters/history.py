@@ -1,7 +1,5 @@
 """Skip images whose last distillation loss was low, before they are decoded."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

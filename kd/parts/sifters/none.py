@@ -1,7 +1,5 @@
 """Visit every image once an epoch, in a fresh order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kd.core.types import Plan, SiftContext

@@ -1,7 +1,5 @@
 """Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

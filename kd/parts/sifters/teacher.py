@@ -3,8 +3,6 @@
 Legend: N images of the dataset, V views of each, K images of some kind, C classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

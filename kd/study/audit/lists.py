@@ -1,7 +1,5 @@
 """What an audit writes: a CSV, a list for `data.exclude`, and a page with the images."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

@@ -1,7 +1,5 @@
 """One or several runs as one HTML file that needs nothing from elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

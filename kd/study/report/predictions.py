@@ -1,7 +1,5 @@
 """What models answer on validation images: for the page of a run; cached in its answers.json."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Run folders -> one HTML page, and a summary for terminals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

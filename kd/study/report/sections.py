@@ -1,7 +1,5 @@
 """The sections of a report, each a function from runs to HTML; empty text where the runs hold nothing for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A run as Markdown, for its report.md and for terminals: scores as a table, and what was noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

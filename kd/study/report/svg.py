@@ -3,8 +3,6 @@
 Each chart carries its numbers in `data-chart`; the page's script shows them where the pointer is.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -4,8 +4,6 @@ Each student that came to its end becomes a graph of onnxruntime as `kd-export` 
 all of them in turns, with the teacher of the sweep, once nothing trains any more.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """`kd.sweep`: train a configuration with many settings, and find the best."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Paint the twelve dishes of `food_mini`."""
 
-from __future__ import annotations
-
 from math import cos, pi, sin
 
 from kd.parts.datasets._food.scene import (

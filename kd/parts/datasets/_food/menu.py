@@ -5,8 +5,6 @@ all dishes, and palettes overlap, so that neither colour nor background gives th
 versions of Pillow, NumPy and the C library's sine, never between numbers of processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import cos, pi, sin
 from random import Random

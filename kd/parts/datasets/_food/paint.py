@@ -3,8 +3,6 @@
 It imports neither torch nor the caller's main module, so that it starts in a fraction of a second and from anywhere.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

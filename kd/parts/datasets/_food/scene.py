@@ -3,8 +3,6 @@
 Every random choice comes from one `random.Random`, whose stream Python keeps stable. Nothing of kd is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from math import cos, pi, sin
