@@ -261,7 +261,8 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     batch = noise(scale.batch, scale.size, backend)
     exact = factory(PLAIN)(batch).logits
     rows = []
-    for mode in map(ExecutionMode.parse, MODES):
+    for precision, kernel, *compiled in (text.split("+") for text in MODES):
+        mode = ExecutionMode(precision, kernel, bool(compiled))
         try:
             factory(mode)(batch)
         except Exception as error:  # compilers fail in their own ways

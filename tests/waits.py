@@ -66,8 +66,8 @@ AT_POINTS = {
     "_ddp:barrier",
 }
 ONCE_AN_EPOCH = {"_table:_gather", "_table:_sifted", "history:_split", "build:<lambda>"}  # the plan
-HOST = {"loader:requests", "loader:_arriving", "cache:_found", "cache:<listcomp>"}
-"""These read tensors that the host has: ids of a plan, batches that were not sent yet."""
+HOST = {"loader:requests", "loader:_arriving", "cache:_found", "cache:<listcomp>", "views:cut"}
+"""These read tensors that the host has: ids of a plan, images, batches that were not sent yet."""
 
 
 def train_two_ranks(argv: list[str]) -> int:

@@ -259,7 +259,14 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
     """The check's list of keys comes from the schema: a new key that names files must say so."""
     written = {"run.name", "run.folder", "data.copies", "teacher.cache.path"}
     written |= {"teacher.fit.folder"}
-    inside = {"data.train_split", "data.val_split", "data.test_split", "data.unlabelled", "data.ending"}
+    inside = {
+        "data.train_split",
+        "data.val_split",
+        "data.test_split",
+        "data.unlabelled",
+        "data.ending",
+        "teacher.license",
+    }
     inside |= {"data.image_keys"}
     inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
     rendered = {"data.root [food_mini]"}
