@@ -1,7 +1,7 @@
 """What sifting saves and costs at equal CPU time: each rule against everything, fewer epochs and random images.
 
 Run: python benchmarks/sifting.py --cifar FOLDER --tiny FOLDER --work runs/sifting [--only cifar10 --seeds 0 1 2]
-     python benchmarks/sifting.py --work runs/sifting --table      (writes the CSV of the runs made so far)
+     python benchmarks/sifting.py --work runs/sifting --table      (writes CSV and docs/sifting.svg of the runs so far)
 
 FOLDER holds train/<class>/ and test/<class>/ (or val/<class>/). A fixed part of each is linked into the work folder. A
 teacher is fitted once for each source, on more of its images, and its answers to 4 views are cached for each seed,
@@ -31,6 +31,7 @@ import yaml
 
 from _record import commit, hardware, write
 from kd.core.text import table
+from kd.study.report.svg import Series, lines, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
@@ -254,6 +255,35 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
+COLORS = {
+    "everything": "#98a2b3",
+    "fewer": "#2f6fde",
+    "random": "#12b76a",
+    "history": "#d9822b",
+    "teacher learnable drawn": "#9b51e0",
+    "relative": "#d92d20",
+}
+
+
+def drawn(rows: Sequence[Row]) -> str:
+    """Return accuracy on CIFAR-10 over CPU seconds as an SVG file: a curve a rule, short to long."""
+    curves, marks = [], []
+    for place, arm in enumerate(COLORS):
+        points = []
+        for schedule in ("short", "long"):
+            own = [row for row in rows if (row["data"], row["schedule"], row["arm"]) == ("cifar10", schedule, arm)]
+            if own:
+                keys = ("cpu_seconds", "accuracy")
+                points.append([statistics.mean(row[key] for row in own) for key in keys])
+        if points:
+            x, y = zip(*points, strict=True)
+            curves.append(Series(arm, f"--c{place}", list(x), [one / 100 for one in y]))
+            start = f'<text x="{70 + 110 * place}" y="14" style="fill:var(--c{place})">'
+            marks.append(f"{start}{arm.removesuffix(' learnable drawn')}</text>")
+    colors = {f"--c{place}": color for place, color in enumerate(COLORS.values())}
+    return standalone(lines(curves, (760, 320), "CPU seconds", "%", log=True), colors, "".join(marks))
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -286,6 +316,7 @@ def main() -> None:
     print(summary(rows))
     if options.table:
         write("sifting", "python benchmarks/sifting.py --cifar FOLDER --tiny FOLDER --work FOLDER", rows)
+        (ROOT / "docs" / "sifting.svg").write_text(drawn(rows))
 
 
 if __name__ == "__main__":

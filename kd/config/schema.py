@@ -265,7 +265,7 @@ class SifterSection:
     """Which images an epoch visits."""
 
     kind: str = chosen("sifters", "none")
-    """The sifter."""
+    """Which images are trained. In our runs with classes of even size no rule beat fewer epochs of equal CPU time."""
     options: Any = None
 
 
