@@ -118,7 +118,7 @@ def main() -> None:
     for kind in ("enlarged", "mosaic"):
         for first in range(given.compared):
             one = paths[first % len(paths)]
-            some = random.Random(first).sample(paths, 24)
+            some = random.Random(first).sample(paths, min(24, len(paths)))
             data = enlarged(one, SIDES["12 MP"]) if kind == "enlarged" else mosaic(some)
             found = answers(model, [data], kind)
             rows += [{**row, "round": first} for row in found]

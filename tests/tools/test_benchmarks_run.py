@@ -153,6 +153,16 @@ def test_patience(ran, tmp_path):
     assert "var(" not in (tmp_path / "out" / "patience.svg").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")  # torchvision's own, a peer that is timed
+def test_photographs_of_many_pixels(ran, exported, photos):
+    sides = {"as it is": None, "12 MP": (400, 300)}
+    rows = ran("photographs", exported, photos / "train", "--rounds", "1", "--compared", "1", SIDES=sides)
+    assert {row["what"] for row in rows} == {"request", "view", "logit difference", "same answer"}
+    options = ("--images", "4", "--large", "2", "--rounds", "1")
+    rows = ran("loading_peers", photos / "train", *options, SIDES=sides)
+    assert {row["which"] for row in rows} == {"kd", "timm", "torchvision v2"}
+
+
 def test_regimes(ran, tmp_path):
     words = ["--work", tmp_path / "work", "--regimes", "even", "--seeds", "0", "--epochs", "1", "--budgets", "1.0"]
     rows = ran("regimes", *words, "--arms", "everything", REGIMES={"even": {"train_images": 4, "val_images": 3}})
