@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from kd import config
+from kd.deploy.export import graphs, variants
 from kd.deploy.export.graphs import Subject
+from kd.models import runtimes
 from kd.models.classifier import digest
 from kd.models.load import Spec, load
 from kd.setup.recipe import resolve
@@ -49,3 +52,11 @@ def small_subject(folder: Path, run: str = "small", teacher: str = NAME, **more:
         "images": lambda: nullcontext(images),
     }
     return Subject(**{**given, **more})
+
+
+def measure_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure briefly, on one core, and as where OpenVINO is not installed."""
+    monkeypatch.setattr(variants, "SECONDS", 0.01)
+    monkeypatch.setattr(graphs, "cores", lambda: 1)
+    find = runtimes.installed
+    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))

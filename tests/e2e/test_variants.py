@@ -14,21 +14,17 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from subjects import measure_briefly
 from torch.nn import functional as F
 
-from kd.deploy.export import graphs, variants
 from kd.deploy.serve.model import describe
 from kd.files.run_dir import RunDir
-from kd.models import runtimes
 
 
 @pytest.fixture
 def brief(monkeypatch) -> None:
     """Measure briefly, and as where OpenVINO is not installed."""
-    monkeypatch.setattr(variants, "SECONDS", 0.01)
-    monkeypatch.setattr(graphs, "cores", lambda: 1)
-    find = runtimes.installed
-    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
+    measure_briefly(monkeypatch)
 
 
 @pytest.mark.usefixtures("brief")

@@ -4,11 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from subjects import small_subject
+from subjects import measure_briefly, small_subject
 
-from kd.deploy.export import graphs, variants
 from kd.deploy.export.graphs import Subject
-from kd.models import runtimes
 
 
 @pytest.fixture
@@ -20,7 +18,4 @@ def subject(tmp_path) -> Callable[..., Subject]:
 @pytest.fixture
 def brief(monkeypatch) -> None:
     """Measure briefly, on one core, and as where OpenVINO is not installed."""
-    monkeypatch.setattr(variants, "SECONDS", 0.01)
-    monkeypatch.setattr(graphs, "cores", lambda: 1)
-    find = runtimes.installed
-    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
+    measure_briefly(monkeypatch)
