@@ -40,10 +40,31 @@ def commit() -> str:
     return (head.stdout.strip() or "unknown") + changed
 
 
+def newest(theme: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the head and the rows, numbers read, of the newest CSV of a theme on this hardware; empty without one."""
+    files = sorted(HERE.glob(f"{theme}_{hardware()}_*.csv"))
+    text = files[-1].read_text().splitlines() if files else []
+    head = [line for line in text if line.startswith("# ")]
+    return head, [
+        {k: v if k == "commit" else number(v) for k, v in row.items()} for row in csv.DictReader(text[len(head) :])
+    ]
+
+
+def number(text: str) -> int | float | str:
+    """Return what a cell of a CSV was before it was written."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def write(theme: str, command: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
     """Write `theme_hardware_date.csv`: command, commit, hardware, versions and date as comments, then the rows.
 
-    `folder`: by default the one that the variable OUT names, else this one.
+    What people wrote in the head of the file before it (what, note, show) is carried over. `folder`: by default the one
+    that the variable OUT names, else this one.
     """
     date = datetime.date.today().isoformat()
     path = (folder or Path(os.environ.get("OUT") or HERE)) / f"{theme}_{hardware()}_{date}.csv"
@@ -54,9 +75,10 @@ def write(theme: str, command: str, rows: list[dict[str, Any]], folder: Path | N
         "versions": f"torch {torch.__version__}, timm {timm.__version__}, python {platform.python_version()}",
         "date": date,
     }
+    written = [line for line in newest(theme)[0] if line[2:].partition(":")[0] not in facts]
     with path.open("w", newline="") as file:
-        for name, value in facts.items():
-            file.write(f"# {name}: {value}\n")
+        for line in [*(f"# {name}: {value}" for name, value in facts.items()), *written]:
+            file.write(f"{line}\n")
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -13,7 +13,8 @@ network at several lengths and augmentations, of which the best on the validatio
 `doubted_right`, in percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order;
 `test` is scored once, at the end.
 
-A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. CPU minutes
+A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. A new work
+folder begins with the rows of the committed CSVs of this hardware. CPU minutes
 are of one process of one thread. The teacher answers in OpenVINO's float32 (lite0, 128 px, one thread of an AMD EPYC:
 252 images/s, torch 100; bfloat16 moves its logits by 0.48 of their standard deviation). It is fitted and asked by a
 process of its own, once for each seed and number of labels: `teacher_minutes`, the same in all arms that use it.
@@ -39,7 +40,7 @@ from typing import Any
 
 import yaml
 
-from _record import commit, write
+from _record import commit, newest, write
 from kd.core.intervals import wilson
 from kd.core.text import table
 from kd.study.report.svg import Series, lines, standalone
@@ -365,6 +366,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
     options.work.mkdir(parents=True, exist_ok=True)
     file = options.work / "proof.jsonl"
+    if not file.is_file() and not options.steps:
+        kept = [row for experiment in EXPERIMENTS for row in newest(f"proof_{experiment}")[1]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in kept))
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     done = {tuple(row[key] for key in ("experiment", "arm", "labels", "seed")) for row in rows}
 

@@ -7,7 +7,8 @@ FOLDER holds train/<class>/ and test/<class>/ (or val/<class>/). A fixed part of
 teacher is fitted once for each source, on more of its images, and its answers to 4 views are cached for each seed,
 outside of the time that counts. Each run is `kd-train` in a process of its own on one thread; its CPU time, by
 `os.wait4`, holds start, decoding, training and one evaluation at the end. A row is added to WORK/rows.jsonl when a run
-has ended, and is not made again; a run that was cut off begins anew. The most telling comparisons come first.
+has ended, and is not made again; a run that was cut off begins anew. A new work folder begins with the rows of the
+committed CSV of this hardware. The most telling comparisons come first.
 
 `fewer` trains on everything for as many steps as an arm that keeps half, with a schedule of its own.
 """
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from _record import commit, hardware, write
+from _record import commit, hardware, newest, write
 from kd.core.text import table
 from kd.study.report.svg import Series, lines, standalone
 
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 BATCH, KEEP, VIEWS = 256, 0.5, 4
 ANNEAL = 0.125
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for a 95 % interval of the mean of so many differences."""
 
 
@@ -303,7 +304,9 @@ def main() -> None:
     options = arguments()
     file = options.work / "rows.jsonl"
     options.work.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    if not file.is_file():
+        file.write_text("".join(json.dumps(row) + "\n" for row in newest("sifting")[1]))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     made = {(row["data"], row["schedule"], row["arm"], row["seed"]) for row in rows}
     for task in [] if options.table else order(options.seeds):
         if task in made or options.only not in "-".join(map(str, task)):

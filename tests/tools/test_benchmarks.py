@@ -22,6 +22,8 @@ import full_labels
 import proof
 import variants
 
+import _record
+
 
 @pytest.mark.parametrize("arm", full_labels.ARMS)
 def test_each_arm_of_full_labels_is_a_configuration(arm, tmp_path):
@@ -60,6 +62,16 @@ def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     assert keys[0] == ("few_labels", "soft", 100, 0)
     assert [key for key in keys if key[1] == "ceiling"] == [("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)]
     assert len(keys) == len(set(keys)) == 3 * (3 * 5 + 1)
+
+
+def test_committed_rows_come_back_as_they_were_written(tmp_path, monkeypatch):
+    rows = [{"arm": "soft, a third", "seed": 1, "accuracy": 46.9, "commit": "59e10202"}]
+    monkeypatch.setattr(_record, "HERE", tmp_path)
+    path = _record.write("theme", "command", rows, tmp_path)
+    path.write_text(path.read_text().replace("arm,seed", "# note: by hand\narm,seed"))
+    assert _record.newest("theme")[1] == rows
+    assert "# note: by hand" in _record.write("theme", "other command", rows, tmp_path).read_text().splitlines()
+    assert _record.newest("other") == ([], [])
 
 
 def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_path):
