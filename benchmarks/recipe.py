@@ -48,7 +48,7 @@ ARMS: dict[str, Row] = {
     "shift and alternate": {"crop": "shift", "flip": "alternate"},
     "linear": {"schedule": "linear"},
     "clip 0": {"clip": 0.0},
-    "muon": {"optimizer": "muon", "lr": 5e-3},
+    "muon, lr 0.005": {"optimizer": "muon", "lr": 5e-3},
     "muon, lr 0.01": {"optimizer": "muon", "lr": 1e-2},
     "muon, lr 0.02, clip 0": {"optimizer": "muon", "lr": 2e-2, "clip": 0.0},
     "all": {"crop": "shift", "flip": "alternate", "schedule": "linear", "optimizer": "muon", "lr": 1e-2},
@@ -84,16 +84,10 @@ def normalized(pixels: np.ndarray) -> Tensor:
 
 
 def optimizer_of(student: nn.Module, arm: Row) -> torch.optim.Optimizer:
-    """Return AdamW as kd makes it, or timm's muon for all but the first and the last layer and vectors."""
+    """Return AdamW as kd makes it, or timm's muon, which leaves vectors to AdamW."""
     if arm.get("optimizer") != "muon":
         return torch.optim.AdamW(groups([student], 0.1), lr=5e-3, fused=True)
-    ends = {id(next(student.parameters())), id([p for p in student.parameters() if p.ndim == 2][-1])}
-    made = []
-    for group in groups([student], 0.1):
-        inner = [p for p in group["params"] if p.ndim > 1 and id(p) not in ends]
-        outer = [p for p in group["params"] if p.ndim <= 1 or id(p) in ends]
-        made += [{**group, "params": own, "use_muon": own is inner} for own in (inner, outer) if own]
-    return Muon(made, lr=arm["lr"], fallback_lr_scale=5e-3 / arm["lr"], nesterov=True)
+    return Muon(groups([student], 0.1), lr=arm["lr"], betas=(0.9, 0.999), nesterov=True)
 
 
 def one(data: tuple[np.ndarray, Tensor], name: str, seed: int, epochs: int) -> Row:

@@ -79,8 +79,9 @@ class Tuning:
 class OptimizerSection:
     """How the student's weights move."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer; fused kernels where the device has them."""
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """The optimizer; fused kernels where the device has them. muon: timm's, whose steps of matrices and convolutions
+    are orthogonal (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
     lr: float = ranged(1e-3, above=0.0)
     """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
     min_lr: float = ranged(0.0, low=0.0, high=1.0)

@@ -51,6 +51,9 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
         wrong = "is 'skip', but torch_xla's ZeRO applies every step"
         yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
+    if config.optimizer.kind == "muon" and config.backend.kind in ("xla", "neuron"):
+        wrong = f"is muon, which was not tried on {config.backend.kind}"
+        yield ConfigError("optimizer.kind", wrong, "adamw or sgd there", "Set optimizer.kind=adamw")
     if config.backend.kind == "xla" and config.optimizer.zero and config.student.tuning.freeze_epochs:
         wrong = f"is {config.student.tuning.freeze_epochs}, but torch_xla's ZeRO was not tried without some gradients"
         yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")

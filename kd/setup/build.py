@@ -57,13 +57,17 @@ def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> t
     """Build the optimizer with fused kernels where the device has them."""
     section = plan.optimizer
     parameters = parameter_groups(plan.tuning, section.weight_decay, module)
-    fused = backend.device.type in ("cpu", "cuda")
-    if section.kind == "sgd":
-        options: dict[str, Any] = {"momentum": section.momentum, "nesterov": section.momentum > 0}
-        cls: type[torch.optim.Optimizer] = torch.optim.SGD
+    fused, betas = backend.device.type in ("cpu", "cuda"), tuple(section.betas)
+    cls: type[torch.optim.Optimizer]
+    if section.kind == "muon":
+        from timm.optim.muon import Muon  # loads all of timm's optimizers
+
+        cls, options = Muon, {"betas": betas, "nesterov": True}
+    elif section.kind == "sgd":
+        cls, options = torch.optim.SGD, {"momentum": section.momentum, "nesterov": section.momentum > 0, "fused": fused}
     else:
-        options, cls = {"betas": tuple(section.betas)}, torch.optim.AdamW
-    return backend.optimizer(parameters, cls, section.zero, lr=section.lr, fused=fused, **options)
+        cls, options = torch.optim.AdamW, {"betas": betas, "fused": fused}
+    return backend.optimizer(parameters, cls, section.zero, lr=section.lr, **options)
 
 
 def settings_of(plan: LoopPlan, distillation: Distillation, backend: Backend) -> dict[str, Any]:

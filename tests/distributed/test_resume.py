@@ -17,6 +17,7 @@ SGD = ("optimizer.kind=sgd", "optimizer.lr=0.05", "data.micro_batch=4")
 NORM = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "optimizer.ema=0.9")
 # most weights are of a convolution: the network then keeps channels last in memory
 CONVOLVED = ("student.args.patch_size=16", "optimizer.ema=0.9")
+MUON = ("optimizer.kind=muon", "optimizer.lr=0.01", "optimizer.zero=true")
 LONE = ("optimizer.ema=0.9",)
 # thawed at step 15
 TUNED = (
@@ -45,6 +46,7 @@ def same_bits(one, other) -> bool:
         pytest.param(2, SIFTED, "1:13", 10, id="two ranks, sifted, in the middle of an epoch"),
         slow(1, CONVOLVED, "0:13", 10, id="one rank, channels last"),
         slow(2, (*CONVOLVED, "optimizer.zero=true"), "1:13", 10, id="two ranks, ZeRO, channels last"),
+        slow(2, MUON, "1:13", 10, id="two ranks, ZeRO, muon"),
         slow(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
         slow(2, TUNED, "1:13", 10, id="two ranks, ZeRO, frozen for a while, rates of layers"),
     ],

@@ -206,6 +206,7 @@ THAWED = ("backend.kind=xla", "optimizer.zero=true", "student.tuning={freeze: [p
             "is 0.75, but a loss compares the tokens",
         ),
         (THAWED, "student.tuning.freeze_epochs", "is 1, but torch_xla"),
+        (("optimizer.kind=muon", "backend.kind=xla"), "optimizer.kind", "is muon, which was not tried on xla"),
         (("data.balance=0.5", "sifter.kind=history"), "data.balance", "is 0.5, but sifter.kind is history"),
         (("data.balance=0.5", "data.labels=some"), "data.labels", "is some, but data.balance reads"),
         (("data.test_split=exam", "data.test_fraction=0.2"), "data.test_fraction", "but data.test_split names a test"),

@@ -4,10 +4,12 @@ import copy
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from timm.optim.muon import Muon
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,7 +118,7 @@ def small(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("nan", [0, 4], ids=["first step", "later"])
 def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
     """An image of NaN; weights, state and batch norm's statistics as if its batch had not come."""
@@ -132,11 +134,12 @@ def test_a_run_that_skips_is_the_plain_loop_that_skips(kind, nan):
         optimizer={**settings, "on_nonfinite": "skip"}, backend={"kind": "cpu"}, progress=False,
     )  # fmt: skip
     assert made.state.skipped == 0
-    optimizer = (
-        torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9, nesterov=True, fused=True)
-        if kind == "sgd"
-        else torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0, fused=True)
-    )
+    optimizers = {
+        "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0, fused=True),
+        "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, fused=True),
+        "muon": partial(Muon, lr=0.01, weight_decay=0, betas=(0.9, 0.999), nesterov=True),
+    }
+    optimizer = optimizers[kind](plain.parameters())
     teacher.eval()
     for number, (image, _) in enumerate(batches):
         if number == nan:

@@ -204,7 +204,7 @@ def test_ema_hands_back_the_average():
         ({"losses": [{"kind": "cosine"}]}, r"feature"),
         ({"epochs": 0, "optimizer": {"lr": -1}}, r"^epochs: is 0.*\noptimizer\['lr'\]: is -1"),
         ({"losses": None}, r"^losses\[0\]: is None. A section"),
-        ({"optimizer": "sdg"}, r"^optimizer\['kind'\]: is 'sdg'. Allowed: one of adamw, sgd"),
+        ({"optimizer": "sdg"}, r"^optimizer\['kind'\]: is 'sdg'. Allowed: one of adamw, sgd, muon"),
         ({"backend": "gpu"}, r"^backend: no part named 'gpu'"),
     ],
 )

@@ -88,7 +88,13 @@ def test_the_peak_is_a_line_in_the_number_of_images():
 
 @pytest.mark.parametrize(
     ("overrides", "floats"),
-    [([], 3), (["optimizer.ema=0.9"], 4), (["optimizer.kind=sgd"], 2), (["optimizer.zero=true"], 1.5)],
+    [
+        ([], 3),
+        (["optimizer.ema=0.9"], 4),
+        (["optimizer.kind=sgd"], 2),
+        (["optimizer.kind=muon"], 2),
+        (["optimizer.zero=true"], 1.5),
+    ],
 )
 def test_what_is_held_is_floats_of_each_weight(overrides, floats):
     plan = recipe(*overrides)

@@ -124,7 +124,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> se
     return {name.replace("network.", "") for name in before if not torch.equal(bits[0][name], bits[1][name])}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("epochs", [0, 9])
 def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
     """Weights, statistics of batch norm and their average; weight decay does not reach them."""
