@@ -54,7 +54,8 @@ def snapshot(run: Run, state: State, best: bool) -> None:
         tensors |= {f"sifter.{name}": value for name, value in sifter.items()}
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in entries.items()}
+            kept = {name: value for name, value in entries.items() if not isinstance(value, bool)}  # muon's, of shapes
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in kept.items()}
         run.store.checkpoint(state, tensors, info, best)
     run.backend.barrier()
 

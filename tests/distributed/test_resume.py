@@ -46,6 +46,7 @@ def same_bits(one, other) -> bool:
         pytest.param(2, SIFTED, "1:13", 10, id="two ranks, sifted, in the middle of an epoch"),
         slow(1, CONVOLVED, "0:13", 10, id="one rank, channels last"),
         slow(2, (*CONVOLVED, "optimizer.zero=true"), "1:13", 10, id="two ranks, ZeRO, channels last"),
+        slow(1, MUON, "0:13", 10, id="one rank, muon"),
         slow(2, MUON, "1:13", 10, id="two ranks, ZeRO, muon"),
         slow(2, NORM, "0:8", 5, id="two ranks, batch norm, average"),
         slow(2, TUNED, "1:13", 10, id="two ranks, ZeRO, frozen for a while, rates of layers"),

@@ -134,9 +134,14 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
 
 def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
     """Return the state of the parameters that this rank updates, by their position in the whole optimizer."""
+    # None and bool are no state: muon notes which parameters it leaves to AdamW, and knows it again by their shapes
     position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
     return {
-        position[id(parameter)]: {name: torch.as_tensor(value) for name, value in entries.items() if value is not None}
+        position[id(parameter)]: {
+            name: torch.as_tensor(value)
+            for name, value in entries.items()
+            if value is not None and not isinstance(value, bool)
+        }
         for parameter, entries in optimizer.optim.state.items()
     }
 
