@@ -44,7 +44,7 @@ MAY_IMPORT_OUTSIDE = {
     "torch_xla": ("parts/backends/xla.py",),
     "smdistributed": ("parts/backends/smddp.py",),
     "accelerate": ("jobs/progress/trackers.py",),
-    "timm": ("models/", "deploy/export/calibrate.py", "data/views.py"),
+    "timm": ("models/", "deploy/export/calibrate.py", "data/views.py", "setup/build.py"),
     "omegaconf": ("config/", "study/finished.py"),
     "safetensors": ("models/", "files/", "deploy/export/", "deploy/verify/"),
     "boto3": ("cluster/",),
