@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Of the names of image files. A sample of a tar shard that has several gives the first of them."""
 MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
+MAX_PIXELS = 89_478_485  # that training decodes of an image: Pillow's own limit
 MARGIN = 1.5
 """A JPEG is decoded at 1/2, 1/4 or 1/8 of its sides where this many times the pixels that are needed remain.
 

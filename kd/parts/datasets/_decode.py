@@ -22,7 +22,7 @@ from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.facts import DatasetFacts
 from kd.core.types import Decoded, Label
 from kd.files import pixels
-from kd.files.pixels import MAX_BYTES, Least, reduce, to_rgb
+from kd.files.pixels import MAX_BYTES, MAX_PIXELS, Least, reduce, to_rgb
 from kd.files.storage import REMEDY, retried
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
@@ -75,9 +75,8 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
-                most = Image.MAX_IMAGE_PIXELS  # Pillow itself refuses only at twice its limit, and warns before
-                if most and image.width * image.height > most:
-                    found = f"{image.width} x {image.height} pixels; at most {most} in all are read"
+                if image.width * image.height > MAX_PIXELS:  # Pillow refuses at twice its limit; the endpoint sets none
+                    found = f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all are read"
                     raise Image.DecompressionBombError(found)
                 reduce(image, least)
                 image.load()

@@ -125,12 +125,11 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str, int]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_photograph_is_refused_in_one_line(case, large, monkeypatch):
+def test_a_bad_photograph_is_refused_in_one_line(case, large):
+    """Training has its own limit on pixels: in a process that imports the endpoint, Pillow has none."""
     make, words, status = BAD[case]
-    with monkeypatch.context() as context:
-        context.setattr(Image, "MAX_IMAGE_PIXELS", 89_478_485)  # Pillow's own; the endpoint sets another in its place
-        with pytest.raises(CorruptImage, match=words) as refused:
-            decode(make(large), "file 'a.jpg'", "data.root", Evaluate(64, 1.0).least)
+    with pytest.raises(CorruptImage, match=words) as refused:
+        decode(make(large), "file 'a.jpg'", "data.root", Evaluate(64, 1.0).least)
     assert re.fullmatch(r"data\.root: file 'a\.jpg': .*\. Allowed: .*\. Replace or delete it.*", str(refused.value))
     with pytest.raises(Problem) as caught:
         prepare(make(large), 64, 1.0, Limits())
