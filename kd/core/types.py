@@ -43,9 +43,14 @@ class Loading(NamedTuple):
     seconds: float = 0.0
     busy: float = 0.0  # in which the loading thread computed, or waited for a core
     decoding: float = 0.0  # in which images were read and decoded
+    resizing: float = 0.0  # in which crops were cut out and resized
+    whole: float = 0.0  # of `decoding`: of images of twice the sides that a view needs, which a JPEG's decoder reduces
 
     def plus(self, other: Loading) -> Loading:
         return Loading(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def minus(self, other: Loading) -> Loading:
+        return Loading(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 UNKNOWN = Loading()

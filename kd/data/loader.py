@@ -205,7 +205,7 @@ class Fetch(TorchDataset[Batch | KdError]):
         self.dataset = dataset
 
     def __getitem__(self, request: Request) -> Batch | KdError:
-        busy, begin, decoded = BusyClock(), time.perf_counter(), getattr(self.dataset, "decode_seconds", 0.0)
+        busy, begin, before = BusyClock(), time.perf_counter(), getattr(self.dataset, "spent", Loading())
         try:
             samples = [self.dataset.load(id, request.view) for id in request.ids]
         except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
@@ -213,8 +213,8 @@ class Fetch(TorchDataset[Batch | KdError]):
         readable = torch.tensor([sample.readable for sample in samples])
         # A worker's batch lies in shared memory from the start.
         image = default_collate([sample.pixels for sample in samples])
-        decoding = getattr(self.dataset, "decode_seconds", 0.0) - decoded
-        loading = Loading(time.perf_counter() - begin, busy(), decoding)
+        parts = getattr(self.dataset, "spent", before).minus(before)
+        loading = parts._replace(seconds=time.perf_counter() - begin, busy=busy())
         return Batch(
             ids=torch.tensor(request.ids),
             image=image,

@@ -20,9 +20,9 @@ from torch.nn import functional
 from kd.core.contracts import Source
 from kd.core.errors import CorruptImage
 from kd.core.seeds import seed_from
-from kd.core.types import Sample
+from kd.core.types import Loading, Sample
 from kd.data.subset import decoded
-from kd.files.pixels import centre_crop, least_of_centre, least_of_random
+from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of_random
 
 MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])  # of ImageNet's pixels, 0 to 255
 ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's least and greatest aspect
@@ -57,7 +57,7 @@ class Views:
         self.source, self.transform, self.size, self.seed = source, transform, size, seed
         self.mixing, self.on_corrupt = mixing, on_corrupt
         self.classes = source.classes
-        self.decode_seconds = 0.0  # seconds that this process has spent decoding
+        self.spent = Loading()  # by this process: `decoding` and its parts, `resizing`
 
     def __len__(self) -> int:
         return len(self.source)
@@ -82,16 +82,23 @@ class Views:
         return Sample(mixed, label, self.source.label(partner), lam, crc=both)
 
     def _pixels(self, id: int, rng: random.Random) -> tuple[Tensor, int] | None:
-        begin = time.perf_counter()
+        begin, least = time.perf_counter(), getattr(self.transform, "least", None)
         try:
-            image, crc = decoded(self.source, id, getattr(self.transform, "least", None))
+            image, crc = decoded(self.source, id, least)
         except CorruptImage:
+            self.spent = self.spent.plus(Loading(decoding=time.perf_counter() - begin))
             if self.on_corrupt == "skip":
                 return None
             raise
-        finally:
-            self.decode_seconds += time.perf_counter() - begin
-        image = self.transform(image, rng)
+        end = time.perf_counter()
+        decoding, whole = end - begin, least is not None and could_reduce(image, least)
+        if isinstance(self.transform, Train):
+            image = self.transform.cut(image, rng)
+            resizing = time.perf_counter() - end
+            image = self.transform.change(image, rng)
+        else:
+            image, resizing = self.transform(image, rng), 0.0
+        self.spent = self.spent.plus(Loading(0.0, 0.0, decoding, resizing, whole * decoding))
         planes = bytearray().join(image.tobytes("raw", band) for band in "RGB")  # half the time of a transposed copy
         return torch.frombuffer(planes, dtype=torch.uint8).view(3, image.height, image.width), crc
 
@@ -128,8 +135,12 @@ class Train:
     erase: float = 0.0  # probability that a rectangle becomes noise
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
-        box = random_box(*image.size, self.crop, rng)
-        image = cut(image, box, self.size)
+        return self.change(self.cut(image, rng), rng)
+
+    def cut(self, image: Image.Image, rng: random.Random) -> Image.Image:
+        return cut(image, random_box(*image.size, self.crop, rng), self.size)
+
+    def change(self, image: Image.Image, rng: random.Random) -> Image.Image:
         if rng.random() < self.flip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         image = jitter(image, self.jitter, rng) if self.jitter else image

@@ -25,9 +25,14 @@ Least = Callable[[int, int], float]
 
 def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:
     """Have the decoder of an opened JPEG leave out pixels that nobody needs. Call it before pixels are loaded."""
-    share = margin * least(*image.size) if least is not None else 0.0
-    if 0 < share <= 0.5:
+    if least is not None and margin and could_reduce(image, least, margin):
+        share = margin * least(*image.size)
         image.draft(None, (math.ceil(share * image.width), math.ceil(share * image.height)))
+
+
+def could_reduce(image: Image.Image, least: Least, margin: float = MARGIN) -> bool:
+    """Return whether half the sides of an image are enough."""
+    return margin * least(*image.size) <= 0.5
 
 
 def least_of_centre(width: int, height: int, size: int, crop: float) -> float:

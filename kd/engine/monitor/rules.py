@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kd.core.types import Loading
-from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Finding, Row
+from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
 from kd.engine.monitor.timeline import summed
 
 MIN_STEPS = 20  # steady steps before a rule speaks: one log window by default
@@ -73,6 +73,7 @@ class Wait(NamedTuple):
     loading: Loading  # of a step's images, milliseconds, one after the other
     reading: float  # share of the loading that waits for bytes
     text: str
+    parts: str  # of the loading, and what decoding less would save
 
 
 def data_wait(evidence: Evidence) -> Wait | None:
@@ -85,7 +86,18 @@ def data_wait(evidence: Evidence) -> Wait | None:
         return None
     share, reading = data / step_ms, 1 - min(1.0, loading.busy / loading.seconds)
     text = f"a step waits {data:.1f} of {step_ms:.1f} ms ({100 * share:.0f} %) for its data"
-    return Wait(data, step_ms, share, loading, reading, text)
+    return Wait(data, step_ms, share, loading, reading, text, _parts(loading, data, facts))
+
+
+def _parts(loading: Loading, wait_ms: float, facts: Facts) -> str:
+    shares = [f"{100 * part / loading.seconds:.0f} %" for part in (loading.decoding, loading.resizing)]
+    saved = [min(wait_ms, part / max(1, facts.workers)) for part in (loading.decoding, loading.whole)]
+    text = f"{shares[0]} of the loading is decoding, "
+    text += f"{shares[1]} resizing, the rest augmenting" if loading.resizing else "the rest resizing and augmenting"
+    text += f"; a store would save {saved[0]:.1f} ms of a step" if facts.new_store else ""
+    if loading.whole:
+        text += f"; {saved[1]:.1f} ms decode whole images of twice the sides that are needed: JPEGs are decoded reduced"
+    return text
 
 
 def _can_add_worker(evidence: Evidence) -> bool:
@@ -99,7 +111,7 @@ def dataloader(evidence: Evidence) -> Finding | None:
         return None
     compute = max(wait.step_ms - wait.ms, 1e-9)
     value = max(facts.workers + 1, min(facts.room, math.ceil(wait.loading.seconds / compute)))
-    text = f"{wait.text}, with data.workers={facts.workers} on {facts.share} cores"
+    text = f"{wait.text}, with data.workers={facts.workers} on {facts.share} cores; {wait.parts}"
     advice = Advice("data.workers", value, "images are then decoded while the step computes.")
     return _finding("Dataloader", wait.share, text, f"{100 * DATA_WAIT:.0f} % of a step", advice)
 
@@ -139,9 +151,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
     if saves < DATA_WAIT or not facts.new_store:
         return None
-    text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; "
-    text += f"{100 * loading.decoding / loading.seconds:.0f} % of the loading is decoding, "
-    text += "the rest resizing and augmenting"
+    text += f", and {wait.text}, with data.workers={facts.workers} on {facts.share} cores; {wait.parts}"
     threshold = f"{100 * DATA_WAIT:.0f} % of a step that a store would save, and no core for another worker"
     return _finding("CPUBottleneck", saves, text, threshold, store)
 

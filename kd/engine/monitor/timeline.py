@@ -129,8 +129,7 @@ class Timeline:
                 self._now.done = True
             elif name == "data":  # charge the loading of the batches that have arrived in it
                 before, self._loaded = self._loaded, self.loading()
-                new = Loading(*(now - then for now, then in zip(self._loaded, before, strict=True)))
-                self._now.loading = self._now.loading.plus(new)
+                self._now.loading = self._now.loading.plus(self._loaded.minus(before))
 
     def _charge(self) -> None:
         now, name, times = time.perf_counter(), self._stack[-1] if self._stack else "other", self._now.host

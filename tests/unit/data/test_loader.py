@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kd.core.errors import DataError
-from kd.core.types import Batch, Plan, Sample
+from kd.core.types import Batch, Loading, Plan, Sample
 from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.views import Mixing, Train, Views
 from kd.parts.datasets.imagefolder import Options, build
@@ -75,12 +75,12 @@ def test_batches_hold_what_the_dataset_gives():
 class Slow(Numbers):
     """Waits for each image's bytes, as for a storage far away, and then computes."""
 
-    decode_seconds = 0.0
+    spent = Loading()
 
     def load(self, id: int, view: int) -> Sample:
         begin = time.perf_counter()
         time.sleep(0.003)
-        self.decode_seconds += time.perf_counter() - begin
+        self.spent = self.spent.plus(Loading(decoding=time.perf_counter() - begin))
         begin = time.thread_time()
         while time.thread_time() < begin + 0.001:
             pass

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from kd.core.types import Loading
 from kd.data.views import Evaluate, Mixing, Train, Views, mix
 from kd.parts.datasets.imagefolder import Options, build
 
@@ -61,6 +62,22 @@ def test_loading_leaves_the_global_generators_alone(source, name):
     shake(3)
     views(source, name).load(0, 0)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_what_loading_takes_is_told_apart(tmp_path, kind):
+    """A large JPEG is decoded reduced; a large PNG whole, which is counted."""
+    for name in ("train/a/1", "train/b/2"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.effect_noise((400, 300), 40).convert("RGB").save(tmp_path / f"{name}.{kind.lower()}")
+    found = Views(build(Options(root=str(tmp_path)), "train", None), Train(16, 0.35, 0.5, 0.3), size=16, seed=7)
+    assert found.spent == Loading()
+    found.load(0, 0)
+    one = found.spent
+    assert one.decoding > 0 < one.resizing
+    assert one.whole == (0.0 if kind == "JPEG" else one.decoding)
+    found.load(1, 0)
+    assert found.spent.minus(one).decoding > 0 < found.spent.minus(one).resizing
 
 
 def test_seed_view_and_id_each_change_the_pixels(source):

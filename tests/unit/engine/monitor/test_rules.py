@@ -114,6 +114,19 @@ def test_waiting_for_data_is_told_from_its_cause():
     assert [ask(reading, **known)["IOBottleneck"].value for known in ({"store": "ram"}, {"epochs": 1})] == [2, 2]
 
 
+def test_a_slow_loader_is_named_by_its_parts():
+    parts = {"busy": 1.0, "decoding": 0.5, "resizing": 0.3}
+    row = steady(ms=WAITING, loading_ms=loading(10.0, parts))
+    store = "50 % of the loading is decoding, 30 % resizing, the rest augmenting; a store would save 5.0 ms of a step"
+    assert ask(row, workers=0)["CPUBottleneck"].evidence.endswith(store)
+    assert ask(row, workers=0, cores=4)["Dataloader"].evidence.endswith(store)
+    assert ask(row, workers=0, cores=4, store="ram")["Dataloader"].evidence.endswith("the rest augmenting")
+    row = steady(ms=WAITING, loading_ms=loading(10.0, parts | {"whole": 0.4}))
+    assert "; 4.0 ms decode whole images" in ask(row, workers=0)["CPUBottleneck"].evidence
+    older = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))  # of a run whose resizing was not counted
+    assert "80 % of the loading is decoding, the rest resizing and" in ask(older, workers=0)["CPUBottleneck"].evidence
+
+
 def test_a_wait_that_nothing_helps_against_is_no_finding():
     assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}  # a short one
     assert ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}  # the worker has time to spare
