@@ -4,8 +4,9 @@ Run: python benchmarks/photographs.py EXPORT IMAGES [--rounds 5] [--compared 100
 
 EXPORT is a folder of `kd-export`, IMAGES one of folders of JPEGs, which are enlarged to 2, 12 and 48 million pixels.
 `request`: what `kd-serve` does with a body, decode, crop and graph. `view`: what training does, 224 px, crop 0.35, no
-jitter. `answers`: the graph's for reduced pictures of 12 million pixels against those for whole ones, of two kinds:
-`enlarged`, and `mosaic`, photographs side by side as they are, which have detail down to the last pixel.
+jitter. Into a file of its own go the graph's answers for reduced pictures of 12 million pixels against those for whole
+ones, of two kinds: `enlarged`, and `mosaic`, photographs side by side as they are, which have detail down to the last
+pixel.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
                 for margin in (0.0, MARGIN) if turn % 2 else (MARGIN, 0.0):
                     ms = round(milliseconds(lambda margin=margin, work=work: work(margin)), 3)
                     rows.append({"what": what, "photograph": name, "margin": margin, "round": turn, "value": ms})
+    print(*rows, sep="\n", flush=True)
     return rows
 
 
@@ -113,8 +115,7 @@ def main() -> None:
     model = load(describe(given.export), 1, 1)
     paths = sorted(given.images.rglob("*.jpg"))
     random.Random(0).shuffle(paths)
-    rows = costs(model, paths[0], given.rounds)
-    print(*rows, sep="\n", flush=True)  # on a busy machine the rest takes minutes
+    rows = []
     for kind in ("enlarged", "mosaic"):
         for first in range(given.compared):
             one = paths[first % len(paths)]
@@ -128,7 +129,10 @@ def main() -> None:
         summary = f"mean {statistics.mean(values):.4f}, median {statistics.median(values):.3f}, most {max(values):.3f}"
         print(*key, f"{summary}, of {len(values)}", sep=" | ")
     command = f"python benchmarks/photographs.py EXPORT IMAGES {' '.join(sys.argv[3:])}".rstrip()
-    write("photographs", command, rows)
+    if rows:
+        write("photographs_answers", command, rows)
+    if given.rounds:
+        write("photographs", command, costs(model, paths[0], given.rounds))
 
 
 if __name__ == "__main__":
