@@ -92,15 +92,14 @@ def answers(model: Any, files: list[bytes], kind: str) -> list[dict[str, Any]]:
     """Compare the answers for reduced pictures with those for whole ones."""
     rows = []
     for number, data in enumerate(files):
-        whole, *reduced = (
+        whole, found = (
             model.engine(prepare(data, model.size, model.crop, LIMITS, margin).pixels[None])[0]
-            for margin in (0.0, MARGIN, 2.0)
+            for margin in (0.0, MARGIN)
         )
-        for margin, found in zip((MARGIN, 2.0), reduced, strict=True):
-            apart, same = float(np.abs(found - whole).max()), int(found.argmax() == whole.argmax())
-            common = {"photograph": kind, "margin": margin, "round": number}
-            rows.append({"what": "logit difference", **common, "value": round(apart, 5)})
-            rows.append({"what": "same answer", **common, "value": same})
+        apart, same = float(np.abs(found - whole).max()), int(found.argmax() == whole.argmax())
+        common = {"photograph": kind, "margin": MARGIN, "round": number}
+        rows.append({"what": "logit difference", **common, "value": round(apart, 5)})
+        rows.append({"what": "same answer", **common, "value": same})
     return rows
 
 
@@ -123,7 +122,7 @@ def main() -> None:
             data = enlarged(one, SIDES["12 MP"]) if kind == "enlarged" else mosaic(some)
             found = answers(model, [data], kind)
             rows += [{**row, "round": first} for row in found]
-            print(kind, first, [row["value"] for row in found], flush=True)
+            print(kind, first, *(row["value"] for row in found), flush=True)
     for key in dict.fromkeys((row["what"], row["photograph"], row["margin"]) for row in rows):
         values = [row["value"] for row in rows if (row["what"], row["photograph"], row["margin"]) == key]
         summary = f"mean {statistics.mean(values):.4f}, median {statistics.median(values):.3f}, most {max(values):.3f}"
