@@ -72,7 +72,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
         message = message.removesuffix(", key=value")  # argparse says so of what may be left out
-        self.exit(EXIT_USER, f"{self.prog}: {message}.{example} Options: {self.prog} --help.\n")
+        message += "" if message.endswith("?") else "."
+        self.exit(EXIT_USER, f"{self.prog}: {message}{example} Options: {self.prog} --help.\n")
 
     def read(self, argv: Sequence[str] | None) -> argparse.Namespace:
         if "_ARGCOMPLETE" in os.environ:

@@ -125,7 +125,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
 
 def verify(argv: Sequence[str] | None = None) -> int:
     """`kd-verify EXPORT --data IMAGES`: recompute what an export says of itself; exit code 3 if something is wrong."""
-    from kd.deploy.export.receipt import chain_lines, licence_lines
+    from kd.deploy.export.card import drawn
     from kd.deploy.verify.verify import VerifyOptions
     from kd.deploy.verify.verify import verify as verified
 
@@ -141,8 +141,8 @@ def verify(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         known = verified(taken(VerifyOptions, options))
         rows = [row._asdict() for row in known.rows]
-        stated = {key: known.manifest[key] for key in ("chain", "licences")}
-        lines = [*chain_lines(known.manifest), "", *licence_lines(known.manifest), "", table(rows)]
+        stated, parts = {key: known.manifest[key] for key in ("chain", "licences")}, drawn(known.manifest)
+        lines = [*parts["chain"], "", *parts["licences"], "", table(rows)]
         print(json.dumps({**stated, "rows": rows}, indent=1) if options.json else "\n".join(lines))
         known.require()
 

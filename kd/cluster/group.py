@@ -196,8 +196,7 @@ def train(node: Node, argv: Sequence[str]) -> int:
     if node.head:
         node.wait_for_all()
     process = subprocess.Popen(
-        command(node.hosts, argv),
-        env={**os.environ, **marks(node.mark), "SM_HOSTS": json.dumps(node.hosts.trainers)},
+        command(node.hosts, argv), env={**os.environ, **marks(node.mark), "SM_HOSTS": json.dumps(node.hosts.trainers)}
     )
     if stopped.is_set():  # between the two lines above
         process.terminate()

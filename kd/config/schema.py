@@ -185,6 +185,9 @@ class Member(NetworkSection):
 
     weight: float = ranged(1.0, above=0.0)
     """Its share in the average, relative to the others'; `teacher.model` has 1."""
+    license: str = ""
+    """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
+    cards say it. Nothing that is computed depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,15 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from kd.config.reads import build_task, label_of, loss_facts, reads
-from kd.config.schema import (
-    QUANTIZED,
-    RUNTIMES,
-    TRAINED,
-    Config,
-    DataSection,
-    StudentSection,
-    TeacherSection,
-)
+from kd.config.schema import QUANTIZED, RUNTIMES, TRAINED, Config, DataSection, StudentSection, TeacherSection
 from kd.core.errors import ConfigError, KdError, MissingExtra, did_you_mean
 from kd.core.evaluation import Task
 from kd.core.facts import BackendFacts, LossFacts

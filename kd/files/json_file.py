@@ -20,11 +20,7 @@ def object_of(content: Any) -> Any:
 
 
 def read_json(
-    file: Path,
-    where: str,
-    remedy: str,
-    build: Callable[[Any], Value] = object_of,
-    kind: type[KdError] = RunError,
+    file: Path, where: str, remedy: str, build: Callable[[Any], Value] = object_of, kind: type[KdError] = RunError
 ) -> Value:
     """Return what `build` makes of a JSON file, by default an object. OSError: it cannot be read.
 

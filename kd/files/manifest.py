@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
+DIGITS = 12  # of a hash that a person reads, such as the version of an export
 
 
 class GraphFile(NamedTuple):
@@ -25,6 +26,12 @@ GRAPHS = {
     "openvino.int8.xml": GraphFile("openvino", "int8", "--compare"),
 }
 """The graphs that an endpoint can serve."""
+
+
+def served_first(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the names of the graphs of an export, first that of the one that `kd-serve` loads."""
+    main = manifest.get("pick", "model.onnx")
+    return sorted(manifest.get("parity", ()), key=lambda name: (name != main, name != "model.onnx", name))
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:

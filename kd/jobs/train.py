@@ -22,17 +22,7 @@ from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
 from kd.setup.build import distributed
 from kd.setup.data import Data, open_data
-from kd.setup.recipe import (
-    BASELINE,
-    FREE,
-    Recipe,
-    Record,
-    TeacherPlan,
-    fit_folders,
-    flatten,
-    is_fitted,
-    resolve,
-)
+from kd.setup.recipe import BASELINE, Recipe, Record, TeacherPlan, fit_folders, flatten, is_fitted, is_free, resolve
 from kd.setup.teacher import META, Setting, Teachers, load_teachers
 
 POLL = 0.5  # seconds between two looks at the folder
@@ -120,7 +110,7 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
             old = flatten(config.to_dict(parse(folder.config_file, stored, trust=True), values=True))
             for key in sorted(old.keys() | record.keys.keys()):
                 before, now = old.get(key), record.keys.get(key)
-                if before != now and not key.startswith(FREE):
+                if before != now and not is_free(key):
                     differences.append(f"{key} ({written(before)} -> {written(now)})")
         folder.open(record.yaml, differences)
         yield folder

@@ -99,12 +99,7 @@ class Built:
 
 
 def build_run(
-    teacher: TeacherPlan,
-    student: StudentPlan,
-    loop: LoopPlan,
-    setting: Setting,
-    store: RunStore,
-    logger: Logger,
+    teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, store: RunStore, logger: Logger
 ) -> Built:
     """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
     backend, model, data, split = setting.backend, setting.teachers.model, setting.teachers.data, setting.split

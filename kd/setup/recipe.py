@@ -131,11 +131,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         data=DataPlan(**{**values_of(config.data), "views": views}, seed=run.seed, folder=run.folder),
         teacher=teacher,
         student=StudentPlan(
-            **values_of(config.student),
-            losses=config.losses,
-            task=task,
-            features=read.features,
-            seed=run.seed,
+            **values_of(config.student), losses=config.losses, task=task, features=read.features, seed=run.seed
         ),
         loop=loop,
         price=config.price,
@@ -215,8 +211,7 @@ def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
         own = {key: getattr(one, key) for key in ("kind", "model", "args", "checkpoint", "weights", "options")}
         alike = sum(all(getattr(other, key) == own[key] for key in own) for other in found.values())
         fit = replace(section.fit, seed=section.fit.seed + alike)
-        licence = "" if i else section.license
-        found[where] = replace(section, **own, also=(), fit=fit, license=licence)
+        found[where] = replace(section, **own, also=(), fit=fit, license=one.license)
     return found
 
 
@@ -261,13 +256,18 @@ FREE = (
 )
 
 
+def is_free(key: str, *more: str) -> bool:
+    """Return whether a key is one of `FREE`, of `more`, or the licence of a further teacher."""
+    return key.startswith((*FREE, *more)) or (key.startswith("teacher.also") and key.endswith(".license"))
+
+
 def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
     """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
     found = {}
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
-        free, keys = (*FREE, "student.kind"), resolve(fit).record.keys  # `module:function` names the kind
-        counts = {key: value for key, value in keys.items() if not key.startswith(free) or key == "run.every.evaluate"}
+        keys, kind = resolve(fit).record.keys, "student.kind"  # `module:function` names the kind
+        counts = {key: value for key, value in keys.items() if not is_free(key, kind) or key == "run.every.evaluate"}
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"

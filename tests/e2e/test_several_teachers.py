@@ -17,7 +17,7 @@ FIT = {"epochs": 3, "lr": 3e-3}
 @pytest.fixture
 def several(written, tmp_path):
     """A configuration of two teachers of other widths, both fitted on the labels."""
-    second = {key: tiny(2, 32)[key] for key in ("model", "args")}
+    second = {**{key: tiny(2, 32)[key] for key in ("model", "args")}, "license": "mit"}
     return written(teacher={**tiny(2, 48), "also": [second], "fit": {**FIT, "folder": str(tmp_path / "teachers")}})
 
 
@@ -37,6 +37,21 @@ def test_two_teachers_are_fitted_checked_and_averaged(several, command, tmp_path
     assert evaluated.code == 0, evaluated
     checked = command("train", several, "--check")
     assert checked.out.count("teacher   vit_tiny_patch16_224") == 2
+    assert command("train", several, "teacher.cache.views=1", "teacher.also.0.license=bsd-3-clause").code == 0  # again
+
+
+def test_the_licence_of_each_stands_in_card_chain_and_report(several, command, tmp_path):
+    run = tmp_path / "runs" / "tiny"
+    assert command("train", several).code == 0
+    assert command("export", run).code == 0
+    card, reported = (run / "export" / "README.md").read_text(), command("report", run).out
+    cells = {tuple(cell.strip() for cell in line.strip("|").split("|")) for line in card.splitlines()}
+    for where, licence in (("teacher", "none: random weights"), ("teacher.also[0]", "mit")):
+        assert (where.replace("[", r"\[").replace("]", r"\]"), licence) in cells
+        line = f"{where}  vit_tiny_patch16_224 (fitted on the labels), licence {licence}"
+        for text in (card, reported, (run / "report.html").read_text()):
+            assert line in text
+    assert "graph  model.onnx " in reported
 
 
 def test_one_that_comes_again_is_fitted_with_another_seed(several, command, tmp_path):

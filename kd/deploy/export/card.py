@@ -9,10 +9,11 @@ from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows, written
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.graphs import Made, Subject
 from kd.deploy.export.options import accepted_line
-from kd.deploy.export.receipt import chain_lines, licence_lines, plain, plain_name
+from kd.deploy.export.receipt import licence_lines, plain, plain_name
+from kd.files.manifest import served_first
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import is_timm
-from kd.study.report.summary import differences, samples_of
+from kd.study.report.summary import chain_lines, differences, samples_of
 
 STUDENT, ALONE = "this student", "the same student, labels only"
 NAMED = 30  # labels that the card names: what a reader looks over; config.json has them all
@@ -156,8 +157,8 @@ def _graphs(facts: Mapping[str, Any]) -> list[str]:
     if not facts["parity"]:
         return []
     score, rows = Column("", facts["scores"]["title"], facts["scores"]["unit"]), []
-    for file, graph in facts["parity"].items():
-        cells = {"file": file}
+    for file in served_first(facts):
+        graph, cells = facts["parity"][file], {"file": file}
         if "cosine" in graph:
             cells["mean cosine with PyTorch"] = f"{graph['cosine']:.6f}"
         if score.title in graph:

@@ -20,6 +20,7 @@ from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.receipt import licences, receipt
+from kd.files.manifest import DIGITS
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
 from kd.models import runtimes
@@ -30,8 +31,6 @@ from kd.setup.data import DataPlan, open_data, open_sources
 from kd.setup.recipe import BASELINE, Recipe, resolve
 from kd.setup.teacher import load_fitted
 from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
-
-VERSION_DIGITS = 12  # of the weights' hash: two exports of one name are told apart, and a person can read it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     facts = {
         "format": 1,
         "name": recipe.record.name,
-        "version": provenance["digest"][:VERSION_DIGITS] + ("-index" if student.project is not None else ""),
+        "version": provenance["digest"][:DIGITS] + ("-index" if student.project is not None else ""),
         "input": _input(student, section),
         "output": _output(student, made),
         "parity": made.parity,

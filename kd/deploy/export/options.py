@@ -43,7 +43,7 @@ def limits(sentence: str) -> dict[str, float]:
             raise ValueError(f"'{word}' stands there twice")
         found[word] = limit
     if not found:
-        raise ValueError(f"an empty sentence says nothing; {EXAMPLE}")
+        raise ValueError(f"is empty; write a sentence {EXAMPLE}")
     return found
 
 

@@ -1,6 +1,6 @@
 """Where an export comes from: teacher, answers, student, graphs, what was compared between them, and the licences.
 
-manifest.json holds it; the card and `kd verify` draw it from there.
+manifest.json holds it; card, report and `kd verify` draw it from there.
 """
 
 import html
@@ -13,11 +13,10 @@ from kd.core.text import table, written
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
-from kd.setup.cache import CHECKED
 from kd.setup.recipe import Recipe
 from kd.study.finished import MAP_DATASET
 
-DIGITS = 12  # of a hash that a person reads
+NAMED = "by its name"  # a source: the weights came with the name of the model
 
 
 def plain(text: str) -> str:
@@ -52,8 +51,11 @@ def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: st
     recipe, found, own = subject.recipe, subject.made_from, subject.provenance
     chain: dict[str, Any] = {}
     if recipe.teacher.members and subject.recipe.student.losses:
-        names = [plain_name(written(one.model)) for one in recipe.teacher.members.values()]
-        chain["teacher"] = {"name": ", ".join(names), "source": _source(recipe), "weights": found.get("teacher") or ""}
+        members = {
+            where: {"name": plain_name(written(one.model)), "source": _source(recipe, where)}
+            for where, one in recipe.teacher.members.items()
+        }
+        chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
         chain["answers"] = found.get("answers") or {}
     step = {"is": "student" if recipe.student.losses else "teacher", "run": own["run"], "step": own["step"]}
     chain["student"] = {**step, "weights": own["digest"], "exported": digest}
@@ -64,40 +66,15 @@ def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: st
     return {"chain": chain, "licences": stated, "eager_ms": round(made.eager_ms, 3), **calibrated}
 
 
-def _source(recipe: Recipe) -> str:
-    where, one = next(iter(recipe.teacher.members.items()))
+def _source(recipe: Recipe, where: str) -> str:
+    one = recipe.teacher.members[where]
     if recipe.data.kind == MAP_DATASET:
         return "a module that was passed to kd.distill"
     if where in recipe.teacher.fits:
         return "fitted on the labels" + (" from pretrained weights" if one.pretrained else "")
     if one.checkpoint:
         return f"the file {Path(one.checkpoint).name}"
-    return f"kind {one.kind}, {'a folder' if Path(one.model.removeprefix('local-dir:')).is_dir() else 'by its name'}"
-
-
-def chain_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the chain as a tree, with what was compared at each arrow."""
-    chain, lines = facts["chain"], list[str]()
-    if teacher := chain.get("teacher"):
-        answers = chain["answers"]
-        lines += [f"teacher  {teacher['name']} ({teacher['source']}), weights {_short(teacher['weights'])}"]
-        if answers:
-            lines += [f"  | compared: {CHECKED} stored answers, computed again whenever a run opened them"]
-            lines += [f"answers  {answers['count']} in the cache {_short(answers['cache'])}"]
-        else:
-            lines += ["  | compared: nothing, since the teacher was asked as the run went", "answers  not stored"]
-        lines += [f"  | compared: {chain['against_teacher'] or 'no score against the teacher is recorded'}"]
-    own = chain["student"]
-    lines += [f"{own['is']}  run {own['run']}, step {own['step']}, weights {_short(own['weights'])}"]
-    if own["weights"] != own["exported"]:
-        by = facts.get("calibration", {}).get("temperature", 0)
-        lines += [f"  | compared: its logits, divided by {by:.3g}", f"calibrated  weights {_short(own['exported'])}"]
-    for name, digest in chain["graphs"].items():
-        one = facts["parity"][name]
-        same = f"the same answer on {one['same_top1']} of " if "same_top1" in one else ""
-        lines += [f"  | compared: {same}{one['images']} images, largest difference {one['max_difference']:.1e}"]
-        lines += [f"graph  {name} {_short(digest)}"]
-    return ["".join(one if one.isprintable() else "?" for one in line.replace("`", "'")) for line in lines]
+    return f"kind {one.kind}, {'a folder' if Path(one.model.removeprefix('local-dir:')).is_dir() else NAMED}"
 
 
 def licence_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -107,7 +84,3 @@ def licence_lines(facts: Mapping[str, Any]) -> list[str]:
     reaching = [f"{what} ({licence})" for what, licence in found.items() if reaches(licence)]
     told = "The licence of the {} speaks of models that are made with its weights, as this one is: read it."
     return [*lines, *(line for one in reaching for line in ("", told.format(one)))]
-
-
-def _short(digest: str) -> str:
-    return digest[:DIGITS] or UNKNOWN

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kd.core.errors import ModelError
 from kd.core.host import cores, processor
-from kd.deploy.export.receipt import DIGITS
+from kd.files.manifest import DIGITS
 from kd.setup.recipe import flatten
 
 HASH = 64  # digits of a sha256

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +45,16 @@ class Shown:
         except DataError as error:
             raise DataError("--data", error.wrong, error.allowed, error.remedy) from error
         at: dict[int, list[int]] = {encoded: [] for encoded, *_ in rows}
+        unread = 0
         for id in range(len(images.names)):
-            with suppress(*GONE, Problem):
+            try:
                 at.get(zlib.crc32(images.content(id)), []).append(id)
+            except (*GONE, Problem):
+                unread += 1
         there = sum(bool(at[encoded]) for encoded, *_ in rows)
         if there < len(rows):
             wrong = f"'{source}' holds {there} of the {len(rows)} images that the export's numbers are of"
+            wrong += f"; {unread} files there cannot be read" if unread else ""
             raise DataError("--data", wrong, "All of them, among any others", "Name the run's validation images")
         folders = {one: [f"/{images.names[id].rpartition('/')[0]}" for id in ids] for one, ids in at.items()}
         return Shown(rows, lambda encoded: images.content(at[encoded][0]), folders)

@@ -20,12 +20,12 @@ from kd.deploy.export.calibrate import divide_logits
 from kd.deploy.export.card import drawn
 from kd.deploy.export.options import limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.receipt import DIGITS, licences
+from kd.deploy.export.receipt import NAMED, licences
 from kd.deploy.serve.model import Description, describe, invalid_export
 from kd.deploy.verify.claims import EXACT_SHARE, OTHER_SHARE, WRONG, Claims
 from kd.deploy.verify.images import Shown
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import GRAPHS, MANIFEST, sha256, unchanged
+from kd.files.manifest import DIGITS, GRAPHS, MANIFEST, sha256, unchanged
 from kd.models import runtimes
 from kd.models.classifier import digest, tensors_digest
 from kd.models.licences import UNKNOWN, licence_of
@@ -54,32 +54,44 @@ class VerifyOptions:
 def verify(options: VerifyOptions) -> Claims:
     """Recompute what an export claims."""
     folder = options.export
-    if not (folder / MANIFEST).is_file():
-        wrong, remedy = f"'{folder}' is not an export: it has no {MANIFEST}", "Name the folder that kd-export wrote"
+    try:
+        return _verified(folder, options)
+    except OSError as error:
+        wrong = f"'{folder}' cannot be read ({error.strerror}: '{error.filename}')"
+        raise ModelError("export", wrong, "", "Make it readable") from error
+    except DAMAGE as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise invalid_export(f"'{folder}' is damaged, or was written by an older kd ({reason})") from error
+
+
+def _verified(folder: Path, options: VerifyOptions) -> Claims:
+    anew = "Export anew: kd-export RUN"
+    manifest = read_json(folder / MANIFEST, "export", anew, kind=ModelError) if (folder / MANIFEST).is_file() else {}
+    if "files" not in manifest:  # a run folder has another manifest.json
+        wrong, remedy = (
+            f"'{folder}' is not an export: it has no {MANIFEST} of one",
+            "Name the folder that kd-export wrote",
+        )
         raise ModelError("export", wrong, "", remedy)
     if not options.data:
         wrong, remedy = "is missing, and numbers are recomputed from images", "Name the run's validation images"
         raise ConfigError("--data", wrong, "A folder that holds them, among any others", remedy)
-    known = Claims(read_json(folder / MANIFEST, "export", "Export anew: kd-export RUN", kind=ModelError))
-    try:
-        if not _files(folder, known):  # what has another hash is not run
-            return known
+    known = Claims(manifest)
+    if _files(folder, known):  # what has another hash is not run
         with tempfile.TemporaryDirectory() as copies:
             shown = Shown.among(options.data, folder, Path(copies, "shards"))
             _numbers(known, describe(folder), shown, options.trust)
         _chain(known, folder)
         if options.run is not None:
             _run(known, options.run, options.trust)
-    except (*DAMAGE, OSError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise invalid_export(f"'{folder}' is damaged, or was written by an older kd ({reason})") from error
     return known
 
 
 def _files(folder: Path, known: Claims) -> bool:
     """Compare the card with what the manifest says, and hashes; return whether the latter are right."""
     manifest = known.manifest
-    card = (folder / "README.md").read_text(encoding="utf-8", errors="replace").split("\n")
+    file = folder / "README.md"
+    card = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
     for part, lines in drawn(manifest).items():
         absent = [line for line in lines if line not in card]
         known.add(f"README.md: {part}", absent[0] if absent else "", "another line" if absent else "", not absent)
@@ -218,9 +230,9 @@ def _chain(known: Claims, folder: Path) -> None:
     )
     for name, claimed in chain["graphs"].items():
         known.same(f"chain: {name}", claimed, manifest["files"].get(name, {}).get("sha256", "no file"))
-    teacher = chain.get("teacher", {})
-    if "by its name" in teacher.get("source", "") and (licence := licence_of(teacher["name"], "", True)):
-        known.same("licence: teacher, as timm has it", manifest["licences"]["teacher"], licence)
+    for where, one in chain.get("teacher", {"members": {}})["members"].items():
+        if NAMED in one["source"] and (licence := licence_of(one["name"], "", True)):
+            known.same(f"licence: {where}, as timm has it", manifest["licences"].get(where), licence)
 
 
 def _run(known: Claims, path: Path, trust: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from kd.config import instances
 from kd.core.intervals import Samples
 from kd.core.text import clock, money, percent
+from kd.files.manifest import served_first
 from kd.study.report import sections
 from kd.study.report.confusion import answers
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, verdicts
@@ -29,6 +30,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.machine(runs),
         answers(runs),
         sections.variants(runs),
+        sections.chain(runs),
         _costs(runs),
         _configuration(runs),
     ]
@@ -103,7 +105,8 @@ def _size_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
         if teacher:
             small = f"teacher {number(teacher / 1e6)} M, {number(teacher / student)} times as many"
         tiles.append((f"{number(student / 1e6)} M", "parameters", small))
-    for name, graph in run.exported.get("parity", {}).items():
+    for name in served_first(run.exported):
+        graph = run.exported["parity"][name]
         if "cpu_ms" in graph:
             small = f"export/{name}, {run.exported['files'][name]['bytes'] / 2**20:.3g} MiB, when it was exported"
             tiles.append((f"{graph['cpu_ms']:.3g} ms", "an image on the CPU", small))

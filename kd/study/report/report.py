@@ -16,7 +16,7 @@ from kd.study.finished import Trust, opened_run
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, record_of, repeats, verdicts
-from kd.study.report.summary import described
+from kd.study.report.summary import chain_lines, described
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,8 @@ def summary(runs: Sequence[RunRecord]) -> str:
             advice = one["advice"].replace(change, f"`{change}`")
             lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}")
         lines += [""] if run.findings else []
+        if drawn := chain_lines(run.exported):
+            lines += ["Where the export comes from:", "", "```", *drawn, "```", ""]
     if len(runs) > 1 and (compared := verdicts(runs)):
         lines += ["On the same images, with the 95 % interval of the difference:", ""]
         lines += [*(f"- {line}" for line in compared), ""]

@@ -8,6 +8,7 @@ from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.study.report.record import RunRecord, teachers_of
+from kd.study.report.summary import chain_lines
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
@@ -199,6 +200,13 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
     series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     names = legend([(one.name, one.color) for one in series])
     return card(title, lines(series, (515, 200), CLOCK, unit, zero=True), names) if series else ""
+
+
+def chain(runs: Sequence[RunRecord]) -> str:
+    """Draw from the teacher to the graphs where `export/` comes from, and what was compared at each arrow."""
+    found = {run.name if len(runs) > 1 else "": chain_lines(run.exported) for run in runs}
+    cards = [card(name, f"<pre>{esc(chr(10).join(lines))}</pre>") for name, lines in found.items() if lines]
+    return section("Where the export comes from", "", *cards)
 
 
 def variants(runs: Sequence[RunRecord]) -> str:

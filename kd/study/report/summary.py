@@ -6,6 +6,8 @@ from typing import Any
 from kd.core.intervals import Samples
 from kd.core.scores import Scored, Scores, skipped_text
 from kd.core.text import clock, percent, table
+from kd.files.manifest import DIGITS, served_first
+from kd.setup.cache import CHECKED
 from kd.study.report.record import RunRecord
 
 ALONE = "student, labels only"
@@ -86,6 +88,40 @@ def verdict(
     paid = "Distillation paid" if low > 0 else "Distillation did not pay" if high < 0 else "Not shown to have paid"
     points = f"{100 * value:+.1f} points" if column.unit == "%" else f"{value:+.4f}"
     return [f"{paid}: {points} of {column.title} over labels alone at equal steps, with one seed.", ""]
+
+
+def chain_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Return the chain of an export's manifest.json as a tree, with what was compared at each arrow; none: no chain."""
+    chain, lines = facts.get("chain", {}), list[str]()
+    if teacher := chain.get("teacher"):
+        answers = chain["answers"]
+        for where, one in teacher["members"].items():
+            lines += [f"{where}  {one['name']} ({one['source']}), licence {facts['licences'].get(where, 'unknown')}"]
+        lines[-1] += f", weights {_short(teacher['weights'])}" + (" of all" if len(lines) > 1 else "")
+        if answers:
+            lines += [f"  | compared: {CHECKED} stored answers, computed again whenever a run opened them"]
+            lines += [f"answers  {answers['count']} in the cache {_short(answers['cache'])}"]
+        else:
+            lines += ["  | compared: nothing, since the teacher was asked as the run went", "answers  not stored"]
+        lines += [f"  | compared: {chain['against_teacher'] or 'no score against the teacher is recorded'}"]
+    if own := chain.get("student"):
+        lines += [f"{own['is']}  run {own['run']}, step {own['step']}, weights {_short(own['weights'])}"]
+        if own["weights"] != own["exported"]:
+            by = facts.get("calibration", {}).get("temperature", 0)
+            lines += [
+                f"  | compared: its logits, divided by {by:.3g}",
+                f"calibrated  weights {_short(own['exported'])}",
+            ]
+    for name in served_first(facts) if chain else ():
+        one = facts["parity"][name]
+        same = f"the same answer on {one['same_top1']} of " if "same_top1" in one else ""
+        lines += [f"  | compared: {same}{one['images']} images, largest difference {one['max_difference']:.1e}"]
+        lines += [f"graph  {name} {_short(chain['graphs'][name])}"]
+    return ["".join(one if one.isprintable() else "?" for one in line.replace("`", "'")) for line in lines]
+
+
+def _short(digest: str) -> str:
+    return digest[:DIGITS] or "unknown"
 
 
 def sifted(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:

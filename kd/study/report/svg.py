@@ -72,12 +72,7 @@ def number(value: float, unit: str = "") -> str:
 
 
 def lines(
-    series: Sequence[Series],
-    size: tuple[int, int],
-    x_name: str,
-    unit: str = "",
-    zero: bool = False,
-    log: bool = False,
+    series: Sequence[Series], size: tuple[int, int], x_name: str, unit: str = "", zero: bool = False, log: bool = False
 ) -> str:
     """Draw lines over a common x axis; at least one has a point. The unit "%" takes shares.
 

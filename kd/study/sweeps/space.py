@@ -18,7 +18,7 @@ from kd.config.reads import reads
 from kd.core.errors import ConfigError
 from kd.files.storage import write_text
 from kd.parts import registry
-from kd.setup.recipe import FREE, flatten
+from kd.setup.recipe import flatten, is_free
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
 """Of the keys that change no weight, those that a score depends on."""
@@ -53,7 +53,7 @@ class Space:
             if len(values) == 1:
                 fixed.append(override)
                 continue
-            if key.startswith(FREE):
+            if is_free(key):
                 wrong, allowed = "changes no weight of a student, but has several values", "One value"
                 raise ConfigError(key, wrong, allowed, "Sweep a key that is learned with, such as optimizer.lr")
             if keys[i] in keys[i + 1 :]:
@@ -75,8 +75,7 @@ class Space:
         """Return a trial; `name` of the sweep's folder, `shared` overrides; `baseline`: with one, if settings have."""
         loaded = self.load(values, *shared, *([] if baseline else ["run.baseline=false"]))
         keys = flatten(config.to_dict(loaded, values=True))
-        free = (*FREE, "backend.threads")
-        counted = {key: keys[key] for key in keys if key.startswith(COUNTED) or not key.startswith(free)}
+        counted = {key: keys[key] for key in keys if key.startswith(COUNTED) or not is_free(key, "backend.threads")}
         hashed = hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:8]
         texts = "_".join(f"{key.rpartition('.')[2]}-{text}" for key, text in values.items())
         own = f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', texts)[:NAME_LETTERS]}_{hashed}"

@@ -105,6 +105,8 @@ def test_an_honest_export_is_right_in_all(honest):
     assert any(what.startswith("model.onnx: as compared: speed.1.p50_ms") for what in rows)
     assert "read it" in "\n".join(drawn(known.manifest)["licences"])
     assert known.manifest["calibration"]["temperature"] > 0
+    table = [line.split()[1] for line in drawn(known.manifest)["graphs"] if line.startswith("| model.")]
+    assert table[:2] == ["model.onnx", "model.int8.onnx"]  # what is served is first
 
 
 def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
@@ -251,6 +253,7 @@ PLAIN = {
     "weights": (other_weights, "model.safetensors: sha256"),
     "a licence of the card": (lambda x: x.edit("README.md", "dinov3-license", "mit"), "README.md: licences"),
     "a file more": (lambda x: (x.folder / "more.py").write_text("1"), "more.py: sha256"),
+    "no card": (lambda x: (x.folder / "README.md").unlink(), "README.md: sha256"),
     "a file less": (lambda x: (x.folder / "model.int8.onnx").unlink(), "model.int8.onnx: sha256"),
 }
 
@@ -284,10 +287,14 @@ def test_what_cannot_be_verified(honest, tmp_path):
     painted(other, PIXELS, np.zeros(len(PIXELS), np.int64))
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / MANIFEST).write_text('{"classes": ["fig"]}')
     broken = shutil.copytree(export, tmp_path / "broken")
     (broken / MANIFEST).write_text('{"files": 3, "checksum": 5}')
     for folder, data, told in (
         (bare, images, "is not an export: it has no manifest.json"),
+        (run, images, "is not an export: it has no manifest.json of one"),
         (broken, images, "is damaged, or was written by an older kd"),
         (export, "", "--data: is missing"),
         (export, tmp_path / "none", "--data: no images in"),

@@ -20,7 +20,7 @@ from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import FREE, TeacherPlan, fit_folders, resolve
+from kd.setup.recipe import TeacherPlan, fit_folders, is_free, resolve
 from kd.setup.store import keep_rules
 
 SETTINGS = {
@@ -92,7 +92,7 @@ def identities(settings: Config) -> dict[str, Any]:
         "F": folders_of(recipe.teacher),
         "C": cache_identity(recipe.teacher, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
-        "R": {key: value for key, value in recipe.record.keys.items() if not key.startswith(FREE)},
+        "R": {key: value for key, value in recipe.record.keys.items() if not is_free(key)},
     }
 
 
@@ -226,6 +226,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "teacher.also[].checkpoint": ("FR", "a"),
     "teacher.also[].weights": ("R", "by_order", "teacher.also=[{model: vit_base_patch16_224, checkpoint: a}]"),
     "teacher.also[].weight": ("CR", "2"),
+    "teacher.also[].license": ("", "apache-2.0"),
     "teacher.cache.views": ("R", "3"),
     "teacher.cache.path": ("", "elsewhere"),
     "teacher.cache.dtype": ("CR", "fp32"),

@@ -37,7 +37,7 @@ def test_a_sentence():
         ("drop<=101", "'drop<=101' is no sense"),
         ("dorp<=1", "'dorp' is not one of drop, teacher-drop, ece, ms, mb"),
         ("mb<=1 mb<=2", "'mb' stands there twice"),
-        ("  ", "an empty sentence"),
+        ("  ", "is empty"),
     ],
 )
 def test_what_is_no_sentence(text, told):
@@ -69,7 +69,10 @@ def test_the_first_graph_that_keeps_the_sentence_is_exported(subject, tmp_path):
     assert accepted["found"]["mb"] * 1e6 == pytest.approx((written.folder / "model.int8.onnx").stat().st_size, abs=51)
     assert describe(written.folder).file == "model.int8.onnx"
     assert {"model.onnx", "model.int8.onnx"} <= files(written.folder)
-    assert f'accepted "{text}": model.int8.onnx with drop ' in (written.folder / "README.md").read_text()
+    card = (written.folder / "README.md").read_text()
+    assert f'accepted "{text}": model.int8.onnx with drop ' in card
+    assert card.index("| model.int8.onnx") < card.index("| model.onnx")
+    assert card.index("graph  model.int8.onnx") < card.index("graph  model.onnx")
     missed = re.search(r"not accepted: model.onnx misses mb by ([0-9.]+)", "\n".join(written.lines))
     assert missed
     assert float(missed[1]) == pytest.approx(0.005, abs=0.00105)  # the bound and the miss are rounded, to 0.001
