@@ -16,6 +16,7 @@ from kd.models.timm_folder import is_timm
 from kd.study.report.summary import chain_lines, differences, samples_of
 
 STUDENT, ALONE = "this student", "the same student, labels only"
+LUCK = "The numbers above are of one run; an interval holds the luck of the images, not that of the seed."
 NAMED = 30  # labels that the card names: what a reader looks over; config.json has them all
 
 
@@ -47,7 +48,7 @@ class ModelCard:
         parts = drawn(self.facts)
         text = [*_front(self), *_intro(self), *parts["scores"], *parts["graphs"], *_use(self)]
         text += ["## Where it comes from", "", "```", *parts["chain"], "```", "", *parts["licences"], ""]
-        text += ["## Pixels", "", *parts["pixels"], "", *_limits(self)]
+        text += ["## Pixels", "", *parts["pixels"], "", "## Limits", "", f"{LUCK} {_meaning(self)}"]
         return "\n".join([*text, *parts["sure"]]) + "\n"
 
 
@@ -189,11 +190,6 @@ def _use(card: ModelCard) -> list[str]:
     return ["## Use", "", *(line for block in lines for line in block)]
 
 
-def _limits(card: ModelCard) -> list[str]:
-    luck = "The numbers above are of one run; an interval holds the luck of the images, not that of the seed."
-    return ["## Limits", "", f"{luck} {_meaning(card)}"]
-
-
 def _meaning(card: ModelCard) -> str:
     """Return what an answer does not say."""
     apart = "a score is not the probability that the image shows that class."
@@ -205,11 +201,8 @@ def _meaning(card: ModelCard) -> str:
                 "teacher's vectors, made length 1 too, can be searched. The weights for timm are without that map."
             )
         if card.losses:
-            return (
-                text
-                + "They lie in the student's own space: they do not compare with the teacher's "
-                + ("(`kd-export --index`).")
-            )
+            text += "They lie in the student's own space: they do not compare with the teacher's "
+            return f"{text}(`kd-export --index`)."
         return text + "Those of its students lie in this space only where they were exported with `kd-export --index`."
     if card.made.thresholds:
         text = _several_labels(card.made.thresholds)
@@ -220,12 +213,10 @@ def _meaning(card: ModelCard) -> str:
 def _several_labels(thresholds: Mapping[str, Mapping[str, Any]]) -> str:
     chosen = sum(bool(one["chosen"]) for one in thresholds.values())
     known = [one["f1"] for one in thresholds.values() if one["chosen"] and "f1" in one]
-    return (
-        "An image has each label whose probability exceeds its threshold in manifest.json, or none. "
+    text = "An image has each label whose probability exceeds its threshold in manifest.json, or none. "
+    text += (
         f"{chosen} of {len(thresholds)} thresholds have the largest F1 on the validation images; the others are 0.5. "
-        + (
-            f"On images that did not choose the thresholds the mean F1 is {percent(sum(known) / len(known))}. "
-            if known
-            else ""
-        )
     )
+    if known:
+        text += f"On images that did not choose the thresholds the mean F1 is {percent(sum(known) / len(known))}. "
+    return text

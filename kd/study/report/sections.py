@@ -204,8 +204,8 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
 
 def chain(runs: Sequence[RunRecord]) -> str:
     """Draw from the teacher to the graphs where `export/` comes from, and what was compared at each arrow."""
-    found = {run.name if len(runs) > 1 else "": chain_lines(run.exported) for run in runs}
-    cards = [card(name, f"<pre>{esc(chr(10).join(lines))}</pre>") for name, lines in found.items() if lines]
+    found = {run.name if len(runs) > 1 else "": "\n".join(chain_lines(run.exported)) for run in runs}
+    cards = [card(name, f"<pre>{esc(text)}</pre>") for name, text in found.items() if text]
     return section("Where the export comes from", "", *cards)
 
 

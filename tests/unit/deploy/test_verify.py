@@ -287,14 +287,10 @@ def test_what_cannot_be_verified(honest, tmp_path):
     painted(other, PIXELS, np.zeros(len(PIXELS), np.int64))
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / MANIFEST).write_text('{"classes": ["fig"]}')
     broken = shutil.copytree(export, tmp_path / "broken")
     (broken / MANIFEST).write_text('{"files": 3, "checksum": 5}')
     for folder, data, told in (
         (bare, images, "is not an export: it has no manifest.json"),
-        (run, images, "is not an export: it has no manifest.json of one"),
         (broken, images, "is damaged, or was written by an older kd"),
         (export, "", "--data: is missing"),
         (export, tmp_path / "none", "--data: no images in"),
