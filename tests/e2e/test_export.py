@@ -70,6 +70,7 @@ def test_without_graphs_no_data_is_needed(distilled, command, tmp_path):
         "manifest.json",
         "model.safetensors",
     ]
+    assert "kd-serve" not in (tmp_path / "student" / "README.md").read_text()
 
 
 def test_other_data_is_refused(distilled, refused, tmp_path, photos):

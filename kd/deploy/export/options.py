@@ -43,7 +43,7 @@ def limits(sentence: str) -> dict[str, float]:
             raise ValueError(f"'{word}' stands there twice")
         found[word] = limit
     if not found:
-        raise ValueError(f"is empty; write a sentence {EXAMPLE}")
+        raise ValueError("is empty")
     return found
 
 

@@ -42,15 +42,6 @@ def test_the_graphs_that_are_asked_for(subject, tmp_path):
     assert np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max() < 1e-4
 
 
-def test_without_graphs_no_image_is_read(subject, tmp_path):
-    def away():
-        raise AssertionError("images are read")
-
-    written = write(subject(images=away), tmp_path / "export", ExportOptions(onnx=False))
-    assert "model.onnx" not in files(written.folder)
-    assert "kd-serve" not in (written.folder / "README.md").read_text()
-
-
 def test_confidences_are_right_on_average_and_answers_as_they_were(subject, tmp_path):
     """Probabilities that are far too even, as those of `wttm`: every file has the temperature."""
     pixels = np.random.default_rng(2).integers(0, 256, (200, 3, 16, 16), np.uint8)
@@ -108,7 +99,6 @@ def test_a_tolerance_is_kept(subject, tmp_path):
         ({"onnx": False, "accept": "mb<=1"}, SINGLE, "--no-onnx"),
         ({"compare": True, "threads": 4096}, SINGLE, "--threads: is 4096"),
         ({"accept": "ms<5"}, SINGLE, r"^--accept: 'ms<5' is not WORD<=NUMBER"),
-        ({"accept": ""}, SINGLE, "--accept: an empty sentence"),
         ({"accept": "ece<=3"}, VECTORS, "--accept: ece is of answers with one class"),
         ({"index": True}, SINGLE, "--index: this student answers with classes"),
         ({"index": True, "onnx": False}, VECTORS, "--index: maps the vectors in the graphs"),
