@@ -49,7 +49,8 @@ def init(folder: Path, to: Path | None, weights: str, ms: float | None, mb: floa
     limits = [f"{word}<={limit:g}" for word, limit in (("ms", ms), ("mb", mb)) if limit]
     name, run = _yaml(str(file)), f"runs/{file.stem}"
     accept = f'kd export {run} --accept "{" ".join(["drop<=2", *limits])}"'
-    return file, [f"kd train {name} --check", f"kd train {name}", accept, f"kd serve {run}/export"]
+    verify = f"kd verify {run}/export --data {_yaml(str(folder))}"
+    return file, [f"kd train {name} --check", f"kd train {name}", accept, f"kd serve {run}/export", verify]
 
 
 def _yaml(value: Any) -> str:

@@ -18,7 +18,7 @@ from PIL import Image
 from kd import config
 from kd.core.errors import KdError
 from kd.jobs.check import check
-from kd.jobs.init.init import init
+from kd.jobs.init.init import _yaml, init
 from kd.models.load import identify
 from kd.setup.recipe import resolve
 
@@ -122,6 +122,7 @@ def test_the_written_file_passes_the_check_of_the_command(name, command, teacher
         "  kd train food.yaml",
         '  kd export runs/food --accept "drop<=2"',
         "  kd serve runs/food/export",
+        f"  kd verify runs/food/export --data {_yaml(str(root))}",
     ]
     answer = command("train", "food.yaml", "--check", "run.steps=2")
     assert answer.code == 0, answer
