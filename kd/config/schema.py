@@ -106,9 +106,10 @@ class DataSection:
     same bits. `kd-launch` starts such a cluster."""
     deadline: float = ranged(30.0, above=0.0)
     """With `loader: ray`, the seconds that another host has for up to 32 images before this one makes them itself."""
-    store: Literal["none", "ram", "disk"] = "none"
+    store: Literal["none", "ram", "disk", "views"] = "none"
     """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
-    Training images are shrunk until the smallest random crop has `image_size` pixels a side."""
+    Training images are shrunk until the smallest random crop has `image_size` pixels a side. `views`: keep in memory
+    the training views that repeat, each as it is shown; the same bits as `none`."""
     store_size: int = ranged(0, low=0)
     """Shorter side of a kept training image, pixels: less takes less room and has less detail. 0: by that rule."""
     balance: float = ranged(0.0, low=0.0, high=1.0)

@@ -70,6 +70,12 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
         yield ConfigError("data.store_size", wrong, allowed, f"Set data.store_size=0 or {data.image_size}")
+    if data.store == "views" and not (data.views or teacher.cache.views):
+        wrong, remedy = (
+            "is views, but no view is shown twice",
+            "Set data.views or teacher.cache.views, or data.store=ram",
+        )
+        yield ConfigError("data.store", wrong, "One of none, ram and disk", remedy)
     if data.labels_per_class and data.labels == "none":
         yield ConfigError("data.labels_per_class", "needs labels", "data.labels: some, or all", "Change one of the two")
     cached = teacher.cache.views

@@ -1,5 +1,7 @@
 """Decode once: a Source that keeps decoded pixels, on a disk or in memory, in front of one that decodes.
 
+And `StoredViews`, which keeps views that are shown again.
+
 One file a split, one record an image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
 The first process that decodes an image writes its record: any worker of any rank of any run. All would write the same
 bytes, so no process waits for another. An image without a whole record is decoded (again), and so is one whose file has
@@ -17,20 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import PIL
+import torch
 from PIL import Image, features
 
 from kd.core.contracts import Source, Stamped
 from kd.core.errors import CorruptImage, DataError, RunError
-from kd.core.types import Decoded, Label
+from kd.core.types import Decoded, Label, Loading, Sample
 from kd.data.subset import decoded
-from kd.data.views import Evaluate
+from kd.data.views import Evaluate, Views
 from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import disk_error, log, open_folder
 
 FORMAT = 5  # raised with every change of a record; a store of another format is filled anew
 HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
+VIEW = struct.Struct("<Id")  # the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
 LONGEST = 4.0  # longer side by shorter side up to which every image finds room in its slot
@@ -182,11 +187,15 @@ def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
 
 def open_ram(pixels: int, name: str) -> Slots:
     """Store images in memory, for this process and the workers that it will fork; memory is taken image by image."""
+    return Slots(_memory(name), pixels, f"the store of {name} images in memory")
+
+
+def _memory(name: str) -> int:
     # This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
     if make is None:
-        raise RunError(WHERE, "is ram, which needs Linux", "none, disk", "Set data.store=disk")
-    return Slots(make(f"kd-{name}"), pixels, f"the store of {name} images in memory")
+        raise RunError(WHERE, "is in memory, which needs Linux", "none, disk", "Set data.store=disk")
+    return make(f"kd-{name}")
 
 
 def _opened(path: Path, pixels: int) -> Slots:
@@ -195,3 +204,44 @@ def _opened(path: Path, pixels: int) -> Slots:
     except OSError as error:
         raise disk_error(error, path, WHERE) from error
     return Slots(file, pixels, f"'{path}'", path)
+
+
+class StoredViews:
+    """The first `number` views of each image, made once and kept in memory. See `kd.core.contracts.Dataset`."""
+
+    # For this process and those that it forks. A sample is the same whether it is read or made; an image that changes
+    # during the job keeps the views that it had. Not stored are images that cannot be decoded.
+
+    def __init__(self, views: Views, number: int) -> None:
+        self.views, self.number, self.classes, self.size = views, number, views.classes, views.size
+        stop = Stop(f"{WHERE}: the store of views", "Its views are used, the others are made each time.")
+        self.records = Records(_memory("views"), view_bytes(views), stop)
+
+    @property
+    def spent(self) -> Loading:
+        return self.views.spent
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def load(self, id: int, view: int) -> Sample:
+        place = view * len(self) + id
+        content = self.records.read(place) if view < self.number else None
+        if content is None:
+            sample = self.views.load(id, view)
+            if sample.readable and view < self.number:
+                partner = np.asarray(sample.partner_label)
+                head = VIEW.pack(sample.crc, sample.lam) + partner.tobytes()
+                self.records.write(place, head + sample.pixels.numpy().tobytes())
+            return sample
+        label, (crc, lam) = self.views.source.label(id), VIEW.unpack_from(content)
+        like = np.asarray(label)
+        partner = np.frombuffer(content, like.dtype, like.size, VIEW.size)
+        pixels = torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=VIEW.size + like.nbytes)
+        partner_label = partner.copy() if like.ndim else int(partner[0])
+        return Sample(pixels.view(3, self.size, self.size), label, partner_label, lam, crc=crc)
+
+
+def view_bytes(views: Views) -> int:
+    """Return the most bytes of a view in its store, without the head of its record."""
+    return VIEW.size + np.asarray(views.source.label(0)).nbytes + 3 * views.size**2

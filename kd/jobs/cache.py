@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ def cache(settings: Config, export: str = "") -> Cached:
         report = choose_teacher(setting, plan)
         if report.line and backend.rank == 0:
             log.info("teacher: %s", report.line)
-        loader, _ = loaders(data.views(), data.plan, setting.split, backend, setting.machine.timeout_seconds)
+        once = replace(data.plan, views=0)  # no view is shown twice here, so that none need be kept in memory
+        loader, _ = loaders(data.views(), once, setting.split, backend, setting.machine.timeout_seconds)
         cached = open_cache(plan, report, setting)
         store, start, before = cached.store, time.perf_counter(), cached.images
         _require_writable(store)

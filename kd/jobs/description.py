@@ -84,7 +84,7 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
-    if section.store == "none":
+    if section.store in ("none", "views"):  # the start says how much memory views take
         return []
     from kd.data.store import slot_bytes  # only where pixels are stored
     from kd.setup.store import keep_rules

@@ -83,7 +83,7 @@ class Data:
         found = {"image_size": self.plan.image_size, **asdict(self.plan.augment), "margin": MARGIN, "format": FORMAT}
         if not found["erase"]:  # the pixels are those from before this key
             del found["erase"]
-        if self.plan.store != "none":  # a store changes the pixels
+        if self.plan.store in ("ram", "disk"):  # a store of decoded pixels changes them
             from kd.setup.store import keep_rules
 
             found["store"] = list(asdict(keep_rules(self.plan)[0]).values())
@@ -185,7 +185,7 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data 
         for source in data.splits.values():
             source.prepare()
     backend.barrier()
-    if plan.store == "none":
+    if plan.store in ("none", "views"):
         return data
     from kd.setup.store import open_store  # only where pixels are stored
 
@@ -261,8 +261,12 @@ def loaders(
     """Build the training and the validation loader of this rank."""
     if section.loader == "ray":
         return _remote(both, section, split, backend)
-    count = workers_of(section, backend)
-    train = _local(both[0], _share(backend, split.batch_size, split.accumulate), section, backend, timeout_seconds)
+    count, shown = workers_of(section, backend), both[0]
+    if section.store == "views" and section.views:
+        from kd.setup.store import store_views  # only where views are stored
+
+        shown = store_views(shown, section.views, backend)
+    train = _local(shown, _share(backend, split.batch_size, split.accumulate), section, backend, timeout_seconds)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
     needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)

@@ -11,8 +11,20 @@ from kd.core.contracts import Backend, Source
 from kd.core.errors import CorruptImage, RunError
 from kd.core.host import free_mib
 from kd.core.seeds import evenly_spaced
-from kd.data.store import PIXELS, Shrunk, Slots, Stored, identity, open_disk, open_ram, slot_bytes
-from kd.data.views import Evaluate
+from kd.data.store import (
+    PIXELS,
+    Shrunk,
+    Slots,
+    Stored,
+    StoredViews,
+    identity,
+    open_disk,
+    open_ram,
+    slot_bytes,
+    view_bytes,
+)
+from kd.data.views import Evaluate, Views
+from kd.files.records import record_bytes
 from kd.files.storage import hashed_folder, log
 
 SAMPLE = 16  # training images that are decoded to estimate the size of a store
@@ -78,6 +90,20 @@ def _require_room(
     if backend.rank == 0:
         where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
         log.info("store: about %s of decoded images %s, %s of it there already", _size(total), where, _size(there))
+
+
+def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
+    """Keep the first `number` views of each image in memory, if there is room. All ranks must call it."""
+    total = number * len(views) * record_bytes(view_bytes(views)) / 2**20
+    left = torch.tensor([free_mib()], dtype=torch.float32, device=backend.device)
+    backend.broadcast_([left])
+    if total * backend.local_world_size > left.item():
+        wrong = f"is views, and {number} views of {len(views)} images take {_size(total)} on each rank of this host; "
+        remedy = "Set data.store=ram or disk, which keep decoded pixels, or fewer views"
+        raise RunError("data.store", f"{wrong}{_size(left.item())} of memory are left", "What fits", remedy)
+    if backend.rank == 0:
+        log.info("store: %s of views in memory, once all %d of each image are made", _size(total), number)
+    return StoredViews(views, number)
 
 
 def _mean_bytes(source: Source, rule: Shrunk) -> float:

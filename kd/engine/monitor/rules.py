@@ -195,8 +195,8 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     text, threshold = f"{whose} grew {moved}, in every quarter", f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
     effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
     advice = Advice("profile.steps", _last_steps(evidence), effect)
-    if facts.store == "ram":
-        advice = Advice("data.store", "disk", "the store of decoded images grows in memory during the first epoch.")
+    if facts.store in ("ram", "views"):
+        advice = Advice("data.store", "disk", "a store in memory grows until all of its images or views are there.")
     return _finding("GPUMemoryIncrease" if on_gpu else "MemoryIncrease", SERIOUS, text, threshold, advice)
 
 

@@ -14,15 +14,15 @@ import torch
 from PIL import Image
 
 from kd import config
-from kd.core.errors import CorruptImage, DataError, RunError
-from kd.core.types import Decoded, Plan
+from kd.core.errors import ConfigError, CorruptImage, DataError, RunError
+from kd.core.types import Decoded, Loading, Plan
 from kd.data.loader import LocalLoader, Share
-from kd.data.store import PIXELS, Shrunk, Slots, Stored, open_disk, open_ram
+from kd.data.store import PIXELS, Shrunk, Slots, Stored, StoredViews, open_disk, open_ram
 from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.files.records import Records
 from kd.parts.datasets import imagefolder
 from kd.setup.build import build_backend
-from kd.setup.store import open_store
+from kd.setup.store import open_store, store_views
 
 
 class Pictures:
@@ -386,3 +386,61 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(RunError, match=r"data\.store: cannot write '.*store.*'"):
         opened("disk", tmp_path, 3, 100)
+
+
+class Sets(Pictures):
+    """The same, of several labels an image."""
+
+    def label(self, id: int) -> np.ndarray:
+        return np.array([id % 2, 1 - id % 2, id == 3], np.int8)
+
+
+def samples(dataset, workers: int, epochs: int = 4, views: int = 2) -> list:
+    plan = Plan(torch.arange(len(dataset)), torch.ones(len(dataset)))
+    loader = LocalLoader(dataset, Share(4, 1, 0, 1), workers)
+    return [batch for epoch in range(epochs) for batch in loader.epoch(plan, epoch % views)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mixing", [None, Mixing(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
+@pytest.mark.parametrize("kind", [Pictures, Sets])
+def test_stored_views_are_those_that_are_made(kind, mixing, workers):
+    """Pixels, labels, weights and checksums; each view is made once, whoever makes it."""
+    made, kept = (Views(kind([(40, 30), (20, 60)], length=12), Train(16, 0.35, 0.5, 0.3), 16, 7, mixing) for _ in "ab")
+    stored = StoredViews(kept, 2)
+    for one, other in zip(samples(made, workers), samples(stored, workers), strict=True):
+        for name in ("ids", "image", "label", "partner_label", "lam", "weight"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert (one.crc, one.view) == (other.crc, other.view)
+    if not workers:
+        assert (stored.spent.decoding > 0, made.source.decoded) == (True, 2 * kept.source.decoded)
+    before = kept.source.decoded
+    for view in (0, 1, 2, 2):  # the third one is not kept
+        stored.load(0, view)
+    assert kept.source.decoded - before >= 2
+    assert mixing or kept.source.decoded - before == 2
+
+
+def test_a_stored_view_that_is_not_whole_is_made_again_and_a_corrupt_image_asked_for_each_time():
+    views = Views(Pictures([(40, 30)], broken=True, length=4), Train(16, 0.35, 0.5, 0.3), 16, 7, on_corrupt="skip")
+    stored = StoredViews(views, 1)
+    assert [stored.load(3, 0).readable for _ in range(2)] == [False, False]
+    first, decoded = stored.load(1, 0).pixels, views.source.decoded
+    os.pwrite(stored.records._file, b"x", stored.records.stride + 100)
+    assert torch.equal(stored.load(1, 0).pixels, first)
+    assert views.source.decoded == decoded + 1
+    assert stored.spent.minus(Loading()) == views.spent
+
+
+def test_stored_views_need_room_and_views_that_repeat(chosen, caplog):
+    backend = build_backend(chosen.backend)
+    views = Views(Pictures([(40, 30)], length=10**9), Train(64, 0.35, 0.5, 0.3), 64, 7)
+    with pytest.raises(
+        RunError, match=r"^data\.store: is views, and 900 views of 1000000000 .* GiB of memory are left"
+    ):
+        store_views(views, 900, backend)
+    with caplog.at_level("INFO", "kd"):
+        store_views(Views(Pictures([(40, 30)]), Train(64, 0.35, 0.5, 0.3), 64, 7), 8, backend)
+    assert "0.1 MiB of views in memory, once all 8 of each image are made" in caplog.text
+    with pytest.raises(ConfigError, match=r"^data\.store: is views, but no view is shown twice"):
+        config.load({"data": {"kind": "imagefolder", "root": "x"}}, ["data.store=views", "student.model=resnet18"])
