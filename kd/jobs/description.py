@@ -84,8 +84,11 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
 
 
 def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
-    if section.store in ("none", "views"):  # the start says how much memory views take
+    if section.store == "none":
         return []
+    if section.store == "views":
+        kept = section.views * sizes[0] * 3 * section.image_size**2
+        return [f"store     views: {kept / 2**30:.2f} GiB of memory on each rank, once all of them are made"]
     from kd.data.store import slot_bytes  # only where pixels are stored
     from kd.setup.store import keep_rules
 

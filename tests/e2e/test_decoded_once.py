@@ -85,4 +85,6 @@ def test_check_says_what_a_store_may_take(written, command):
     done = command("train", written(), "data.store=disk", "--check")
     assert done.code == 0, done
     assert re.search(r"^store     disk: at most \d", done.out, re.MULTILINE)
+    views = command("train", written(), "data.store=views", "data.views=2", "--check")
+    assert re.search(r"^store     views: \d", views.out, re.MULTILINE), views
     assert not re.search(r"^store ", command("train", written(), "--check").out, re.MULTILINE)

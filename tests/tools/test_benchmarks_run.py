@@ -163,6 +163,32 @@ def test_photographs_of_many_pixels(ran, exported, photos):
     assert {row["which"] for row in rows} == {"kd", "timm", "torchvision v2"}
 
 
+def test_photographs_over_http(ran, exported, photos):
+    words = ["--rounds", "1", "--seconds", "0.3"]
+    rows = ran(
+        "photographs_endpoint",
+        exported,
+        photos / "train",
+        *words,
+        SIDES={"as it is": None, "12 MP": (400, 300)},
+        CASES=[("12 MP", 2)],
+    )
+    assert {float(row["margin"]) for row in rows} == {0.0, 1.5}
+    assert all(float(row["per_second"]) > 0 for row in rows)
+
+
+def test_recipe(ran, photos, tmp_path):
+    for number, file in enumerate(sorted((photos / "train").glob("*/*"))[:20]):
+        to = tmp_path / "data" / "train" / f"{number % 2}" / f"{number}.png"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(file).resize((32, 32)).save(to)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "recipe.jsonl").touch()  # else the rows of the committed CSV are the first ones
+    words = ["--data", tmp_path / "data", "--work", tmp_path / "work", "--seeds", "0", "--epochs", "2"]
+    rows = ran("recipe", *words, BATCH=4)
+    assert {row["arm"] for row in rows} == {*importlib.import_module("recipe").ARMS}
+
+
 def test_regimes(ran, tmp_path):
     words = ["--work", tmp_path / "work", "--regimes", "even", "--seeds", "0", "--epochs", "1", "--budgets", "1.0"]
     rows = ran("regimes", *words, "--arms", "everything", REGIMES={"even": {"train_images": 4, "val_images": 3}})

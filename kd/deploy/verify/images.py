@@ -54,7 +54,7 @@ class Shown:
         there = sum(bool(at[encoded]) for encoded, *_ in rows)
         if there < len(rows):
             wrong = f"'{source}' holds {there} of the {len(rows)} images that the export's numbers are of"
-            wrong += f"; {unread} files there cannot be read" if unread else ""
+            wrong += f"; files there that cannot be read: {unread}" if unread else ""
             raise DataError("--data", wrong, "All of them, among any others", "Name the run's validation images")
         folders = {one: [f"/{images.names[id].rpartition('/')[0]}" for id in ids] for one, ids in at.items()}
         return Shown(rows, lambda encoded: images.content(at[encoded][0]), folders)
