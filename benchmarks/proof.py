@@ -14,10 +14,11 @@ network at several lengths and augmentations, of which the best on the validatio
 `test` is scored once, at the end.
 
 A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. A new work
-folder begins with the rows of the committed CSVs of this hardware. CPU minutes
-are of one process of one thread. The teacher answers in OpenVINO's float32 (lite0, 128 px, one thread of an AMD EPYC:
-252 images/s, torch 100; bfloat16 moves its logits by 0.48 of their standard deviation). It is fitted and asked by a
-process of its own, once for each seed and number of labels: `teacher_minutes`, the same in all arms that use it.
+folder begins with the rows of the committed CSVs of this hardware. CPU minutes are of one process of one thread, or
+with `--gpu` of a run and its workers. On a CPU the teacher answers in OpenVINO's float32 (lite0, 128 px, one thread of
+an AMD EPYC: 252 images/s, torch 100; bfloat16 moves its logits by 0.48 of their standard deviation). It is fitted and
+asked by a process of its own, once for each seed and number of labels: `teacher_minutes`, the same in all arms that use
+it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -133,15 +135,18 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     content = merged(content, {"run": {**run, "every": {"evaluate": max(1, steps // 5), "checkpoint": 100}}})
     root = options.work if data == "wrong" else options.data
     content["data"]["root"] = str((root / data).resolve())
-    content["backend"] = {"threads": 1}
+    content["backend"] = {"precision": "bf16"} if options.gpu else {"threads": 1}
+    if options.gpu:
+        content["data"] |= {"workers": options.gpu, "store": "views" if own.teacher else "ram"}
     if labels:
         content["data"] |= {"labels": own.labels, "labels_per_class": labels}
     else:
         content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
     content["losses"] = own.losses or content["losses"]
     if own.teacher:
-        content["teacher"] |= {"checkpoint": str((options.weights / weights).resolve()), "runtime": "openvino"}
-        fit = {"seed": seed, "folder": str(options.work / "teachers")}
+        runtime = {} if options.gpu else {"runtime": "openvino"}
+        content["teacher"] |= {"checkpoint": str((options.weights / weights).resolve()), **runtime}
+        fit = {"seed": fitted(experiment, seed), "folder": str(options.work / "teachers")}
         content["teacher"]["fit"] |= fit | ({"steps": options.steps, "evaluate": 0} if options.steps else {})
     else:
         del content["teacher"]
@@ -201,16 +206,23 @@ def audited(options: argparse.Namespace, folder: Path) -> Row:
     return {"wrong": len(planted), "doubted": len(doubted), "doubted_right": round(100 * right / max(1, len(first)), 1)}
 
 
-ONCE = threading.Lock()  # two arms of one teacher must not fit it twice
+ONCE: dict[object, threading.Lock] = defaultdict(threading.Lock)  # two arms of one teacher must not fit it twice
+
+
+def fitted(experiment: str, seed: int) -> int:
+    """Return the seed of the teacher: with 100,000 labels one teacher is fitted for all seeds of the student."""
+    return 0 if experiment == "tiny_imagenet" else seed
 
 
 def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) -> float:
     """Fit the teacher and fill its cache, if that is not done; return the CPU minutes that it took."""
+    if (own := fitted(experiment, seed)) != seed:
+        asked(options, experiment, labels, own)
     first = next(arm for arm, own in EXPERIMENTS[experiment].items() if own.teacher)
     content = settings(options, experiment, first, labels, seed)
     content["run"]["name"] = f"{experiment}-teacher-{labels}-{seed}"
     file = options.work / f"{content['run']['name']}.json"
-    with ONCE:
+    with ONCE[file]:
         if not file.is_file():
             file.write_text(json.dumps(call(options, "cache", content)))
     return json.loads(file.read_text())["cpu_minutes"]
@@ -343,6 +355,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="*", default=[], help="all if empty")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--gpu", type=int, default=0, metavar="WORKERS", help="on a GPU, with that many each")
     parser.add_argument("--steps", type=int, default=0, help="length of a run and of a fit; 0: the configuration's")
     options = parser.parse_args(argv)
     options.work = options.work.resolve()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kd.config.schema import Augment, DataSection
-from kd.core.contracts import Backend, Noted, Source
+from kd.core.contracts import Backend, Dataset, Noted, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
 from kd.data.loader import LocalLoader, Share
@@ -298,7 +298,7 @@ def evaluation_loader(
     return _local(shown, share, section, backend, timeout_seconds)
 
 
-def _local(shown: Views, share: Share, section: DataSection, backend: Backend, timeout_seconds: float) -> LocalLoader:
+def _local(shown: Dataset, share: Share, section: DataSection, backend: Backend, timeout_seconds: float) -> LocalLoader:
     more = {"timeout_seconds": timeout_seconds, **_loading(section, backend)}
     return LocalLoader(shown, share, workers_of(section, backend), **more)
 
