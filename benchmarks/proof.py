@@ -206,7 +206,7 @@ def audited(options: argparse.Namespace, folder: Path) -> Row:
     return {"wrong": len(planted), "doubted": len(doubted), "doubted_right": round(100 * right / max(1, len(first)), 1)}
 
 
-ONCE: dict[object, threading.Lock] = defaultdict(threading.Lock)  # two arms of one teacher must not fit it twice
+ONCE: dict[str, threading.Lock] = defaultdict(threading.Lock)  # two arms of one teacher must not fit it twice
 
 
 def fitted(experiment: str, seed: int) -> int:
@@ -222,7 +222,7 @@ def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) 
     content = settings(options, experiment, first, labels, seed)
     content["run"]["name"] = f"{experiment}-teacher-{labels}-{seed}"
     file = options.work / f"{content['run']['name']}.json"
-    with ONCE[file]:
+    with ONCE[str(file)]:
         if not file.is_file():
             file.write_text(json.dumps(call(options, "cache", content)))
     return json.loads(file.read_text())["cpu_minutes"]
