@@ -3,6 +3,7 @@
 And the images of a split in batches, and a model's answers to them, in this process.
 """
 
+import atexit
 import mmap
 import os
 import sys
@@ -126,7 +127,8 @@ class LocalLoader:
             with nullcontext() if forked else sigterm_blocked():
                 batches = iter(self._batches)
             if not forked:
-                weakref.finalize(self, end_workers, batches, os.getpid())
+                # At the exit before torch's own, which waits 5 s for each worker that fills pinned memory.
+                atexit.register(weakref.finalize(self, end_workers, batches, os.getpid()))
                 watch.start()  # after the fork: a thread more would be one more reason for it to go wrong
             for batch in batches:
                 watch.waiting = False

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +114,32 @@ def test_a_run_resumes_to_the_same_bits(train, settings):
     job(config.load(settings, ["run.name=resumed"]))
     one, other = whole.checkpoint(), Trained(folder).checkpoint()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_a_run_ends_its_workers(train):
+    """Without the garbage collector: what forks later would inherit them, and the process would wait for each."""
+    gc.disable()
+    try:
+        train("workers", "data.workers=2")
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
+
+
+def test_a_process_does_not_wait_for_workers_that_fill_pinned_memory(settings, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    lines = [
+        "import sys, time",
+        "from kd import config",
+        "from kd.jobs.train import train",
+        "from kd.data import loader",
+    ]
+    lines += ["kept, build = [], loader.LocalLoader.__init__"]  # somebody holds them to the end
+    lines += ["loader.LocalLoader.__init__ = lambda self, *a, **b: (kept.append(self), build(self, *a, **b))[1]"]
+    lines += ["train(config.load(sys.argv[1], ['run.name=kept', 'data.workers=4']))", "print(time.time())"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines), file], check=True, capture_output=True, text=True)
+    assert time.time() - float(done.stdout.splitlines()[-1]) < 15  # torch waits 5 s for each of eight
 
 
 def test_two_processes_on_one_device_are_one(train, world, kind):

@@ -48,7 +48,7 @@ class LogitsEvaluator(Evaluator):
         self.teacher, self.num_classes, self.labelled = setting.teacher, setting.num_classes, setting.labelled
         self.decides = scores.decides(self.labelled).key
         self.chance = 1 / max(1, self.num_classes)
-        self._answers = Answers(self._logits, self.backend)
+        self._answers = Answers(_logits_of(self.teacher), self.backend)
         self._last: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
@@ -72,12 +72,8 @@ class LogitsEvaluator(Evaluator):
 
     def of(self, teacher: Teacher) -> LogitsEvaluator:
         other = copy.copy(self)
-        other.teacher, other._answers, other._last = teacher, Answers(other._logits, self.backend), []
+        other.teacher, other._answers, other._last = teacher, Answers(_logits_of(teacher), self.backend), []
         return other
-
-    def _logits(self, batch: Batch) -> Outputs:  # of the teacher, without features, which may be large
-        assert self.teacher is not None
-        return Outputs(self.teacher(batch).logits.float())
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return what `_finish`, which returns the validation row on all ranks, needs of a batch, on the device."""
@@ -89,6 +85,15 @@ class LogitsEvaluator(Evaluator):
     def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         """Return what `samples` needs of each image of a batch beside `_row`, on the device, [B, ...]."""
         return {}
+
+
+def _logits_of(teacher: Teacher | None) -> Callable[[Batch], Outputs]:  # without features, which may be large
+    # Not a method: the evaluator would hold itself, and the workers of its loader would outlive the run.
+    def ask(batch: Batch) -> Outputs:
+        assert teacher is not None
+        return Outputs(teacher(batch).logits.float())
+
+    return ask
 
 
 def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backend) -> dict[str, Tensor]:
