@@ -140,6 +140,8 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
         content["data"] |= {"workers": options.gpu, "store": "views" if own.teacher else "ram"}
     if labels:
         content["data"] |= {"labels": own.labels, "labels_per_class": labels}
+        if own.labels == "all":  # of ten classes
+            content["data"]["batch_size"] = min(content["data"]["batch_size"], 10 * labels)
     else:
         content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
     content["losses"] = own.losses or content["losses"]

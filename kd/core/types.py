@@ -119,7 +119,7 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory; torch's DataLoader calls this by name."""
-        return self.map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory() if tensor.numel() else tensor)
 
 
 @dataclass(frozen=True, slots=True)

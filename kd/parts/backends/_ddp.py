@@ -90,6 +90,8 @@ class DDPBackend:
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
+            if self.device.type == "cuda":  # stored answers are not pinned yet, and copying those waits for the device
+                batch = batch.pin_memory()
             yield batch.to(self.device, non_blocking=True)
 
     def wrap(self, module: nn.Module) -> nn.Module:
