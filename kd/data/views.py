@@ -26,6 +26,7 @@ from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of
 
 MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])  # of ImageNet's pixels, 0 to 255
 ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's least and greatest aspect
+ONES = np.ones(784, np.float32)
 GREY = 0.299, 0.587, 0.114  # shares of red, green and blue (ITU-R 601), as in Pillow
 FORMAT = 2  # raised with every change of what `Train` makes of an image; caches of another format are filled anew
 
@@ -202,7 +203,8 @@ def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Ima
     """Change brightness, contrast and saturation of an RGB image by up to `strength`, in a random order."""
     # A step maps a * colour + b * grey + c, alike for all three colours, to another of its kind. So all steps are one
     # matrix, and values are rounded and cut off once. Contrast turns around the mean grey, of a grid of 28 x 28 pixels.
-    mean = np.asarray(image.resize((28, 28), Image.Resampling.NEAREST)).reshape(-1, 3).mean(0).dot(GREY)
+    grid = np.frombuffer(image.resize((28, 28), Image.Resampling.NEAREST).tobytes(), np.uint8).reshape(784, 3)
+    mean = ((ONES @ grid.astype(np.float32)).astype(float) / 784).dot(GREY)  # exact, in a third of grid.mean's time
     a, b, c = 1.0, 0.0, 0.0
     steps = ["brightness", "contrast", "saturation"]
     rng.shuffle(steps)
