@@ -31,7 +31,6 @@ from kd.data.workers import Watch, connection_error, serve_until_the_trainer_end
 
 BATCH = 50
 """Images of a forward. On a CPU an image costs the same from about 16 a batch on; 50 of 224 pixels take 30 MB."""
-AHEAD = 4  # micro-batches that each worker makes before the loop asks for them
 
 
 class Request(NamedTuple):
@@ -94,7 +93,7 @@ class LocalLoader:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            prefetch_factor=AHEAD if workers else None,
+            prefetch_factor=ahead(workers) if workers else None,
             worker_init_fn=serve_until_the_trainer_ends,
             # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
@@ -166,7 +165,7 @@ class LocalLoader:
         """Return about how many bytes of shared memory this rank's batches take on their way, at `size` pixels."""
         # Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
         batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
-        return (self.workers * AHEAD + 2) * batch if self.workers else 0
+        return (self.workers * ahead(self.workers) + 2) * batch if self.workers else 0
 
     def _require_few_skipped(self) -> None:
         images, most = len(self.dataset), most_skipped(self.max_skipped, len(self.dataset))
@@ -176,6 +175,12 @@ class LocalLoader:
             allowed = f"At most {most} (a share of {self.max_skipped:g}, and always one)"
             remedy = "Look at the images with data.on_corrupt=error, which names them, or raise data.max_skipped"
             raise DataError("data.max_skipped", wrong, allowed, remedy)
+
+
+def ahead(workers: int) -> int:
+    """Return how many micro-batches each worker makes before the loop asks for them."""
+    # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a GPU as much of pinned memory.
+    return 4 if workers <= 4 else 2
 
 
 def most_skipped(share: float, images: int) -> int:
