@@ -70,9 +70,9 @@ def alone(share: float = 1.0, **augment: float) -> Arm:
     return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
 
 
-def sifted(kind: str, **keys: float) -> Arm:
-    """Return the soft arm on 60 % of the images after the first epoch."""
-    return Arm(over={"sifter": {"kind": kind, **keys}})
+def sifted(kind: str, share: float = 1.0, **keys: float) -> Arm:
+    """Return the soft arm on 60 % of the images after the first epoch, at so many of its steps."""
+    return Arm(share=share, over={"sifter": {"kind": kind, **keys}})
 
 
 SOFT, PSEUDO = Arm(), Arm([HARD])
@@ -98,6 +98,7 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "soft": SOFT,
         "labels only": alone(),
         "history": sifted("history", keep=0.6),
+        "history, ten passes": sifted("history", 0.64, keep=0.6),
         "hard": PSEUDO,
         "relative": sifted("relative", beta_value=0.667, sift_delay=391),
     },
