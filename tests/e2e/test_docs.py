@@ -363,7 +363,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     ran = rows("compare_cifar10", epoch="20")
     arms = [[row for row in ran if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in ran)]
     timm, live, cached = (total(arm, "training_seconds") for arm in arms)
-    taught, untaught = (rows("proof_few_labels", arm=arm) for arm in ("soft", "labels only, strong"))
+    taught, untaught = (rows("proof_few_labels", arm=arm, labels="100") for arm in ("soft", "labels only, strong"))
     whole, alone, sifted = (rows("full_labels", arm=arm) for arm in ("kl", "labels only", "history"))
     served = rows("endpoint")[0]
     busy = max(float(row["resident_mb"]) for row in rows("serve_litserve", which="kd-serve"))
