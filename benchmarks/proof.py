@@ -320,8 +320,7 @@ def drawn(rows: Sequence[Row]) -> str:
     ]
     shown = [one for one in shown if len(one.x)]
     marks = [
-        f'<text x="{620 - 190 * (len(shown) - 1 - place):.0f}" y="14" text-anchor="end" '
-        f'style="fill:var({one.color})">{one.name}</text>'
+        f'<text x="{56 + 178 * place}" y="14" style="fill:var({one.color})">{one.name}</text>'
         for place, one in enumerate(shown)
     ]
     return standalone(lines(shown, (760, 320), "labels a class", "%", log=True), COLORS, "".join(marks))
