@@ -135,7 +135,7 @@ def test_foreign_weights_are_recognized_and_written(inside):
     text, written = wrote(classes(Path("three"), 5, 5, 5), str(weights))
     taught = written["teacher"]
     assert (taught["model"], taught["weights"], taught["pretrained"]) == ("tf_efficientnet_lite0", "by_order", True)
-    assert taught["args"] == {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}
+    assert taught["args"] == {"pretrained_cfg_overlay": {"input_size": [3, 128, 128]}}
     assert "under other names" in text
     torch.save(tensors, weights)
     assert identify("--teacher", weights) == ("efficientnet_lite0", False)
