@@ -43,7 +43,8 @@ def main() -> None:
     file = given.work / f"{name}.yaml"
     if not file.is_file():
         given.work.mkdir(parents=True, exist_ok=True)
-        call("init", str(given.folder.resolve()), "--teacher", str(given.weights.resolve()), "--mb", "4", "-o", str(file))
+        folder, weights = str(given.folder.resolve()), str(given.weights.resolve())
+        call("init", folder, "--teacher", weights, "--mb", "4", "-o", str(file))
     content: dict[str, Any] = yaml.safe_load(file.read_text())
     own = {"losses.0.temperature": content["losses"][0]["temperature"], "optimizer.lr": content["optimizer"]["lr"]}
     lists = [f"{key}={','.join(f'{own[key] * by:.4g}' for by in factors)}" for key, factors in FACTORS.items()]
