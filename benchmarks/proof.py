@@ -183,7 +183,7 @@ def plant(options: argparse.Namespace) -> set[str]:
         under = path.parent.name
         if draw.random() < WRONG:
             under = draw.choice([name for name in classes if name != under])
-            planted.add(f"{under}/{path.parent.name}_{path.name}")
+            planted.add(f"train/{under}/{path.parent.name}_{path.name}")
         link(path, target / "train" / under / f"{path.parent.name}_{path.name}")
     for path in (source / "test").glob("*/*"):
         link(path, target / "test" / path.parent.name / path.name)
@@ -406,7 +406,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     short = f" --steps {options.steps}" if options.steps else ""
     for experiment, arms in EXPERIMENTS.items():
         own = [row for row in rows if row["experiment"] == experiment]
-        own.sort(key=lambda row: (row["labels"], list(arms).index(row["arm"]), row["seed"]))
+        place = {arm: i for i, arm in enumerate(arms)}  # a committed row may have an arm that is made no more
+        own.sort(key=lambda row: (row["labels"], place.get(row["arm"], len(place)), row["seed"]))
         if own:
             print(report(experiment, own))
             command = f"python benchmarks/proof.py --data FOLDER --weights FOLDER --only {experiment}{short}"
