@@ -87,6 +87,8 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
     },
     "grocery": {
         "soft": SOFT,
+        "soft, 8 views": Arm(over={"teacher": {"cache": {"views": 8}}}),
+        "soft, mixup": Arm(over={"data": {"augment": {"mixup": 1.0}}}),  # the teacher's fit too
         "soft, a third": Arm(share=1 / 3),
         "labels only": alone(),
         "labels only, a third": alone(1 / 3),

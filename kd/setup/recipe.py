@@ -268,6 +268,8 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
         # How often it is evaluated decides which weights are the best ones, and those are kept.
         keys, kind = resolve(fit).record.keys, "student.kind"  # `module:function` names the kind
         counts = {key: value for key, value in keys.items() if not is_free(key, kind) or key == "run.every.evaluate"}
+        if counts["data.store"] == "disk":  # `kd-sweep` needs one; it keeps the same pixels
+            counts["data.store"] = "ram"
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"

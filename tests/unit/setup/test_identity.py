@@ -382,6 +382,7 @@ def test_a_key_changes_the_identities_of_what_depends_on_it_and_no_other(key, mo
     assert "".join(name for name in "FCSR" if before[name] != after[name]) == expected
 
 
-def test_a_cache_keeps_the_same_pixels_in_memory_and_on_a_disk():
+def test_a_store_has_the_same_pixels_in_memory_and_on_a_disk_for_a_cache_and_for_a_teacher():
     disk, ram, none = (found(f"data.store={where}") for where in ("disk", "ram", "none"))
     assert disk["C"] == ram["C"] != none["C"]
+    assert disk["F"] == ram["F"] != none["F"]
