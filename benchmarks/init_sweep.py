@@ -4,7 +4,7 @@ Run: python benchmarks/init_sweep.py FOLDER WEIGHTS [--work FOLDER] [key=value .
 
 FOLDER has train/, val/ and test/ with class folders, WEIGHTS is a file for `kd init --teacher`. The file is written,
 `kd-sweep` trains it with three temperatures by three rates, of which the middle ones are the file's, one teacher and
-cache for all, and each trial is scored on the test images, which chose nothing. A row a trial; `written` marks the
+cache for all, and each trial is scored on the test images, which chose nothing. A row a trial; the middle one is the
 file's own. Interrupted, the same command goes on. One process of one thread.
 """
 
@@ -57,15 +57,14 @@ def main() -> None:
         steps = [json.loads(line) for line in (trial.parent / "metrics.jsonl").read_text().splitlines()]
         scored = json.loads((trial.parent / "scored.json").read_text())
         score, images = scored["row"]["accuracy"], scored["images"]
-        chosen = {"losses.0.temperature": config["losses"][0]["temperature"], "optimizer.lr": config["optimizer"]["lr"]}
         low, high = wilson(score, images)
         rows.append(
             {
                 "folder": name,
-                "temperature": chosen["losses.0.temperature"],
-                "lr": chosen["optimizer.lr"],
+                "temperature": config["losses"][0]["temperature"],
+                "lr": config["optimizer"]["lr"],
+                "views": config["teacher"]["cache"]["views"],
                 "seed": config["run"]["seed"],
-                "written": int(chosen == own),
                 "validation": round(100 * max(one["accuracy"] for one in steps if one["kind"] == "val"), 2),
                 "test": round(100 * score, 2),
                 "low": round(100 * low, 2),

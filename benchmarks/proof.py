@@ -75,6 +75,24 @@ def sifted(kind: str, share: float = 1.0, **keys: float) -> Arm:
     return Arm(share=share, over={"sifter": {"kind": kind, **keys}})
 
 
+def scratch(*losses: Row, share: float = 1.0, teacher: bool = True, views: int = 60, **augment: float) -> Arm:
+    """Return an arm of fruit whose student of 0.41 M parameters begins with random weights and has 300 epochs."""
+    over: Row = {
+        "data": {"batch_size": 64, "augment": augment},
+        "student": {
+            **dict.fromkeys(("init", "checkpoint", "weights", "tuning")),
+            "kind": "torch",
+            "model": "examples.residual:network",
+            "args": {"pretrained_cfg_overlay": None, "width": 16, "classes": 28, "fold": 4},
+            "mean": [0.5, 0.5, 0.5],
+            "std": [0.25, 0.25, 0.25],
+        },
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "warmup": None},
+    }
+    cache: Row = {"teacher": {"cache": {"views": views}}} if teacher else {}
+    return Arm([*losses], 5400 / 1050 * share, teacher, over={**over, **cache})
+
+
 SOFT, PSEUDO = Arm(), Arm([HARD])
 EXPERIMENTS: dict[str, dict[str, Arm]] = {
     "few_labels": {
@@ -87,13 +105,14 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
     },
     "grocery": {
         "soft": SOFT,
-        "soft, 8 views": Arm(over={"teacher": {"cache": {"views": 8}}}),
-        "soft, mixup": Arm(over={"data": {"augment": {"mixup": 1.0}}}),  # the teacher's fit too
-        "soft, a third": Arm(share=1 / 3),
         "labels only": alone(),
-        "labels only, a third": alone(1 / 3),
-        "labels only, mixup": alone(mixup=0.2),
         "hard": PSEUDO,
+        "scratch, soft": scratch(),
+        "scratch, soft, 8 views": scratch(views=8),
+        "scratch, soft, mixup": scratch(mixup=1.0),  # the teacher's fit too
+        "scratch, labels only": scratch(CE, teacher=False),
+        "scratch, labels only, a third": scratch(CE, share=1 / 3, teacher=False),
+        "scratch, labels only, mixup": scratch(CE, teacher=False, mixup=0.2),
     },
     "wrong_labels": {"soft": SOFT, "labels only": alone(), "labels only, a third": alone(1 / 3), "hard": PSEUDO},
     "tiny_imagenet": {
@@ -123,9 +142,9 @@ WRONG = 0.4
 
 
 def merged(base: Row, over: Row) -> Row:
-    """Return `base` with the values of `over`, section by section."""
-    both = {key: merged(base[key], value) for key, value in over.items() if isinstance(base.get(key), dict)}
-    return {**base, **over, **both}
+    """Return `base` with the values of `over`, section by section; None takes a key away."""
+    both = {key: merged(base[key], over[key]) for key in over if isinstance(base.get(key), dict) and over[key]}
+    return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
 
 
 def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
@@ -148,6 +167,8 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     else:
         content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
     content["losses"] = own.losses or content["losses"]
+    if "checkpoint" in content["student"]:
+        content["student"]["checkpoint"] = str((options.weights / "efficientnet-lite0.pth").resolve())
     if own.teacher:
         runtime = {} if options.gpu else {"runtime": "openvino"}
         content["teacher"] |= {"checkpoint": str((options.weights / weights).resolve()), **runtime}

@@ -9,7 +9,7 @@ from kd.core.host import command_seconds
 
 
 def init(argv: Sequence[str] | None = None) -> int:
-    """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [-o FILE]`: write the configuration of a run."""
+    """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [--student WEIGHTS] [-o FILE]`: write a run."""
     parser = new_parser(
         "kd-init",
         "Look at a folder of images and at this machine, and write a configuration with the facts that chose its keys.",
@@ -19,10 +19,12 @@ def init(argv: Sequence[str] | None = None) -> int:
     text = "class folders, with train, val and test or without; images alone; or images and a table of labels"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
     text = "milliseconds that an answer may take, such as 10ms: students are timed here"
-    parser.add_argument("--latency", metavar="MS", type=number("ms"), help=text)
+    parser.add_argument("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
     parser.add_argument("--mb", metavar="MB", type=number("mb"), help="megabytes that the student may have")
     text = "pretrained weights: a name, a file, NAME=FILE or a folder (default: the largest in the hub's cache here)"
-    parser.add_argument("--teacher", metavar="WEIGHTS", default="", help=text)
+    parser.add_argument("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
+    text = "pretrained weights that the student begins with: a name, a file or NAME=FILE"
+    parser.add_argument("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
     text = "where to write, never over an existing file (default: FOLDER's name with .yaml)"
     parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)
     options = parser.read(argv)
@@ -31,7 +33,7 @@ def init(argv: Sequence[str] | None = None) -> int:
         import_quickly("torch")
         from kd.jobs.init.init import init
 
-        file, following = init(options.folder, options.to, options.teacher, options.latency, options.mb)
+        file, following = init(**vars(options))
         print(f"wrote {file}. Read it, then:", *following, sep="\n  ")
 
     return guarded(command)
@@ -214,9 +216,7 @@ def report(argv: Sequence[str] | None = None) -> int:
 
 def parts(argv: Sequence[str] | None = None) -> int:
     """`kd-parts [FOLDER]`: list the losses, sifters, datasets and backends."""
-    parser = new_parser(
-        "kd-parts", "List the parts that a configuration can name.", "kd-parts losses", with_config=False
-    )
+    parser = new_parser("kd-parts", "List the parts that configurations name.", "kd-parts losses", with_config=False)
     text = "losses, sifters, ... (default: all), or a part of your own, such as mylab.losses.mse"
     parser.add_argument("folder", nargs="?", metavar="FOLDER|MODULE", help=text)
     options = parser.read(argv)

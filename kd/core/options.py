@@ -23,9 +23,8 @@ def option(
 
 def field_docs(cls: type) -> dict[str, str]:
     """Return the string under each field of a dataclass, those of its bases too."""
-    docs = {
-        key: text for base in reversed(cls.__bases__) if is_dataclass(base) for key, text in field_docs(base).items()
-    }
+    bases = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
+    docs = {key: text for one in bases for key, text in one.items()}
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     for node, following in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-STUDENTS = {"few_labels": 412_954, "wrong_labels": 412_954, "grocery": 421_756, "tiny_imagenet": 1_248_840}
+STUDENTS = {"few_labels": 412_954, "wrong_labels": 412_954, "grocery": 3_406_876, "tiny_imagenet": 1_248_840}
 """Parameters of each student whose teacher comes from a file of ImageNet's weights."""
 
 pytestmark = pytest.mark.slow
@@ -52,14 +52,16 @@ def test_a_teacher_from_a_file_of_another_library(command, tmp_path, monkeypatch
     data = noise(tmp_path / "data", splits.get(name, {"train": 110, "test": 1}), classes, size)
     lite = "lite0" if classes == 10 else "lite2"
     torch.manual_seed(0)
-    tensors = timm.create_model(f"tf_efficientnet_{lite}").state_dict()
-    torch.save({f"other.{number}": tensor for number, tensor in enumerate(tensors.values())}, tmp_path / "weights.pth")
+    for model in {lite, "lite0"}:
+        tensors = timm.create_model(f"tf_efficientnet_{model}").state_dict()
+        torch.save({f"other.{i}": tensor for i, tensor in enumerate(tensors.values())}, tmp_path / f"{model}.pth")
     monkeypatch.chdir(ROOT)
     run = tmp_path / "runs"
-    keys = [f"data.root={data}", f"teacher.checkpoint={tmp_path / 'weights.pth'}", "teacher.min_accuracy=0"]
+    keys = [f"data.root={data}", f"teacher.checkpoint={tmp_path / lite}.pth", "teacher.min_accuracy=0"]
     keys += [f"run.folder={run}", f"teacher.fit.folder={tmp_path / 'teachers'}", "backend.threads=1"]
     keys += ["run.steps=2", "run.every.evaluate=0", "teacher.fit.steps=2", "teacher.fit.evaluate=0"]
     keys += ["data.batch_size=64", "data.labels_per_class=4"] if name == "few_labels" else ["data.batch_size=32"]
+    keys += [f"student.checkpoint={tmp_path / 'lite0.pth'}"] if name == "grocery" else []
     answer = command("train", f"configs/{name}.yaml", *keys)
     assert answer.code == 0, answer
     manifest = json.loads((run / name / "manifest.json").read_text())

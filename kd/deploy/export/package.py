@@ -70,7 +70,5 @@ def refuse_other(folder: Path) -> None:
 
 
 def _listing(folder: Path) -> dict[str, dict[str, Any]]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files
-    }
+    files = {one.relative_to(folder).as_posix(): one for one in folder.rglob("*") if one.is_file()}
+    return {name: {"bytes": one.stat().st_size, "sha256": sha256(one)} for name, one in files.items()}

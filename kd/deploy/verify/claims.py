@@ -57,9 +57,7 @@ class Claims:
         """Compare JSON values, a row each. Of milliseconds more than `SLOWER` times as many prove little if `noisy`."""
         ends = more.get("ends", {})  # intervals, by row
         found = json.loads(json.dumps(found))  # as the manifest was written
-        both = [
-            {f"{what}{key and ': '}{key}": value for key, value in flatten(one).items()} for one in (claimed, found)
-        ]
+        both = [{f"{what}{key and ': '}{key}": each for key, each in flatten(one).items()} for one in (claimed, found)]
         elsewhere = processor() != self.manifest["environment"]["machine"]["processor"]
         busy = noisy or elsewhere or os.getloadavg()[0] > cores()
         for key in [key for key in {**both[0], **both[1]} if not key.endswith(ANY_SPEED)]:

@@ -81,9 +81,8 @@ class Shown:
         pillow = versions("pillow")["pillow"] == known.manifest["environment"]["packages"]["pillow"]
         text = f"{same} of {len(self.rows)} images have the pixels"
         right = same == len(self.rows) or (False if pillow else None)
-        known.add(
-            "preprocessing: size, crop, margin", f"{export.size}, {export.crop:g}, {export.margin:g}", text, right
-        )
+        claimed = f"{export.size}, {export.crop:g}, {export.margin:g}"
+        known.add("preprocessing: size, crop, margin", claimed, text, right)
         told = [(one, {name for folder in self.folders[crc] for name in export.labels if folder.endswith(f"/{name}")})
                 for crc, _, one in self.rows if one is not None and len(one) == 1]  # fmt: skip
         told = [(one, inside) for one, inside in told if inside]

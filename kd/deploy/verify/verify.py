@@ -68,11 +68,8 @@ def _verified(folder: Path, options: VerifyOptions) -> Claims:
     anew = "Export anew: kd-export RUN"
     manifest = read_json(folder / MANIFEST, "export", anew, kind=ModelError) if (folder / MANIFEST).is_file() else {}
     if "files" not in manifest:  # a run folder has another manifest.json
-        wrong, remedy = (
-            f"'{folder}' is not an export: it has no {MANIFEST} of one",
-            "Name the folder that kd-export wrote",
-        )
-        raise ModelError("export", wrong, "", remedy)
+        wrong = f"'{folder}' is not an export: it has no {MANIFEST} of one"
+        raise ModelError("export", wrong, "", "Name the folder that kd-export wrote")
     if not options.data:
         wrong, remedy = "is missing, and numbers are recomputed from images", "Name the run's validation images"
         raise ConfigError("--data", wrong, "A folder that holds them, among any others", remedy)
@@ -225,9 +222,8 @@ def _chain(known: Claims, folder: Path) -> None:
     known.same("chain: weights", own["exported"], found[own["exported"] != found[0]])
     said = [record["run"], record["step"], record["digest"][:DIGITS], record["digest"][:DIGITS]]
     version = manifest["version"].removesuffix("-index")
-    known.same(
-        "chain: run, step, weights and version", [own["run"], own["step"], own["exported"][:DIGITS], version], said
-    )
+    claimed = [own["run"], own["step"], own["exported"][:DIGITS], version]
+    known.same("chain: run, step, weights and version", claimed, said)
     for name, claimed in chain["graphs"].items():
         known.same(f"chain: {name}", claimed, manifest["files"].get(name, {}).get("sha256", "no file"))
     for where, one in chain.get("teacher", {"members": {}})["members"].items():

@@ -26,8 +26,9 @@ SPLITS = {
 LABEL_COLUMNS = ("label", "class", "category", "species", "target")
 HELD_OUT = {"val_fraction": 0.1}  # where nothing is named like a validation split
 SAMPLE, SECONDS = 200, 2.5  # images that are decoded at most, and for how long: an answer within ten seconds in all
+NO_TABLE = (ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error)  # when one is read
 MOST_ROOTS = 20  # inner folders in which the images of a table are looked for
-Keys = dict[str, Any]  # of the section `data`, `kind` first
+Keys = dict[str, Any]  # of a section, `kind` first
 
 
 class Folder(NamedTuple):
@@ -83,9 +84,7 @@ def _tables(folder: Path, inner: list[str]) -> Keys | None:
             tables[next((split for split, names in SPLITS.items() if words & {*names}), "")] = path
     first = tables.get("train") or tables.get("")
     for root in [folder, *(folder / name for name in inner[:MOST_ROOTS])] if first else []:
-        with suppress(
-            ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error
-        ):  # a file of something else
+        with suppress(*NO_TABLE):
             kind, more = _table(first, root)  # type: ignore[arg-type]
             ending = "labels" if kind == "multilabel" else "list"
             lists = {

@@ -10,32 +10,37 @@ import torch
 
 from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
-from kd.jobs.init.folder import Folder, look
-from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher
+from kd.jobs.init.folder import Folder, Keys, look
+from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher, named
+from kd.models.timm_folder import takes_any_size
 
 SIZES = (64, 96, 128, 160, 192, 224)
 """Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
 where the teacher has random weights too, as in docs/tutorial.md."""
-VIEWS, GPU_VIEWS, FITTING = 100_000, 1_000_000, 20_000
-"""Images that a run shows, on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s) and with a GPU; that fit a teacher from
-pretrained weights (configs/few_labels.yaml: 19,200)."""
+VIEWS, GPU_VIEWS, TUNING, FITTING = 100_000, 1_000_000, 35_000, 20_000
+"""Images that a run shows, on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s) and with a GPU; to a student of
+pretrained weights (configs/grocery.yaml: 34,000); that fit a teacher of such (configs/few_labels.yaml: 19,200)."""
 TEACHER_SIDE = 128
 """Least side of the images of a teacher with pretrained weights, which enlarges smaller ones itself: fitted on 1,000
 pictures of 32 px, EfficientNet-Lite0 was right on 69.9 % of 1,000 others at 64 px and on 77.0 % at 128."""
 SHOWN = 5
 """Times that a view with a stored answer is shown: of 1,142 photographs for 300 epochs a student learned 45.4 % from 8
 views, each shown 37 times, and 51.2 % from 60; fresh views of the labels alone 50.3 % (benchmarks/LOG.md)."""
+RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
+"""Learning rate and `head_lr` of pretrained weights: of convolutions (configs/few_labels.yaml), of transformers."""
 RAM_SHARE = 0.3  # of the free memory that decoded images may take
 
 
-def init(folder: Path, to: Path | None, weights: str, ms: float | None, mb: float | None) -> tuple[Path, list[str]]:
+def init(
+    folder: Path, to: Path | None, teacher_weights: str, student_weights: str, ms: float | None, mb: float | None
+) -> tuple[Path, list[str]]:
     """Look, choose and write; return the file and the commands that follow."""
     file = to or Path(re.sub(r"[^\w.-]+", "_", folder.resolve().name or "images") + ".yaml")
     if file.exists() or not os.access(file.parent, os.W_OK):
         wrong = f"'{file}' exists" if file.exists() else f"'{file.parent}' is no folder that can be written to"
         raise ConfigError("-o", wrong, "A new file", "Name another one with -o")
     found, gpu = look(folder), torch.cuda.is_available()
-    teacher = find_teacher(weights, found.data.classes, gpu)
+    teacher = find_teacher(teacher_weights, found.data.classes, gpu)
     if found.labels == "none" and (teacher is None or teacher.role == "fit"):
         wrong = f"the images have no labels ({found.why}), and "
         wrong += "a teacher cannot be fitted on them" if teacher else "no pretrained weights are here"
@@ -43,15 +48,15 @@ def init(folder: Path, to: Path | None, weights: str, ms: float | None, mb: floa
     size = min(224 if gpu else 128 if teacher else 64, found.side)
     size = max(side for side in SIZES if side <= max(size, SIZES[0]))
     bare = teacher is not None and teacher.role == "features" and found.labels == "none"
-    student = find_student(size, () if bare else found.data.classes or ("a", "b"), ms, mb)  # or the teacher's classes
+    classes = () if bare else found.data.classes or ("a", "b")  # or the teacher's
+    student = _tuned(student_weights, size) if student_weights else find_student(size, classes, ms, mb)
     head = f"# Written by `kd init {folder}`: keys and the facts that chose them; behind # choices that it cannot make"
     try:
         with open(file, "x", encoding="utf-8") as opened:
             opened.write("\n".join([head, *_lines(found, teacher, size, gpu, *student), ""]))
     except OSError as error:
-        raise ConfigError(
-            "-o", f"'{file}' cannot be written ({error.strerror})", "A new file", "Name another"
-        ) from error
+        wrong = f"'{file}' cannot be written ({error.strerror})"
+        raise ConfigError("-o", wrong, "A new file", "Name another") from error
     limits = [f"{word}<={limit:g}" for word, limit in (("ms", ms), ("mb", mb)) if limit]
     name, run = _yaml(str(file)), f"runs/{file.stem}"
     accept = f'kd export {run} --accept "{" ".join(["drop<=2", *limits])}"'
@@ -69,17 +74,17 @@ def _yaml(value: Any) -> str:
     return str(value) if plain else json.dumps(value, ensure_ascii=False)
 
 
-def _keys(keys: dict[str, Any], why: str) -> list[str]:
+def _keys(keys: Keys, why: str) -> list[str]:
     """Return lines of a section, the first with a comment."""
     lines = [f"  {key}: {_yaml(value)}" for key, value in keys.items()]
     return [f"{lines[0]}  # {why}", *lines[1:]]
 
 
-def _lines(
-    found: Folder, teacher: Teacher | None, size: int, gpu: bool, student: dict[str, Any], why: str
-) -> list[str]:
+def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student: Keys, why: str) -> list[str]:
     data, counts, count = found.data, found.counts, len(found.data.train)
-    epochs = min(300, max(10, round((GPU_VIEWS if gpu else VIEWS) / count)))
+    tuned = "init" in student
+    shown, least, most = (TUNING, 5, 30) if tuned else (GPU_VIEWS if gpu else VIEWS, 10, 300)
+    epochs = min(most, max(least, round(shown / count)))
     batch = min(256 if gpu else 32 if count < 5000 else 64, 2 ** (count.bit_length() - 1))
     steps, memory = epochs * (count // batch), free_mib()
     crop = 0.75 if found.side < size else 0.35
@@ -88,6 +93,7 @@ def _lines(
     layout = ", ".join(f"{len(one):,} {split}" for split, one in data.splits.items())
     classes = f"{len(counts)} classes of {min(counts):,} to {max(counts):,} images" if counts else found.why
     looked, rate = found.sampled + found.damaged, 0.003 if "xcit" in student["model"] else 0.002
+    rate = RATES[takes_any_size(student["model"])][0] if tuned else rate
     machine = f"{cores()} cores, {memory / 1024:.0f} GB free, {'a' if gpu else 'no'} GPU"
     return [
         "run:",
@@ -109,8 +115,9 @@ def _lines(
         *_teacher(found, teacher, epochs, min(32, batch), size),
         "student:",
         *_keys(student, why),
+        *["  # far more accurate where images are few: pretrained weights, kd init --student WEIGHTS"] * (not tuned),
         f"losses: {_losses(found, teacher)}",
-        f"optimizer: {{lr: {rate}, warmup: 0.1}}  # as in configs/vit_food.yaml",
+        f"optimizer: {{lr: {rate}, warmup: 0.1}}  # as in configs/{'grocery' if tuned else 'vit_food'}.yaml",
     ]
 
 
@@ -126,12 +133,10 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         why = "random weights, as in docs/tutorial.md: no others are here. With some: kd init --teacher FILE"
     else:
         keys, why = dict(teacher.keys), teacher.why
-        seen = max(size, TEACHER_SIDE)
-        if teacher.any_size and seen < SIZES[-1]:  # else it would enlarge the images to the size of its weights
-            keys["args"] = {"pretrained_cfg_overlay": {"input_size": [3, seen, seen]}}
+        keys |= _sized(teacher.any_size, max(size, TEACHER_SIDE))
         if teacher.role == "fit":
             fitted = min(30, max(1, round(FITTING / count)))
-            lr, head = (0.001, 5.0) if teacher.any_size else (5e-5, 10.0)
+            lr, head = RATES[teacher.any_size]
             fit = {"epochs": fitted, "batch_size": batch, "lr": lr, "tuning": {"head_lr": head}}
             keys |= {"pretrained": True, "fit": fit}
             why += f"; its classes are others, so {fitted * count:,} images fit it to yours"
@@ -139,6 +144,18 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
     few = [f"  min_accuracy: 0.0  # {val} validation images do not tell a good teacher from chance"] * (val < 50)
     cache = f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher answers {views * count:,} times in all"
     return ["teacher:", *_keys(keys, why), *few, cache]
+
+
+def _tuned(weights: str, size: int) -> tuple[Keys, str]:
+    """Return keys of a student with pretrained weights, and why; `--accept` decides whether it is small enough."""
+    keys, why = named("--student", weights)
+    head, shape = RATES[takes_any_size(keys["model"])][1], _sized(takes_any_size(keys["model"]), size)
+    return {**keys, "init": "pretrained", **shape, "tuning": {"head_lr": head}}, why or "named by --student"
+
+
+def _sized(any_size: bool, side: int) -> Keys:
+    """Return what keeps a network from enlarging the images to the size of its weights, as only some can."""
+    return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}} if any_size and side < 224 else {}
 
 
 def _losses(found: Folder, teacher: Teacher | None) -> str:

@@ -49,16 +49,10 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
         why = f"the largest of {', '.join(sorted(here))} in the hub's cache here"
     if not text:
         return None
-    model, _, file = text.rpartition("=")
-    path, role = here[text].parent if "/" in text and text in here else Path(file), "fit" if classes else "logits"
-    if path.is_file():
-        model, by_order = identify(WHERE, path, model)
-        why = f"whose tensors {path.name} has" + (" in this order, under other names" if by_order else "")
-        keys = {"model": model, "checkpoint": file, **({"weights": "by_order"} if by_order else {})}
-        return Teacher(keys, why, role, takes_any_size(model))
+    path, role = here[text].parent if "/" in text and text in here else Path(text), "fit" if classes else "logits"
     if not path.is_dir():
-        require_weights(Spec(WHERE, text, {}, (), pretrained=True))
-        return Teacher({"model": text}, why, role, takes_any_size(text))
+        keys, of_file = named(WHERE, text)
+        return Teacher(keys, of_file or why, role, takes_any_size(keys["model"]))
     if not (path / "config.json").is_file():
         allowed = "A folder that kd-export, timm or transformers wrote"
         raise ModelError(WHERE, f"no config.json in '{path}'", allowed, "Name the file of weights")
@@ -68,6 +62,17 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
     own = bool(names) and (not classes or names == [*classes])
     keys = {"kind": "transformers", "model": text} if foreign else {"model": text}
     return Teacher(keys, why, "logits" if own else "features" if foreign else "fit")
+
+
+def named(where: str, text: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and what a file says of them."""
+    model, _, file = text.rpartition("=")
+    if not Path(file).is_file():
+        require_weights(Spec(where, text, {}, (), pretrained=True))
+        return {"model": text}, ""
+    model, by_order = identify(where, Path(file), model)
+    why = f"whose tensors {Path(file).name} has" + (" in this order, under other names" if by_order else "")
+    return {"model": model, "checkpoint": file, **({"weights": "by_order"} if by_order else {})}, why
 
 
 def find_student(size: int, classes: Sequence[str], ms: float | None, mb: float | None) -> tuple[dict[str, Any], str]:

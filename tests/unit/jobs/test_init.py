@@ -94,8 +94,8 @@ FOUND = {
 }
 
 
-def wrote(folder: Path | str, weights: str = "") -> tuple[str, dict]:
-    file, _ = init(Path(folder), Path("made.yaml"), weights, None, None)
+def wrote(folder: Path | str, weights: str = "", student: str = "") -> tuple[str, dict]:
+    file, _ = init(Path(folder), Path("made.yaml"), weights, student, None, None)
     return file.read_text(), yaml.safe_load(file.read_text())
 
 
@@ -137,6 +137,16 @@ def test_foreign_weights_are_recognized_and_written(inside):
     assert (taught["model"], taught["weights"], taught["pretrained"]) == ("tf_efficientnet_lite0", "by_order", True)
     assert taught["args"] == {"pretrained_cfg_overlay": {"input_size": [3, 128, 128]}}
     assert "under other names" in text
+    assert "kd init --student WEIGHTS" in text
+    Path("made.yaml").unlink()
+    text, written = wrote("three", str(weights), str(weights))
+    named = {key: written["student"][key] for key in ("model", "checkpoint", "weights", "args", "init", "tuning")}
+    shape = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}  # the photographs are smaller; the teacher sees 128
+    same = {key: taught[key] for key in ("model", "checkpoint", "weights")}
+    assert named == {**same, "args": shape, "init": "pretrained", "tuning": {"head_lr": 5.0}}
+    assert (written["run"]["epochs"], written["optimizer"]["lr"]) == (30, 0.001)
+    assert "--student WEIGHTS" not in text
+    check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
     torch.save(tensors, weights)
     assert identify("--teacher", weights) == ("efficientnet_lite0", False)
     os.rename(weights, "mine.pth")
@@ -186,7 +196,7 @@ def bad(root: Path, what: str) -> list[object]:
     root.mkdir()
     if what == "folders":
         root.joinpath("a", "b", "c").mkdir(parents=True)
-    if what in ("damaged", "mixed", "exists", "lost"):
+    if what in ("damaged", "mixed", "exists", "lost", "student"):
         classes(root, 3, 3, 3)
     if what == "damaged":
         for path in root.rglob("*.jpg"):
@@ -197,7 +207,8 @@ def bad(root: Path, what: str) -> list[object]:
         Path("bad.yaml").write_text("run: {}")
     if what == "loose":
         loose(root, 5)
-    return {"file": [__file__], "absent": ["gone"], "lost": [root, "-o", "gone/a.yaml"]}.get(what, [root])
+    more = {"lost": ["-o", "gone/a.yaml"], "student": ["--student", "no_such_net"]}.get(what, [])
+    return {"file": [__file__], "absent": ["gone"]}.get(what, [root, *more])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +221,7 @@ def bad(root: Path, what: str) -> list[object]:
         ("loose", "--teacher: the images have no labels"),
         ("exists", "-o: 'bad.yaml' exists"),
         ("lost", "-o: 'gone' is no folder that can be written to"),
+        ("student", "--student.model: no model 'no_such_net'"),
         ("file", "FOLDER: .*is a file"),
         ("absent", "FOLDER: 'gone' does not exist"),
     ],
