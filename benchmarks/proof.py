@@ -143,7 +143,9 @@ WRONG = 0.4
 
 def merged(base: Row, over: Row) -> Row:
     """Return `base` with the values of `over`, section by section; None takes a key away."""
-    both = {key: merged(base[key], over[key]) for key in over if isinstance(base.get(key), dict) and over[key]}
+    both = {
+        key: merged(base[key], one) for key, one in over.items() if isinstance(base.get(key), dict) and one is not None
+    }
     return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
 
 

@@ -87,7 +87,7 @@ def test_wrong_labels_are_planted_once_and_named_as_the_audit_names_them(tmp_pat
     train = tmp_path / "work" / "wrong" / "train"
     made = {path.relative_to(train).as_posix() for path in train.glob("*/*")}
     assert len(made) == 100
-    assert planted == {name for name in made if not name.split("/")[1].startswith(name.split("/")[0])}
+    assert planted == {f"train/{name}" for name in made if not name.split("/")[1].startswith(name.split("/")[0])}
     assert len([*tmp_path.glob("work/wrong/test/*/*")]) == 6
 
 
