@@ -23,7 +23,7 @@ def init(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mb", metavar="MB", type=number("mb"), help="megabytes that the student may have")
     text = "pretrained weights: a name, a file, NAME=FILE or a folder (default: the largest in the hub's cache here)"
     parser.add_argument("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
-    text = "pretrained weights that the student begins with: a name, a file or NAME=FILE"
+    text = "pretrained weights that the student begins with, as for --teacher; then MS and MB are left to kd-export"
     parser.add_argument("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
     text = "where to write, never over an existing file (default: FOLDER's name with .yaml)"
     parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)

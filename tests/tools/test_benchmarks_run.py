@@ -1,8 +1,8 @@
 """Each benchmark behind a number runs at its smallest, and writes the columns that docs/results.md shows.
 
-What it measures there means nothing. Not here: `proof`, `full_labels`, `frontier`, `variants`, `tokens`, `views` and
-tools/compare.py, whose shortest runs take minutes or need other checkouts (test_benchmarks.py and test_compare.py check
-their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py).
+What it measures there means nothing. Not here: `proof`, `full_labels`, `frontier`, `init_sweep`, `variants`, `tokens`,
+`views` and tools/compare.py, whose shortest runs take minutes or need other checkouts (test_benchmarks.py and
+test_compare.py check their configurations), and `gpu` with `mfu` (test_gpu_rehearsal.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
+import torch
 import yaml
 from PIL import Image
 
@@ -115,9 +117,25 @@ def test_at_its_smallest(ran, name, photos, distilled, exported, tmp_path):
         assert bits == {"fresh": "", "live": "", "ahead": "True", "filling": "False"}
 
 
+def test_from_folder(ran, photos, tmp_path):
+    data, files = tmp_path / "data", [tmp_path / f"efficientnet-lite{number}.pth" for number in (2, 0)]
+    for split in ("train", "val"):
+        shutil.copytree(photos / split, data / split)
+    shutil.copytree(photos / "val", data / "test")
+    for path in data.glob("test/*/*"):  # one picture in two splits is said, and is not what this is about
+        Image.open(path).rotate(90).save(path)
+    for file in files:
+        tensors = timm.create_model(f"tf_{file.stem.replace('-', '_')}").state_dict()
+        torch.save({f"other.{i}": tensor for i, tensor in enumerate(tensors.values())}, file)
+    words = ["--sentence", "drop<=100", "run.steps=2", "teacher.fit.steps=2", "teacher.min_accuracy=0"]
+    words += ["teacher.cache.views=0", "run.every.evaluate=0"]
+    (row,) = ran("from_folder", data, *files, "--work", tmp_path / "work", *words)
+    assert (row["file"], row["wrong"]) == ("model.onnx", "0")
+    assert float(row["file_right"]) == float(row["student"])
+
+
 def test_compile(monkeypatch):
     import compile as measured
-    import torch
 
     monkeypatch.setattr(measured, "NETWORKS", {"residual_24": ("examples", 2, 32)})
     with torch.compiler.set_stance("force_eager"):

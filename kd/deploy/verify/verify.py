@@ -107,10 +107,8 @@ def _numbers(known: Claims, export: Description, shown: Shown, trust: bool) -> N
     """Ask weights and graphs about the images, and compare all that the manifest counts."""
     manifest, folder = known.manifest, export.folder
     config = read_json(folder / "config.json", "export", "Export anew", kind=ModelError)
-    tasks = (
-        registry.build("tasks", one, registry.default_options("tasks", one), "") for one in registry.names("tasks")
-    )
-    task = next((one for one in tasks if one.problem_type == config.get("problem_type", "")), None)
+    own = (registry.build("tasks", one, registry.default_options("tasks", one), "") for one in registry.names("tasks"))
+    task = next((one for one in own if one.problem_type == config.get("problem_type", "")), None)
     if task is None:
         raise ModelError("export", "its task is none of kd's own", "", "Ask who wrote it")
     why = {name: graphs.missing(name) if name in GRAPHS else "a pickle: see --trust" for name in manifest["parity"]}

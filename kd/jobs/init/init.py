@@ -25,7 +25,7 @@ TEACHER_SIDE = 128
 pictures of 32 px, EfficientNet-Lite0 was right on 69.9 % of 1,000 others at 64 px and on 77.0 % at 128."""
 SHOWN = 5
 """Times that a view with a stored answer is shown: of 1,142 photographs for 300 epochs a student learned 45.4 % from 8
-views, each shown 37 times, and 51.2 % from 60; fresh views of the labels alone 50.3 % (benchmarks/LOG.md)."""
+views, each shown 37 times, and 51.2 % from 60. On CIFAR-10 12 times were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
 """Learning rate and `head_lr` of pretrained weights: of convolutions (configs/few_labels.yaml), of transformers."""
 RAM_SHARE = 0.3  # of the free memory that decoded images may take
@@ -45,6 +45,9 @@ def init(
         wrong = f"the images have no labels ({found.why}), and "
         wrong += "a teacher cannot be fitted on them" if teacher else "no pretrained weights are here"
         raise ConfigError("--teacher", wrong, "Weights whose answers are learned", "Name a file, a folder or a model")
+    if student_weights and teacher is None:
+        wrong = "a student with pretrained weights has little to learn from a teacher with random ones"
+        raise ConfigError("--teacher", wrong, "Pretrained weights", "Name a file, a folder or a model")
     size = min(224 if gpu else 128 if teacher else 64, found.side)
     size = max(side for side in SIZES if side <= max(size, SIZES[0]))
     bare = teacher is not None and teacher.role == "features" and found.labels == "none"

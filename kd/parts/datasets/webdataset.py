@@ -57,9 +57,7 @@ class Options:
         if self.label_key.lower() in _endings(self.image_keys):
             raise ValueError(f"label_key '{self.label_key}' is one of image_keys; they must differ")
         if self.label_key.lower().endswith("json") and not self.label_field:
-            raise ValueError(
-                f"label_key '{self.label_key}' is JSON and label_field is empty; set the label's key in it"
-            )
+            raise ValueError(f"label_key '{self.label_key}' is JSON and label_field is empty; name the label's key")
 
 
 class _Image(NamedTuple):  # only while a shard is read

@@ -155,6 +155,23 @@ def test_foreign_weights_are_recognized_and_written(inside):
         identify("--teacher", Path("mine.pth"))
 
 
+def test_a_student_may_be_a_transformer_or_a_folder(teacher):
+    tensors = timm.create_model("vit_tiny_patch16_224").state_dict()
+    torch.save(tensors, "vit_tiny_patch16_224.pth")
+    classes(Path("three"), 5, 5, 5)
+    for weights, keys in {
+        "vit_tiny_patch16_224.pth": {"model": "vit_tiny_patch16_224", "checkpoint": "vit_tiny_patch16_224.pth"},
+        str(teacher): {"model": str(teacher)},
+    }.items():
+        _, written = wrote("three", str(teacher), weights)
+        assert written["student"] == {**keys, "init": "pretrained", "tuning": {"head_lr": 10.0}}
+        assert float(written["optimizer"]["lr"]) == 5e-5
+        check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
+        Path("made.yaml").unlink()
+    with pytest.raises(KdError, match="no model 'no_such_net'"):
+        wrote("three", str(teacher), "no_such_net")
+
+
 def test_weights_in_the_hubs_cache_are_taken(hub):
     for name, size in {"timm--lcnet_050.ra2_in1k": 10, "timm--resnet10t.c3_in1k": 20}.items():
         snapshot = hub / f"models--{name}" / "snapshots" / "1"
@@ -207,7 +224,7 @@ def bad(root: Path, what: str) -> list[object]:
         Path("bad.yaml").write_text("run: {}")
     if what == "loose":
         loose(root, 5)
-    more = {"lost": ["-o", "gone/a.yaml"], "student": ["--student", "no_such_net"]}.get(what, [])
+    more = {"lost": ["-o", "gone/a.yaml"], "student": ["--student", "resnet10t"]}.get(what, [])
     return {"file": [__file__], "absent": ["gone"]}.get(what, [root, *more])
 
 
@@ -221,7 +238,7 @@ def bad(root: Path, what: str) -> list[object]:
         ("loose", "--teacher: the images have no labels"),
         ("exists", "-o: 'bad.yaml' exists"),
         ("lost", "-o: 'gone' is no folder that can be written to"),
-        ("student", "--student.model: no model 'no_such_net'"),
+        ("student", "--teacher: a student with pretrained weights"),
         ("file", "FOLDER: .*is a file"),
         ("absent", "FOLDER: 'gone' does not exist"),
     ],

@@ -1,0 +1,96 @@
+"""The README's "Your own images": from a folder and two files of weights to a verified export, in five commands.
+
+Run: python benchmarks/from_folder.py FOLDER TEACHER STUDENT [--work FOLDER] [--sentence SENTENCE] [key=value ...]
+
+FOLDER has train/, val/ and test/ with class folders; TEACHER and STUDENT are files of weights for `kd init`. One row:
+the scores of teacher and student on the test images, the accepted file and its share of right answers there, CPU
+minutes, and what `kd verify` found. A run that was interrupted goes on. The keys are overrides of `kd train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from _record import commit, write
+from kd.core.intervals import wilson
+from kd.deploy.export.variants import size
+
+
+def call(work: Path, *words: str, ends: tuple[int, ...] = (0,)) -> tuple[str, float]:
+    """Run a command of kd in `work`; return what it printed and its CPU minutes."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kd", *words],
+        stdout=subprocess.PIPE,
+        cwd=work,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+    text = process.stdout.read()
+    _, status, used = os.wait4(process.pid, 0)
+    if (code := os.waitstatus_to_exitcode(status)) not in ends:
+        raise SystemExit(f"kd {' '.join(words)} ended with {code}")
+    return text, (used.ru_utime + used.ru_stime) / 60
+
+
+def main() -> None:
+    """Run the commands and write the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("teacher", type=Path)
+    parser.add_argument("student", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("runs", "from_folder"))
+    parser.add_argument("--sentence", default="drop<=2 mb<=4")
+    parser.add_argument("overrides", nargs="*", help="key=value of kd train")
+    given = parser.parse_intermixed_args()
+    folder, teacher, student = (str(path.resolve()) for path in (given.folder, given.teacher, given.student))
+    given.work.mkdir(parents=True, exist_ok=True)
+    if not (given.work / "own.yaml").is_file():
+        call(given.work, "init", folder, "--teacher", teacher, "--student", student, "-o", "own.yaml")
+    _, minutes = call(given.work, "train", "own.yaml", *given.overrides)
+    call(given.work, "export", "runs/own", "--accept", given.sentence)
+    test = given.folder / "test"
+    answers = given.work / "answers.csv"
+    answers.unlink(missing_ok=True)
+    call(given.work, "predict", "runs/own/export", str(test.resolve()), "--to", answers.name)
+    verified = json.loads(call(given.work, "verify", "runs/own/export", "--data", folder, "--json", ends=(0, 3))[0])
+    wrong = [row["what"] for row in verified["rows"] if row["verdict"] == "WRONG"]
+    with answers.open(newline="") as file:
+        told = list(csv.DictReader(file))
+    right = sum(Path(row["image"]).parent.name == row["label"] for row in told)
+    export = given.work / "runs/own/export"
+    manifest = json.loads((export / "manifest.json").read_text())
+    scored = json.loads((given.work / "runs/own/scored.json").read_text())
+    row, images = scored["row"], scored["images"]
+    low, high = wilson(row["accuracy"], images)
+    accepted = manifest["accepted"]
+    found = {
+        "folder": given.folder.resolve().name,
+        "teacher": round(100 * row["teacher_accuracy"], 2),
+        "student": round(100 * row["accuracy"], 2),
+        "low": round(100 * low, 2),
+        "high": round(100 * high, 2),
+        "images": images,
+        "file": accepted["file"],
+        "mb": round(size(export / accepted["file"]) / 1e6, 2),
+        "file_right": round(100 * right / len(told), 2),
+        "cpu_ms": manifest["parity"][accepted["file"]]["cpu_ms"],
+        "train_cpu_minutes": round(minutes, 1),
+        "claims": len(verified["rows"]),
+        "wrong": len(wrong),
+        "commit": commit(),
+    }
+    print(found)
+    words = [f'--sentence "{given.sentence}"', *given.overrides]
+    write("from_folder", f"python benchmarks/from_folder.py FOLDER TEACHER STUDENT {' '.join(words)}", [found])
+
+
+if __name__ == "__main__":
+    main()
