@@ -9,9 +9,10 @@ efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-li
 Each experiment is a file of configs/ whose losses, length and augmentation an arm changes. "soft" learns the teacher's
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
 network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
-"ceiling" has all labels. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted:
-`doubted_right`, in percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order;
-`test` is scored once, at the end.
+"ceiling" has all labels. "every label" is five times as long, with muon: soft with a teacher that was fitted on all
+labels too, or the labels only. In "wrong_labels" the teacher's list of doubted labels is compared with what was
+planted: `doubted_right`, in percent, of as many first ones as are wrong. The seed draws the labels, the weights and the
+order; `test` is scored once, at the end.
 
 A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. A new work
 folder begins with the rows of the committed CSVs of this hardware. CPU minutes are of one process of one thread, or
@@ -94,6 +95,12 @@ def scratch(*losses: Row, share: float = 1.0, teacher: bool = True, views: int =
 
 
 SOFT, PSEUDO = Arm(), Arm([HARD])
+MUON: Row = {"optimizer": {"kind": "muon", "lr": 1e-2}}
+FINE: Row = {  # a fit on 49,000 labels
+    "args": {"pretrained_cfg_overlay": {"input_size": [3, 96, 96]}},
+    "cache": {"views": 6},
+    "fit": {"steps": None, "epochs": 3, "evaluate": 750, "batch_size": 64, "lr": 6e-4},
+}
 EXPERIMENTS: dict[str, dict[str, Arm]] = {
     "few_labels": {
         "soft": SOFT,
@@ -102,6 +109,8 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "labels only, strong": alone(1.0, **STRONG),
         "hard": PSEUDO,
         "ceiling": Arm([CE], teacher=False, labels="every"),
+        "every label, soft": Arm(share=11460 / 2300, labels="every", over={**MUON, "teacher": FINE}),  # 60 passes
+        "every label, labels only": Arm([CE], 11460 / 2300, teacher=False, labels="every", over=MUON),
     },
     "grocery": {
         "soft": SOFT,
@@ -174,11 +183,14 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     if own.teacher:
         runtime = {} if options.gpu else {"runtime": "openvino"}
         content["teacher"] |= {"checkpoint": str((options.weights / weights).resolve()), **runtime}
-        fit = {"seed": fitted(experiment, seed), "folder": str(options.work / "teachers")}
-        content["teacher"]["fit"] |= fit | ({"steps": options.steps, "evaluate": 0} if options.steps else {})
+        content["teacher"]["fit"] |= {"seed": fitted(experiment, seed), "folder": str(options.work / "teachers")}
     else:
         del content["teacher"]
-    return merged(content, own.over)
+    content = merged(content, own.over)
+    if own.teacher and options.steps:
+        short = {"steps": options.steps, "epochs": None, "evaluate": 0}
+        content["teacher"]["fit"] = merged(content["teacher"]["fit"], short)
+    return content
 
 
 def call(options: argparse.Namespace, command: str, content: Row) -> Row:
@@ -246,7 +258,9 @@ def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) 
     """Fit the teacher and fill its cache, if that is not done; return the CPU minutes that it took."""
     if (own := fitted(experiment, seed)) != seed:
         asked(options, experiment, labels, own)
-    first = next(arm for arm, own in EXPERIMENTS[experiment].items() if own.teacher)
+    every = experiment in NUMBERS and not labels  # then the teacher has all labels too
+    arms = {arm: own.labels for arm, own in EXPERIMENTS[experiment].items() if own.teacher}
+    first = next(arm for arm, chosen in arms.items() if (chosen == "every") == every)
     content = settings(options, experiment, first, labels, seed)
     content["run"]["name"] = f"{experiment}-teacher-{labels}-{seed}"
     file = options.work / f"{content['run']['name']}.json"
