@@ -71,6 +71,11 @@ def alone(share: float = 1.0, **augment: float) -> Arm:
     return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
 
 
+def tempered(temperature: float) -> Arm:
+    """Return the soft arm of few_labels at another temperature; its own is 2."""
+    return Arm([{"kind": "kl", "temperature": temperature}, {"kind": "ce", "weight": 0.1}])
+
+
 def sifted(kind: str, share: float = 1.0, **keys: float) -> Arm:
     """Return the soft arm on 60 % of the images after the first epoch, at so many of its steps."""
     return Arm(share=share, over={"sifter": {"kind": kind, **keys}})
@@ -104,6 +109,8 @@ FINE: Row = {  # a fit on 49,000 labels
 EXPERIMENTS: dict[str, dict[str, Arm]] = {
     "few_labels": {
         "soft": SOFT,
+        "soft, temperature 1": tempered(1.0),
+        "soft, temperature 4": tempered(4.0),
         "labels only, a third": alone(1 / 3),
         "labels only, a third, strong": alone(1 / 3, **STRONG),
         "labels only, strong": alone(1.0, **STRONG),
