@@ -9,10 +9,10 @@ efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-li
 Each experiment is a file of configs/ whose losses, length and augmentation an arm changes. "soft" learns the teacher's
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
 network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
-"ceiling" has all labels. "every label" is five times as long, with muon: soft with a teacher that was fitted on all
-labels too, or the labels only. In "wrong_labels" the teacher's list of doubted labels is compared with what was
-planted: `doubted_right`, in percent, of as many first ones as are wrong. The seed draws the labels, the weights and the
-order; `test` is scored once, at the end.
+"ceiling" has all labels. "half" has half the steps, to compare temperatures with hard. "every label" is five times as
+long, with muon: soft with a teacher that was fitted on all labels too, or the labels only. In "wrong_labels" the
+teacher's list of doubted labels is compared with what was planted: `doubted_right`, in percent, of as many first ones
+as are wrong. The seed draws the labels, the weights and the order; `test` is scored once, at the end.
 
 A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. A new work
 folder begins with the rows of the committed CSVs of this hardware. CPU minutes are of one process of one thread, or
@@ -71,9 +71,9 @@ def alone(share: float = 1.0, **augment: float) -> Arm:
     return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
 
 
-def tempered(temperature: float) -> Arm:
-    """Return the soft arm of few_labels at another temperature; its own is 2."""
-    return Arm([{"kind": "kl", "temperature": temperature}, {"kind": "ce", "weight": 0.1}])
+def half(temperature: float) -> Arm:
+    """Return the soft arm of few_labels in half its steps, at some temperature; its own is 2."""
+    return Arm([{"kind": "kl", "temperature": temperature}, {"kind": "ce", "weight": 0.1}], 0.5)
 
 
 def sifted(kind: str, share: float = 1.0, **keys: float) -> Arm:
@@ -109,12 +109,14 @@ FINE: Row = {  # a fit on 49,000 labels
 EXPERIMENTS: dict[str, dict[str, Arm]] = {
     "few_labels": {
         "soft": SOFT,
-        "soft, temperature 1": tempered(1.0),
-        "soft, temperature 4": tempered(4.0),
         "labels only, a third": alone(1 / 3),
         "labels only, a third, strong": alone(1 / 3, **STRONG),
         "labels only, strong": alone(1.0, **STRONG),
         "hard": PSEUDO,
+        "half, hard": Arm([HARD], 0.5),
+        "half, temperature 1": half(1.0),
+        "half, temperature 2": half(2.0),
+        "half, temperature 4": half(4.0),
         "ceiling": Arm([CE], teacher=False, labels="every"),
         "every label, soft": Arm(share=11460 / 2300, labels="every", over={**MUON, "teacher": FINE}),  # 60 passes
         "every label, labels only": Arm([CE], 11460 / 2300, teacher=False, labels="every", over=MUON),
