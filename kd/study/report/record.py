@@ -15,7 +15,7 @@ from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
-from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.setup.recipe import BASELINE, Recipe, fit_folders, resolve
 
 FEWEST = 20  # images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -99,6 +99,7 @@ class RunRecord:
     scored: Scored | None = None  # the last score of the best checkpoint; None: of a run that has not ended
     exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, where there is one
     baseline: RunRecord | None = None  # the same student trained on labels alone
+    fitting: float = 0.0  # seconds of fitting its teachers, whenever that was
     notes: Sequence[str] = ()  # why something is missing
 
     @property
@@ -192,6 +193,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     """Read the scores of a run and of its baseline; not its clocks, and not what the models answer."""
     manifest, findings, path = folder.manifest(), folder.path / "findings.json", folder.path / BASELINE
     alone = recipe.baseline if (path / "config.yaml").is_file() else None
+    fits = [RunDir(one.record.path) for one, _ in fit_folders(recipe.teacher, manifest.get("data", "")).values()]
     return RunRecord(
         name=recipe.record.name,
         keys=recipe.record.shown,
@@ -202,6 +204,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
         scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
         findings=read_json(findings, "run", "Remove the file", list) if findings.is_file() else (),
         scored=folder.scored(),
+        fitting=sum(float(rows[-1]["seconds"]) for fit in fits if (rows := fit.metrics("train"))),
         baseline=None if alone is None else record_of(RunDir(path), resolve(alone, path)),
     )
 
@@ -264,8 +267,7 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
             continue
         samples = run.scored.of(against)
         if other is not None:
-            same = other.scored is not None and run.scored.same_images(other.scored)
-            samples = other.samples if same else {}
+            samples = other.samples if other.scored and run.scored.same_images(other.scored) else {}
         if text := run.scored.against(samples, run.decides):
             lines.append(f"{name} against {against}: {run.decides.title} {text}")
     return lines

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kd.core.intervals import Samples
-from kd.core.scores import Scored, Scores, skipped_text
+from kd.core.scores import Column, Scored, Scores, skipped_text
 from kd.core.text import clock, percent, table
 from kd.files.manifest import DIGITS, served_first
 from kd.setup.cache import CHECKED
@@ -40,7 +40,6 @@ def described(run: RunRecord) -> list[str]:
     on = [f"On {scored.images:,} {scored.title} images:", ""] if scored is not None else []
     lines = [*stands, *on, table(rows), "", *differences(scores, row, samples, student)]
     lines += [comparison, ""] if comparison else []
-    lines += verdict(scores, row, samples, student)
     for of, one in (("", run), ("Labels only: ", baseline)):
         lines += [of + skipped_text(one.skipped, one.steps), ""] if one is not None and one.skipped else []
     lines += [
@@ -50,9 +49,14 @@ def described(run: RunRecord) -> list[str]:
     lines += [text] if (text := sifted(run.epochs, run.manifest)) else []
     lines += [scored.note, ""] if scored is not None else []
     lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
-    best = run.decides.with_title(run.best[run.decides.key])
-    text = f"Best of the evaluations on the validation split by {best}; seed {run.keys.get('run.seed', 0)}; "
-    return [*lines, f"{text}{clock(run.seconds)} of training.", ""]
+    key, seed = run.decides.key, run.keys.get("run.seed", 0)
+    best = f"Best of the evaluations on the validation split by {run.decides.with_title(run.best[key])}; seed {seed}"
+    lines += [f"{best}; {clock(run.seconds)} of training.", ""]
+    if baseline is not None and (paid := verdict(run.decides, run.samples.get(key), baseline.samples.get(key))):
+        fit = f"the teacher's fit {clock(run.fitting)}, " if run.fitting else ""
+        both = f"student and new answers {clock(run.seconds)}, labels alone {clock(baseline.seconds)}"
+        lines += [f"{paid} Training: {fit}{both}.", ""]
+    return lines
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
@@ -76,18 +80,13 @@ def differences(
     return [*lines, "", note, ""] if lines else []
 
 
-def verdict(
-    scores: Scores, row: Mapping[str, float], samples: Mapping[str, Mapping[str, Samples]], student: str
-) -> list[str]:
-    """Say whether distillation paid against labels alone; nothing without such a run whose images are the same."""
-    column = scores.deciding(row)
-    own, alone = (samples.get(name, {}).get(column.key) for name in (student, ALONE))
+def verdict(column: Column, own: Samples | None, alone: Samples | None) -> str:
+    """Say whether distillation paid against labels alone on the same images; "" where one of them has no samples."""
     if own is None or alone is None:
-        return []
-    value, low, high = alone.minus(own) if column.smaller else own.minus(alone)
-    paid = "Distillation paid" if low > 0 else "Distillation did not pay" if high < 0 else "Not shown to have paid"
-    points = f"{100 * value:+.1f} points" if column.unit == "%" else f"{value:+.4f}"
-    return [f"{paid}: {points} of {column.title} over labels alone at equal steps, with one seed.", ""]
+        return ""
+    points, _, found = column.difference(own, alone).rpartition(": ")
+    paid = {"better": "Distillation paid", "worse": "Distillation did not pay"}.get(found, "Not shown to have paid")
+    return f"{paid}: {column.title} {points} against labels alone, at equal steps, with one seed."
 
 
 def chain_lines(facts: Mapping[str, Any]) -> list[str]:

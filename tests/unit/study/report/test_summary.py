@@ -3,20 +3,22 @@
 import numpy as np
 import pytest
 
-from kd.core.intervals import Samples
+from kd.core.intervals import Samples, paired
 from kd.parts.tasks.single_label import SCORES
-from kd.study.report.summary import ALONE, verdict
+from kd.study.report.summary import verdict
 
 
 @pytest.mark.parametrize(
     ("distilled", "alone", "expected"),
-    [(80, 60, "Distillation paid: +20.0"), (60, 80, "Distillation did not pay: -20.0"), (61, 60, "Not shown to have")],
+    [(80, 60, "Distillation paid"), (60, 80, "Distillation did not pay"), (61, 60, "Not shown to have paid")],
 )
 def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expected):
     def of(right):
-        answers = np.arange(100) < right
-        return {"accuracy": Samples(right / 100, right=answers)}
+        return Samples(right / 100, right=np.arange(100) < right)
 
-    (line, _) = verdict(SCORES, {"accuracy": distilled / 100}, {"student": of(distilled), ALONE: of(alone)}, "student")
-    assert line.startswith(expected)
-    assert verdict(SCORES, {"accuracy": 0.8}, {"student": of(80)}, "student") == []
+    line = verdict(SCORES.own[0], of(distilled), of(alone))
+    low, high = paired(max(0, distilled - alone), max(0, alone - distilled), 100)
+    assert line.startswith(
+        f"{expected}: accuracy {distilled - alone:+}.0 points ({100 * low:+.1f} to {100 * high:+.1f})"
+    )
+    assert verdict(SCORES.own[0], of(80), None) == ""
