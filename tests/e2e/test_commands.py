@@ -23,6 +23,7 @@ from kd import config
 from kd.cli.__main__ import COMMANDS, main
 from kd.config.explain import explain
 from kd.config.schema import Config
+from kd.core.text import clock
 
 
 @pytest.fixture
@@ -43,6 +44,12 @@ def table_of(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+def seconds_of(folder: Path) -> float:
+    """Return how long a run trained, by its last row of training."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["seconds"] for row in rows if row["kind"] == "train"][-1]
+
+
 def test_from_teach_to_export(fitted, written, command, tmp_path):
     path = written(run={"baseline": True})
     taught = command("teach", path)
@@ -60,6 +67,10 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert "Next: `kd-export" in trained.out
 
     run = tmp_path / "runs" / "tiny"
+    fit, own, alone = (clock(seconds_of(folder)) for folder in (teacher.parent, run, run / "labels_only"))
+    times = f"Training: the teacher's fit {fit}, student and new answers {own}, labels alone {alone}."
+    (paid,) = (line for line in trained.out.splitlines() if "paid: accuracy" in line)
+    assert paid.endswith(times)
     assert (run / "report.md").read_text().strip() in trained.out
     names = set(files(run))
     assert {"config.yaml", "manifest.json", "metrics.jsonl", "report.md", "labels_only/metrics.jsonl"} <= names
