@@ -69,7 +69,7 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     run = tmp_path / "runs" / "tiny"
     fit, own, alone = (clock(seconds_of(folder)) for folder in (teacher.parent, run, run / "labels_only"))
     times = f"Training: the teacher's fit {fit}, student and new answers {own}, labels alone {alone}."
-    (paid,) = (line for line in trained.out.splitlines() if "paid: accuracy" in line)
+    (paid,) = (line for line in trained.out.splitlines() if " against labels alone, " in line)
     assert paid.endswith(times)
     assert (run / "report.md").read_text().strip() in trained.out
     names = set(files(run))
