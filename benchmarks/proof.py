@@ -9,10 +9,12 @@ efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-li
 Each experiment is a file of configs/ whose losses, length and augmentation an arm changes. "soft" learns the teacher's
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
 network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
-"ceiling" has all labels. "half" has half the steps, to compare temperatures with hard. "every label" is five times as
-long, with muon: soft with a teacher that was fitted on all labels too, or the labels only. In "wrong_labels" the
-teacher's list of doubted labels is compared with what was planted: `doubted_right`, in percent, of as many first ones
-as are wrong. The seed draws the labels, the weights and the order; `test` is scored once, at the end.
+"ceiling" has all labels. "half" has half the steps, to compare temperatures with hard; with "one answer" the teacher
+is asked once, about the whole picture, as one would label a folder, and the student sees another view in each pass.
+"every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
+only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
+percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
+once, at the end.
 
 A row is added to WORK/proof.jsonl when its run has ended, and is not made again; an unfinished run resumes. A new work
 folder begins with the rows of the committed CSVs of this hardware. CPU minutes are of one process of one thread, or
@@ -37,7 +39,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ import yaml
 from _record import commit, newest, write
 from kd.core.intervals import wilson
 from kd.core.text import table
+from kd.models.answer_table import read as read_table
+from kd.models.answer_table import write as write_table
 from kd.study.report.svg import Series, lines, standalone
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +66,7 @@ class Arm:
     losses: list[Row] = field(default_factory=list)  # empty: the configuration's
     share: float = 1.0  # of the configuration's steps
     teacher: bool = True
+    whole: bool = False  # the teacher answers for the whole picture, not for each view
     labels: str = "some"  # of few_labels. "all": the labelled pictures alone; "every": all have their label
     over: Row = field(default_factory=dict)  # sections that are merged
 
@@ -117,6 +122,8 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "half, temperature 1": half(1.0),
         "half, temperature 2": half(2.0),
         "half, temperature 4": half(4.0),
+        "half, one answer, hard": Arm([HARD], 0.5, whole=True),
+        "half, one answer, temperature 1": replace(half(1.0), whole=True),
         "ceiling": Arm([CE], teacher=False, labels="every"),
         "every label, soft": Arm(share=11460 / 2300, labels="every", over={**MUON, "teacher": FINE}),  # 60 passes
         "every label, labels only": Arm([CE], 11460 / 2300, teacher=False, labels="every", over=MUON),
@@ -202,13 +209,13 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     return content
 
 
-def call(options: argparse.Namespace, command: str, content: Row) -> Row:
+def call(options: argparse.Namespace, command: str, content: Row, *more: str) -> Row:
     """Run a command of kd on a configuration in a process of its own; return the minutes that it took."""
     file = options.work / f"{content['run']['name']}.yaml"
     file.write_text(yaml.safe_dump(content))
     start, log = time.monotonic(), file.with_suffix(f".{command}.log")
     with log.open("a") as opened:
-        argv = [sys.executable, "-m", "kd", command, str(file)]
+        argv = [sys.executable, "-m", "kd", command, str(file), *more]
         process = subprocess.Popen(argv, stdout=opened, stderr=subprocess.STDOUT, cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status):
@@ -279,10 +286,34 @@ def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) 
     return json.loads(file.read_text())["cpu_minutes"]
 
 
+def answered(options: argparse.Namespace, experiment: str, labels: int, seed: int) -> tuple[Path, float]:
+    """Fit the teacher and ask it once about each whole picture; return a table of answers, and the CPU minutes."""
+    content = settings(options, experiment, "soft", labels, seed)
+    name = content["run"]["name"] = f"{experiment}-whole-{labels}-{seed}"
+    made, table = options.work / f"{name}.views.safetensors", options.work / f"{name}.safetensors"
+    file = options.work / f"{name}.json"
+    with ONCE[name]:
+        if not file.is_file():
+            minutes = call(options, "teach", content)["cpu_minutes"]
+            model = (options.work / f"{name}.teach.log").read_text().split()[-1]
+            runtime = {key: content["teacher"][key] for key in ("runtime",) if key in content["teacher"]}
+            content["teacher"] = {"model": model, "cache": {"views": 1}, **runtime}
+            content["data"]["augment"] = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "erase": 0.0}
+            minutes += call(options, "cache", content, "--export", str(made))["cpu_minutes"]
+            write_table(table, replace(read_table(str(made), ""), made_for={}))
+            file.write_text(json.dumps(round(minutes, 2)))
+    return table, json.loads(file.read_text())
+
+
 def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
     """Train one student and return its row."""
-    teacher = asked(options, experiment, labels, seed) if EXPERIMENTS[experiment][arm].teacher else 0.0
-    content = settings(options, experiment, arm, labels, seed)
+    own, content = EXPERIMENTS[experiment][arm], settings(options, experiment, arm, labels, seed)
+    teacher = 0.0
+    if own.whole:
+        model, teacher = answered(options, experiment, labels, seed)
+        content["teacher"] = {"kind": "answers", "model": str(model)}
+    elif own.teacher:
+        teacher = asked(options, experiment, labels, seed)
     folder = options.work / "runs" / content["run"]["name"]
     resumed = int(folder.is_dir())
     minutes = call(options, "train", content)

@@ -124,22 +124,26 @@ def test_openvinos_graph_is_accepted(subject, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("brief")
 def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, record_property):
-    """What is said of int8 on one half of the images, accepted or refused, is so within the interval of the other."""
+    """What is said of int8 on one half of the images, accepted or refused, is so within the interval of the other.
+
+    Such an interval misses one time in 40 where the drop is the bound itself, and processors differ in their int8
+    products: of ten three miss once in 600. To accept all of them is right in six, to refuse all in five.
+    """
     right, accepted = 0, 0
     for trial in range(10):
         made = subject()
         draw = np.random.default_rng(trial)
-        pixels = draw.integers(0, 256, (600, 3, 16, 16), np.uint8)
+        pixels = draw.integers(0, 256, (4000, 3, 16, 16), np.uint8)
         torch.manual_seed(trial)
         with torch.no_grad():
             for one in made.student.network.parameters():  # another student
                 one += 0.02 * torch.randn_like(one)
             labels = made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
-        wrong = draw.random(600) < 0.3
+        wrong = draw.random(4000) < 0.3
         labels[wrong] = draw.integers(0, 3, int(wrong.sum()))
 
         def images(limit, training=False, pixels=pixels, labels=labels):
-            yield pixels[: min(limit, 300)], labels[: min(limit, 300)]
+            yield pixels[: min(limit, 2000)], labels[: min(limit, 2000)]
 
         made = replace(made, images=lambda images=images: nullcontext(images))
         most = (0.0, 0.2, 0.5, 1.0, 2.0)[trial % 5]
@@ -152,11 +156,11 @@ def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, rec
             write(made, folder, ExportOptions(int8=True, calibrate=False))
             kept = False
         runners = {"model.int8.onnx": variants.runner(folder / "model.int8.onnx")}
-        found = compare(eager_runner(made.student), runners, [(pixels[300:], labels[300:])])
+        found = compare(eager_runner(made.student), runners, [(pixels[2000:], labels[2000:])])
         low, high = found.drop_interval("model.int8.onnx", single_label.build(single_label.Options()))
         right += low <= most / 100 if kept else high >= most / 100
         accepted += kept
     record_property("tried", 10)
     print(f"right in {right} of 10, {accepted} accepted and {10 - accepted} refused")
-    assert right == 10
+    assert right >= 8
     assert 0 < accepted < 10
