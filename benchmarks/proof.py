@@ -10,7 +10,8 @@ Each experiment is a file of configs/ whose losses, length and augmentation an a
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
 network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
 "ceiling" has all labels. "half" has half the steps, to compare temperatures with hard; with "one answer" the teacher
-is asked once, about the whole picture, as one would label a folder, and the student sees another view in each pass.
+is asked once, about the whole picture, as one would label a folder, and the student sees another view in each pass;
+of a "sharp teacher" too, which was fitted without label smoothing (arXiv:1906.02629: smoothing spoils soft answers).
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
@@ -66,7 +67,7 @@ class Arm:
     losses: list[Row] = field(default_factory=list)  # empty: the configuration's
     share: float = 1.0  # of the configuration's steps
     teacher: bool = True
-    whole: bool = False  # the teacher answers for the whole picture, not for each view
+    whole: str = ""  # a teacher that answers for the whole picture, not for each view: how its files are called
     labels: str = "some"  # of few_labels. "all": the labelled pictures alone; "every": all have their label
     over: Row = field(default_factory=dict)  # sections that are merged
 
@@ -105,6 +106,7 @@ def scratch(*losses: Row, share: float = 1.0, teacher: bool = True, views: int =
 
 
 SOFT, PSEUDO = Arm(), Arm([HARD])
+SHARP: Row = {"whole": "sharp", "over": {"teacher": {"fit": {"label_smoothing": 0.0}}}}
 MUON: Row = {"optimizer": {"kind": "muon", "lr": 1e-2}}
 FINE: Row = {  # a fit on 49,000 labels
     "args": {"pretrained_cfg_overlay": {"input_size": [3, 96, 96]}},
@@ -122,8 +124,9 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "half, temperature 1": half(1.0),
         "half, temperature 2": half(2.0),
         "half, temperature 4": half(4.0),
-        "half, one answer, hard": Arm([HARD], 0.5, whole=True),
-        "half, one answer, temperature 1": replace(half(1.0), whole=True),
+        "half, one answer, hard": Arm([HARD], 0.5, whole="whole"),
+        "half, sharp teacher, temperature 1": replace(half(1.0), **SHARP),
+        "half, sharp teacher, hard": Arm([HARD], 0.5, **SHARP),
         "ceiling": Arm([CE], teacher=False, labels="every"),
         "every label, soft": Arm(share=11460 / 2300, labels="every", over={**MUON, "teacher": FINE}),  # 60 passes
         "every label, labels only": Arm([CE], 11460 / 2300, teacher=False, labels="every", over=MUON),
@@ -286,10 +289,10 @@ def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) 
     return json.loads(file.read_text())["cpu_minutes"]
 
 
-def answered(options: argparse.Namespace, experiment: str, labels: int, seed: int) -> tuple[Path, float]:
+def answered(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> tuple[Path, float]:
     """Fit the teacher and ask it once about each whole picture; return a table of answers, and the CPU minutes."""
-    content = settings(options, experiment, "soft", labels, seed)
-    name = content["run"]["name"] = f"{experiment}-whole-{labels}-{seed}"
+    content = settings(options, experiment, arm, labels, seed)
+    name = content["run"]["name"] = f"{experiment}-{EXPERIMENTS[experiment][arm].whole}-{labels}-{seed}"
     made, table = options.work / f"{name}.views.safetensors", options.work / f"{name}.safetensors"
     file = options.work / f"{name}.json"
     with ONCE[name]:
@@ -310,7 +313,7 @@ def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, see
     own, content = EXPERIMENTS[experiment][arm], settings(options, experiment, arm, labels, seed)
     teacher = 0.0
     if own.whole:
-        model, teacher = answered(options, experiment, labels, seed)
+        model, teacher = answered(options, experiment, arm, labels, seed)
         content["teacher"] = {"kind": "answers", "model": str(model)}
     elif own.teacher:
         teacher = asked(options, experiment, labels, seed)
@@ -483,9 +486,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(make, [key for key in wanted(options) if key not in done]))
     short = f" --steps {options.steps}" if options.steps else ""
-    for experiment, arms in EXPERIMENTS.items():
+    for experiment in options.only:
         own = [row for row in rows if row["experiment"] == experiment]
-        place = {arm: i for i, arm in enumerate(arms)}  # a committed row may have an arm that is made no more
+        place = {arm: i for i, arm in enumerate(EXPERIMENTS[experiment])}  # arms of old rows may be missing there
         own.sort(key=lambda row: (row["labels"], place.get(row["arm"], len(place)), row["seed"]))
         if own:
             print(report(experiment, own))

@@ -61,7 +61,7 @@ def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
     keys = proof.wanted(options)
     assert keys[0] == ("few_labels", "soft", 100, 0)
     assert [key for key in keys if key[1] == "ceiling"] == [("few_labels", "ceiling", 0, seed) for seed in (0, 1, 2)]
-    assert len(keys) == len(set(keys)) == 3 * (3 * 11 + 3)
+    assert len(keys) == len(set(keys)) == 3 * (3 * 12 + 3)
 
 
 def test_committed_rows_come_back_as_they_were_written(tmp_path, monkeypatch):
