@@ -10,8 +10,8 @@ Each experiment is a file of configs/ whose losses, length and augmentation an a
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
 network at several lengths and augmentations, of which the best on the validation images is the arm to compare with.
 "ceiling" has all labels. "half" has half the steps, to compare temperatures with hard; with "one answer" the teacher
-is asked once, about the whole picture, as one would label a folder, and the student sees another view in each pass;
-of a "sharp teacher" too, which was fitted without label smoothing (arXiv:1906.02629: smoothing spoils soft answers).
+is asked once, about the whole picture, as one would label a folder, and the student sees another view in each pass.
+"no smoothing": this teacher was fitted without label smoothing, which may spoil soft answers (arXiv:1906.02629).
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
@@ -67,7 +67,7 @@ class Arm:
     losses: list[Row] = field(default_factory=list)  # empty: the configuration's
     share: float = 1.0  # of the configuration's steps
     teacher: bool = True
-    whole: str = ""  # a teacher that answers for the whole picture, not for each view: how its files are called
+    whole: str = ""  # if set, the teacher answers once for the whole picture; its files have this name
     labels: str = "some"  # of few_labels. "all": the labelled pictures alone; "every": all have their label
     over: Row = field(default_factory=dict)  # sections that are merged
 
@@ -106,7 +106,7 @@ def scratch(*losses: Row, share: float = 1.0, teacher: bool = True, views: int =
 
 
 SOFT, PSEUDO = Arm(), Arm([HARD])
-SHARP: Row = {"whole": "sharp", "over": {"teacher": {"fit": {"label_smoothing": 0.0}}}}
+UNSMOOTHED: Row = {"whole": "unsmoothed", "over": {"teacher": {"fit": {"label_smoothing": 0.0}}}}
 MUON: Row = {"optimizer": {"kind": "muon", "lr": 1e-2}}
 FINE: Row = {  # a fit on 49,000 labels
     "args": {"pretrained_cfg_overlay": {"input_size": [3, 96, 96]}},
@@ -125,8 +125,8 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "half, temperature 2": half(2.0),
         "half, temperature 4": half(4.0),
         "half, one answer, hard": Arm([HARD], 0.5, whole="whole"),
-        "half, sharp teacher, temperature 1": replace(half(1.0), **SHARP),
-        "half, sharp teacher, hard": Arm([HARD], 0.5, **SHARP),
+        "half, one answer, no smoothing, temperature 1": replace(half(1.0), **UNSMOOTHED),
+        "half, one answer, no smoothing, hard": Arm([HARD], 0.5, **UNSMOOTHED),
         "ceiling": Arm([CE], teacher=False, labels="every"),
         "every label, soft": Arm(share=11460 / 2300, labels="every", over={**MUON, "teacher": FINE}),  # 60 passes
         "every label, labels only": Arm([CE], 11460 / 2300, teacher=False, labels="every", over=MUON),

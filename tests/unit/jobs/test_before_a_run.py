@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 import kd
 from kd import config
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, RunError
 from kd.jobs.description import describe
-from kd.jobs.train import teach
+from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
 from kd.parts.datasets._decode import HEIF
-from kd.setup.recipe import resolve
+from kd.setup.recipe import Record, resolve
 
 
 def lines(settings: dict, *overrides: str) -> dict[str, str]:
@@ -189,3 +189,14 @@ def test_a_fit_has_its_own_seed_batch_and_views(settings, photos, tmp_path):
     other = fit("teacher.fit.seed=1")
     assert other[0] != name
     assert other[2] != losses
+
+
+def test_the_configuration_in_a_run_folder_is_parsed_only_if_its_text_differs(tmp_path: Path):
+    """A run that waits for a teacher opens its folder twice a second; parsing takes most of a second."""
+    record = Record("a", tmp_path / "a", 2, (), "no: {configuration", {}, {})
+    for _ in range(2):
+        with open_run(record, 0):
+            pass
+    other = Record("a", tmp_path / "a", 2, (), "run: {}", {}, {})
+    with pytest.raises(RunError, match="not the config of a run"), open_run(other, 0):
+        pass

@@ -127,7 +127,7 @@ def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, rec
     """What is said of int8 on one half of the images, accepted or refused, is so within the interval of the other.
 
     Such an interval misses one time in 40 where the drop is the bound itself, and processors differ in their int8
-    products: of ten three miss once in 600. To accept all of them is right in six, to refuse all in five.
+    products: of ten three miss once in 600. To accept all of them would be right in six, to refuse all in six.
     """
     right, accepted = 0, 0
     for trial in range(10):
