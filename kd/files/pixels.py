@@ -1,19 +1,25 @@
-"""Reduce an opened JPEG as it is decoded, convert an image to RGB, and crop it for evaluation.
+"""Open an image file within limits, reduce a JPEG as it is decoded, convert to RGB, and crop for evaluation.
 
-Training, evaluation and the endpoint use these functions, so that a file gives the same pixels everywhere. This module
-imports only Pillow and NumPy, because the endpoint runs without torch.
+Training, prediction and the endpoint use these functions, so that a file gives the same pixels everywhere, and the same
+limits hold for it. This module imports only Pillow and NumPy, because the endpoint runs without torch.
 """
 
+import io
 import math
-from collections.abc import Callable
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 """Of the names of image files. A sample of a tar shard that has several gives the first of them."""
 MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
-MAX_PIXELS = 89_478_485  # that training decodes of an image: Pillow's own limit
+MAX_PIXELS = 89_478_485  # of an image that training decodes: Pillow's own limit
+MAX_SCANS = 64
+"""Scans of a progressive JPEG. Each is a pass over all pixels; encoders write ten, and a crafted file has thousands."""
 MARGIN = 1.5
 """A JPEG is decoded at 1/2, 1/4 or 1/8 of its sides where this many times the pixels that are needed remain.
 
@@ -21,6 +27,80 @@ Part of the identity of caches, stores and exports: a change of it changes pixel
 """
 Least = Callable[[int, int], float]
 """The share of its sides that an image of some width and height must keep; above 1, all are too few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """Limits on an image, read from its header before pixels are decoded."""
+
+    pixels: int = MAX_PIXELS
+    scans: int = MAX_SCANS
+    min_side: int = 1  # pixels
+    aspect: float = math.inf  # longer side over shorter side
+
+
+class Beyond(ValueError):
+    """An image is beyond a limit, "pixels", "sides" or "scans": `The image WRONG. ALLOWED`."""
+
+    def __init__(self, limit: str, wrong: str, allowed: str) -> None:
+        super().__init__(f"{wrong}; {allowed[0].lower()}{allowed[1:]}")
+        self.limit, self.wrong, self.allowed = limit, wrong, allowed
+
+
+def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:
+    """Open an image file by its content; of several pictures in it the first.
+
+    Raises:
+        Beyond: it is beyond `most`.
+        UnidentifiedImageError: it is in none of `formats`, as Pillow names them.
+    """
+    # Image.open compares with Image.MAX_IMAGE_PIXELS, which belongs to the process and not to kd. It also calls a JPEG
+    # with a second picture behind it, as phones write them, "MPO", for which rules about "JPEG" would not hold.
+    Image.preinit()
+    for name in formats:
+        if name not in Image.OPEN:
+            Image.init()
+        factory, accept = Image.OPEN[name]
+        if accept and accept(data[:16]) is not True:  # a text: a decoder is not installed
+            continue
+        try:
+            image = (JpegImagePlugin.JpegImageFile if name == "JPEG" else factory)(io.BytesIO(data), "")
+        except (SyntaxError, IndexError, TypeError, struct.error):  # as Image.open: not of this format
+            continue
+        _check(image, data, most)
+        return image
+    raise UnidentifiedImageError("cannot identify image file")
+
+
+def _check(image: Image.Image, data: bytes, most: Most) -> None:
+    width, height = image.size
+    sides = f"{width} x {height}"
+    if width * height > most.pixels:
+        allowed = f"At most {most.pixels / 1e6:g} million"
+        raise Beyond("pixels", f"has {sides} = {width * height / 1e6:.1f} million pixels", allowed)
+    if min(width, height) < most.min_side:
+        raise Beyond("sides", f"has {sides} pixels", f"Each side must have {most.min_side} or more")
+    if max(width, height) > most.aspect * min(width, height):
+        allowed = f"The longer side may be {most.aspect:g} times the shorter one"
+        raise Beyond("sides", f"has {sides} pixels", allowed)
+    if image.format == "JPEG" and data.count(b"\xff\xda") > most.scans and count_scans(data) > most.scans:
+        raise Beyond("scans", f"is a JPEG of {count_scans(data)} scans", f"At most {most.scans}")
+
+
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, other than those within the data of a scan
+_END, _SCAN, _BARE = 0xD9, 0xDA, (0x01, 0xD8)  # the last two have no length
+
+
+def count_scans(data: bytes) -> int:
+    """Return the number of scans of the first picture in a JPEG file; its thumbnails and later pictures have others."""
+    at, scans = 2, 0
+    while found := _MARKER.search(data, at):
+        marker, at = data[found.end() - 1], found.end()
+        if marker == _END:
+            break
+        scans += marker == _SCAN
+        at += 0 if marker in _BARE else int.from_bytes(data[at : at + 2], "big")
+    return scans
 
 
 def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:

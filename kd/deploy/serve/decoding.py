@@ -13,10 +13,9 @@ from PIL import Image
 
 from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.shift import Measures, measure
-from kd.files.pixels import MARGIN, centre_crop, least_of_centre, reduce, to_rgb
+from kd.files.pixels import MARGIN, Beyond, centre_crop, least_of_centre, open_image, reduce, to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-START_OF_SCAN = b"\xff\xda"
 RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
 JSON, MULTIPART = "application/json", "multipart/form-data"
 ALLOWED = (*RAW, JSON, MULTIPART)
@@ -25,9 +24,6 @@ SPARE_VALUES = 1000
 """Values that a JSON body may hold beside its images. They are counted before parsing, because a list of empty lists
 takes 25 bytes of memory for each byte of text."""
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
-
-# `_check` enforces our own limit after the header is read. Pillow only warns up to twice its limit.
-Image.MAX_IMAGE_PIXELS = None
 
 
 def media_type(header: str) -> str:
@@ -112,8 +108,7 @@ def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
     for data in files:
         if not data:
             raise Problem(400, "The image is empty (0 bytes).")
-        image = _open(data)
-        _check(image, data, limits)
+        image = _open(data, limits)
         pixels += image.width * image.height
         if pixels > limits.max_pixels_in_request:
             allowed = f"Allowed are {limits.max_pixels_in_request / 1e6:g} million in a request."
@@ -146,26 +141,15 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
         prepare(file.getvalue(), size, crop, limits)
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes, limits: Limits) -> Image.Image:
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+        return open_image(data, FORMATS, limits.image)
+    except Beyond as error:
+        status = 413 if error.limit == "pixels" else 422
+        raise Problem(status, f"The image {error.wrong}. {error.allowed}.") from error
     except MemoryError:
         raise
     except Exception as error:  # as in `decode`; a damaged header is enough
         if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
             raise Problem(400, "The image is damaged in its first bytes.") from error
         raise Problem(415, f"This is not an image in one of the formats {', '.join(FORMATS)}.") from error
-
-
-def _check(image: Image.Image, data: bytes, limits: Limits) -> None:
-    width, height = image.size
-    if width * height > limits.max_pixels:
-        allowed = f"Allowed are {limits.max_pixels / 1e6:g} million."
-        raise Problem(413, f"The image has {width} x {height} = {width * height / 1e6:.1f} million pixels. {allowed}")
-    if min(width, height) < limits.min_side:
-        raise Problem(422, f"The image is {width} x {height} pixels. Each side must have {limits.min_side} or more.")
-    if max(width, height) > limits.max_aspect * min(width, height):
-        allowed = f"The longer side may be {limits.max_aspect:g} times the shorter one."
-        raise Problem(422, f"The image is {width} x {height} pixels. {allowed}")
-    if image.format == "JPEG" and data.count(START_OF_SCAN) > limits.max_scans:
-        raise Problem(422, f"The JPEG has more than {limits.max_scans} scans.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from kd.core.options import option, pixels, positive, size, whole_number
+from kd.files.pixels import MAX_SCANS, Most
 
 MIB = 2**20  # bytes
 PROBLEM = "application/problem+json"
@@ -25,8 +26,7 @@ class Limits:
     """in a request"""
     min_side: int = 4
     max_aspect: float = 20.0  # longer side over shorter side
-    max_scans: int = 64
-    """Scans of a progressive JPEG. Each is a pass over all pixels, and a crafted file has thousands."""
+    max_scans: int = MAX_SCANS
     max_in_flight: int = option(32, "N", whole_number(1, 65536))
     """requests that are computed or wait for a thread; the next one gets 503 at once"""
     max_buffered: int = 64 * MIB  # bytes of all request bodies in memory
@@ -48,6 +48,11 @@ class Limits:
     """from SIGTERM to the close of the port; /ping fails and all else is answered (default 5 of `serve`, else 0)"""
     end_seconds: float = 25.0
     """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
+
+    @property
+    def image(self) -> Most:
+        """Of one image."""
+        return Most(self.max_pixels, self.max_scans, self.min_side, self.max_aspect)
 
     @property
     def max_pixels_in_request(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 import warnings
@@ -22,7 +21,7 @@ from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.facts import DatasetFacts
 from kd.core.types import Decoded, Label
 from kd.files import pixels
-from kd.files.pixels import MAX_BYTES, MAX_PIXELS, Least, reduce, to_rgb
+from kd.files.pixels import MAX_BYTES, Least, Most, reduce, to_rgb
 from kd.files.storage import REMEDY, retried
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
@@ -34,6 +33,7 @@ PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
 AVIF_BRANDS = (b"avif", b"avis")
+MOST = Most()
 BLOCK = 128  # names that are compressed together
 MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date or an article's number
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
@@ -74,10 +74,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
         # silences nothing but Pillow, and why no result depends on it.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
-            with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
-                if image.width * image.height > MAX_PIXELS:  # Pillow refuses at twice its limit; the endpoint sets none
-                    found = f"{image.width} x {image.height} pixels; at most {MAX_PIXELS} in all are read"
-                    raise Image.DecompressionBombError(found)
+            with pixels.open_image(data, _formats(data), MOST) as image:
                 reduce(image, least)
                 image.load()
                 return Decoded(to_rgb(image), zlib.crc32(data))
@@ -88,8 +85,8 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
         raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
-    except Image.DecompressionBombError as error:
-        raise refuse(subject, where, f"the image is too large ({error})") from error
+    except pixels.Beyond as error:
+        raise refuse(subject, where, f"the image is too large: it {error}") from error
     except MemoryError:
         raise  # of the machine, not of the image
     except Exception as error:  # damaged data sends Pillow's parsers into errors of every type

@@ -2,6 +2,8 @@
 
 import io
 import struct
+import subprocess
+import sys
 import time
 import zlib
 
@@ -104,11 +106,25 @@ def test_too_long(size):
     assert detail.endswith("The longer side may be 20 times the shorter one.")
 
 
-def test_a_jpeg_of_too_many_scans():
+@pytest.mark.parametrize("kind", ["JPEG", "MPO"])
+def test_a_jpeg_of_too_many_scans(kind):
     """A crafted progressive file repeats a scan of a few bytes thousands of times; each is a pass over all pixels."""
-    data = saved(PHOTO, "JPEG", progressive=True)
+    options = {"save_all": True, "append_images": [PHOTO] * 9} if kind == "MPO" else {}
+    data = saved(PHOTO, kind, progressive=True, **options)
     first = data.index(b"\xff\xda")
     second = data.index(b"\xff\xda", first + 2)
     crafted = data[:second] + data[first:second] * 200 + data[second:]
-    assert refused(crafted) == (422, "The JPEG has more than 64 scans.")
-    prepare(data, 16, 1.0, Limits())
+    status, detail = refused(crafted)
+    assert (status, detail.endswith("At most 64.")) == (422, True)
+    assert prepare(data, 16, 1.0, Limits()).summary == "60x40 RGB JPEG"
+
+
+def test_the_limit_of_the_process_stays_its_own():
+    code = "from PIL import Image; before = Image.MAX_IMAGE_PIXELS; import kd.deploy.serve.decoding as one; "
+    code += "assert one.open_all and Image.MAX_IMAGE_PIXELS == before"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_limit_of_the_process_is_not_ours(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert prepare(saved(PHOTO, "PNG"), 16, 1.0, Limits()).pixels.shape == (3, 16, 16)

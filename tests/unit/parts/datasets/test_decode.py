@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from kd.core.errors import DataError
+from kd.files.pixels import Most, count_scans
 from kd.parts.datasets import _decode
 from kd.parts.datasets._decode import FORMATS, Repeated, decode, hold_out, name_labels
 
@@ -173,6 +174,31 @@ def test_first_picture_of_a_phone_burst():
     assert read(data).getpixel((0, 0)) == pytest.approx(RED, abs=4)  # JPEG loses a little
 
 
+def scans(jpeg: bytes, more: int) -> bytes:
+    """Repeat a scan of a progressive JPEG `more` times."""
+    first = jpeg.index(b"\xff\xda")
+    second = jpeg.index(b"\xff\xda", first + 2)
+    return jpeg[:second] + jpeg[first:second] * more + jpeg[second:]
+
+
+def test_many_scans_are_refused_whatever_pillow_calls_the_file():
+    """A second picture behind the first makes an MPO; its scans and those of a thumbnail are not decoded."""
+    plain = stored(NOISE, "JPEG", progressive=True)
+    burst = stored(NOISE, "MPO", save_all=True, append_images=[NOISE] * 9, progressive=True)
+    own = count_scans(plain)
+    assert own == plain.count(b"\xff\xda")
+    assert count_scans(burst) == own
+    assert burst.count(b"\xff\xda") > 64
+    assert Image.open(io.BytesIO(burst)).format == "MPO"
+    assert np.array_equal(np.asarray(read(burst)), np.asarray(read(plain)))
+    thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 2000) + b"\xff\xda" * 1000
+    assert np.array_equal(np.asarray(read(plain[:2] + thumbnail + plain[2:])), np.asarray(read(plain)))
+    for data in (plain, burst):
+        assert count_scans(scans(data, 100)) == own + 100
+        with pytest.raises(DataError, match=f"a JPEG of {own + 100} scans"):
+            read(scans(data, 100))
+
+
 def test_colour_profile_is_dropped_with_the_rest_of_the_metadata():
     """The pixels are those of the same file without a profile."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
@@ -213,12 +239,12 @@ def test_bytes_that_are_no_image(data, message):
 @pytest.mark.parametrize("side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"])
 def test_decompression_bomb(side, pillow, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pillow)
-    monkeypatch.setattr(_decode, "MAX_PIXELS", 10_000)
+    monkeypatch.setattr(_decode, "MOST", Most(pixels=10_000))
     data = stored(Image.new("L", (side, side)))
     if side == 90:
         assert read(data).size == (90, 90)
     else:
-        with pytest.raises(DataError, match=r"the image is too large \(.*pixels"):
+        with pytest.raises(DataError, match=r"the image is too large: it has .*pixels"):
             read(data)
 
 
@@ -226,7 +252,7 @@ def test_decompression_bomb(side, pillow, monkeypatch):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
 def test_damage_anywhere_gives_an_image_or_a_data_error(kind, seed, monkeypatch):
     """Each other time in the first bytes: of a BMP, only damage to these can be noticed. A PNG has checksums."""
-    monkeypatch.setattr(_decode, "MAX_PIXELS", 10_000)
+    monkeypatch.setattr(_decode, "MOST", Most(pixels=10_000))
     rng = np.random.default_rng(seed)
     data = np.frombuffer(stored(NOISE, kind), np.uint8)
     refused = 0
