@@ -85,13 +85,13 @@ class Scores:
         """Return the columns of the student against its teacher that a row has."""
         return [column for column in self.pair if column.key in row]
 
-    def against_teacher(self, row: Mapping[str, Any]) -> str:
-        """Return all scores of the student against its teacher as a sentence; empty where a row has none."""
+    def against_teacher(self, row: Mapping[str, Any], on: str = "") -> str:
+        """Return all scores of the student against its teacher, `on` which images, as a sentence; empty without any."""
         parts = [
             column.with_title(row[column.key]) + (f" ({column.meaning})" if column.meaning else "")
             for column in self.pair_in(row)
         ]
-        return f"Student against its teacher: {', '.join(parts)}." if parts else ""
+        return f"Student against its teacher{on and f' on {on} images'}: {', '.join(parts)}." if parts else ""
 
     def table(
         self, models: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Mapping[str, Samples]] | None = None

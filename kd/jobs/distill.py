@@ -112,8 +112,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
     if (store := getattr(run.teacher, "store", None)) is not None:
         from kd.files.manifest import MANIFEST, sha256  # only where answers are stored
 
-        count = store.num_images * max(1, run.length.views)
-        facts["answers"] = {"cache": sha256(store.folder / MANIFEST), "count": count}
+        facts["answers"] = {"cache": sha256(store.folder / MANIFEST)}
     return facts
 
 
@@ -194,6 +193,9 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
             f"ended after step {state.step}: {state.no_better} evaluations in a row were no better than {best}"
         )
     lines.append(memory(recipe.loop.optimizer.zero, run, known.get("modes", {})))
+    if run.backend.rank == 0 and (store := getattr(run.teacher, "store", None)) is not None:
+        count = sum(int(store.whole(view, range(store.num_images)).sum()) for view in range(max(1, run.length.views)))
+        folder.record(answers={**known["answers"], "count": count})
     broken = unreadable((data.train, data.val), run, known)
     if broken:
         folder.record(unreadable=broken)

@@ -138,7 +138,7 @@ def _scores(subject: Subject, row: Mapping[str, Any]) -> list[str]:
             lines += [scored.note, ""]
     else:
         lines = ["Trained and evaluated without labels, against its teacher.", ""]
-    comparison = scores.against_teacher(row)
+    comparison = scores.against_teacher(row, "validation" if scored is None else scored.title)
     return [*lines, *([comparison, ""] if comparison else [])]
 
 

@@ -60,7 +60,7 @@ def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: st
     step = {"is": "student" if recipe.student.losses else "teacher", "run": own["run"], "step": own["step"]}
     chain["student"] = {**step, "weights": own["digest"], "exported": digest}
     chain["graphs"] = {name: sha256(folder / name) for name in made.parity}
-    chain["against_teacher"] = recipe.student.task.scores.against_teacher(own["metrics"])
+    chain["against_teacher"] = recipe.student.task.scores.against_teacher(own["metrics"], "validation")
     stated = {**subject.licences, chain["student"]["is"]: license or UNKNOWN}
     calibrated = {"calibration": made.calibration} if made.calibration else {}
     return {"chain": chain, "licences": stated, "eager_ms": round(made.eager_ms, 3), **calibrated}

@@ -99,7 +99,7 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
         lines[-1] += f", weights {_short(teacher['weights'])}" + (" of all" if len(lines) > 1 else "")
         if answers:
             lines += [f"  | compared: {CHECKED} stored answers, computed again whenever a run opened them"]
-            lines += [f"answers  {answers['count']} in the cache {_short(answers['cache'])}"]
+            lines += [f"answers  {answers.get('count', 'not counted')} in the cache {_short(answers['cache'])}"]
         else:
             lines += ["  | compared: nothing, since the teacher was asked as the run went", "answers  not stored"]
         lines += [f"  | compared: {chain['against_teacher'] or 'no score against the teacher is recorded'}"]
