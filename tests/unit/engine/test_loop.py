@@ -421,3 +421,29 @@ def test_the_criterion_sums_its_weighted_terms():
     torch.testing.assert_close(found["loss"], torch.tensor([1.0, 0.0, 2.5]) * (0.3 * one + 2.0 * other))
     reads_labels, reads_teacher = LossFacts(labels=True, logits="softmax"), LossFacts(teacher=True, logits="softmax")
     assert [term.facts for term in criterion.all] == [reads_labels, reads_teacher, reads_teacher]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [({"epochs": 4, "steps": 0}, 0.5), ({"epochs": 0, "steps": 40}, 17 / 40)]
+)
+def test_the_share_that_was_done_when_an_epoch_began_is_the_same_in_its_middle(length, expected):
+    """A sifter that plans by it makes the same plan when a run resumes inside the epoch."""
+    run = RunLength(batch_size=8, views=0, every=Intervals(), **length)
+    for inside in (0, 3):
+        assert run.share(State(step=17 + inside, epoch=2, step_in_epoch=inside)) == pytest.approx(expected)
+
+
+def test_a_run_that_patience_ends_leaves_its_last_step(make, tmp_path):
+    """Its last evaluation is no better, and no checkpoint is due: the averaged weights of the end would be lost."""
+    made = make(
+        "run.epochs=9",
+        "optimizer.lr=1e-12",
+        "run.patience=2",
+        "run.every.evaluate=3",
+        "run.every.checkpoint=1000",
+        folder=tmp_path / "run",
+    )
+    state = train(made.run)
+    assert made.run.length.gave_up(state)
+    assert made.store.step() == state.step == 9
+    made.store.close()

@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 
 from kd.core.errors import RunError
+from kd.files import storage
 from kd.files.records import Records, Stop
-from kd.files.storage import atomic_folder, hashed_folder, lock, open_folder, read_rows, recover, write_text
+from kd.files.storage import (
+    append_rows,
+    atomic_folder,
+    hashed_folder,
+    keep_rows,
+    lock,
+    open_folder,
+    read_rows,
+    recover,
+    write_text,
+)
 
 
 def everything(folder: Path) -> list[str]:
@@ -241,3 +252,14 @@ def test_a_folder_is_named_by_what_it_is_made_from(tmp_path):
         open_folder(folder, identity, "data.store", writable=False)
     with pytest.raises(RunError, match=r"^data\.store: '.*train-.*' was made with another sizes \(\[1, 2\]; this run"):
         open_folder(folder, {**identity, "sizes": [3]}, "data.store")
+
+
+def test_rows_that_are_kept_are_kept_of_the_whole_file(tmp_path, monkeypatch):
+    """A reader of a page takes the end of a long file; who writes it anew must not lose the beginning."""
+    monkeypatch.setattr(storage, "LAST", 200)
+    monkeypatch.setattr(read_rows, "__defaults__", (200,))
+    file = tmp_path / "metrics.jsonl"
+    append_rows(file, *({"step": step} for step in range(100)))
+    assert 0 < len(read_rows(file)) < 100
+    keep_rows(file, lambda row: row["step"] <= 90)
+    assert [row["step"] for row in read_rows(file, last=None)] == [*range(91)]

@@ -2,12 +2,14 @@
 
 import copy
 import json
+import random
 import runpy
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -296,6 +298,32 @@ def test_some_labels_are_skipped(batches):
     items = DataLoader(train, batch_size=16) if batches else train
     found = distill(network(16, 1), network(4, 2), items, labels="some")
     assert 0 < found.rows[0]["ce"] < 3
+
+
+class Drawing(Alone):
+    """A dataset whose transform draws from all three global generators."""
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        noise = [random.random(), np.random.random(), torch.rand(()).item()]
+        return super().__getitem__(id) + torch.tensor(noise)[:, None, None]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_item_is_pure_and_leaves_the_programs_generators_as_they_were(fails):
+    items = MapDataset(Drawing(data(4, 3)), 0, labels="none")
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
+    expected = [random.random(), np.random.random(), torch.rand(()).item()]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
+    if fails:
+        with pytest.raises(IndexError):
+            items.load(99, 0)
+    else:
+        one, other, again = items.load(1, 0), items.load(1, 1), items.load(1, 0)
+        assert torch.equal(one.pixels, again.pixels)
+        assert ((one.pixels - other.pixels).abs().amax((1, 2)) > 0).all()  # each generator was seeded by the view
+    assert [random.random(), np.random.random(), torch.rand(()).item()] == expected
 
 
 @pytest.mark.parametrize("targets", [torch.eye(4), [[0], [1, 2], [], [0]], [0, 1, 2, 1], ["fig", "pea", "oat", "fig"]])

@@ -98,3 +98,13 @@ print(isinstance(wrapper.telemetry, wrapper.NNCFTelemetryStub))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NNCF_")}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert run.stdout.split() == ["True"], run.stderr
+
+
+def test_each_graph_has_its_own_calibration_error():
+    """Two images, one right: certain logits are off by half, even ones by nothing; PyTorch's are neither."""
+    labels = torch.tensor([0, 1])
+    certain, even = torch.tensor([[40.0, 0.0], [40.0, 0.0]]), torch.tensor([[0.01, 0.0], [0.01, 0.0]])
+    own = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    found = GraphOutputs({EAGER: own, "certain": certain, "even": even}, labels, [], {"certain": 1.0, "even": 2.0})
+    assert found.facts("certain", SingleLabel())["ece"] == pytest.approx(0.5)
+    assert found.facts("even", SingleLabel())["ece"] == pytest.approx(0.0, abs=0.01)

@@ -1,11 +1,13 @@
 """What a row of the table says, and how a search in a teacher's index is scored."""
 
+import numpy as np
 import pytest
 import timm
 import torch
 
 from kd.core.text import variant_rows
-from kd.deploy.export.variants import facts, noisy
+from kd.deploy.export.variants import facts, measure, noisy
+from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
@@ -67,3 +69,18 @@ def test_a_search_in_the_teachers_index():
 def test_times_that_other_work_disturbed(p50, p99, cpu, wanted):
     """Issue 49: before, the pick came out of such noise without a word."""
     assert noisy(Latency(p50, p99, 1.0, 1.0), cpu) is wanted
+
+
+def test_a_row_has_the_latency_of_one_client_and_the_rate_of_many(tmp_path, monkeypatch):
+    calls = []
+
+    def ask(folder, names, file, threads, slots, seconds):
+        calls.append((folder, tuple(names), threads, slots))
+        return {name: Latency(10.0 * threads, 12.0 * threads, 100.0 * slots, 50.0) for name in names}
+
+    monkeypatch.setattr(bench, "ask", ask)
+    found = measure(tmp_path, {"a": 9.0, "b": 9.0}, np.zeros((3, 8, 8), np.uint8), (1, 4))
+    assert calls == [(tmp_path, ("a", "b"), *one) for one in ((1, 1), (4, 1), (4, 4))]
+    for name in ("a", "b"):
+        assert found[name][1] == Latency(10.0, 12.0, 100.0, 50.0)
+        assert found[name][4] == Latency(40.0, 48.0, 400.0, 50.0)  # p50 of one client, images/s of four

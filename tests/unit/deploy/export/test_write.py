@@ -9,10 +9,11 @@ import onnx
 import pytest
 import torch
 
-from kd.core.errors import ConfigError, ModelError
+from kd.core.errors import ConfigError, ModelError, RunError
 from kd.deploy.export import graphs
 from kd.deploy.export.export import write
 from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.package import new_export
 from kd.deploy.serve.model import describe, load
 from kd.models import runtimes
 from kd.parts.tasks import embedding, single_label
@@ -126,3 +127,24 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tm
     assert line in written.lines
     with pytest.raises(RuntimeError):  # asked for by name it is an error
         write(subject(), tmp_path / "other", ExportOptions(int8=True))
+
+
+def test_what_is_put_into_the_folder_while_an_export_is_written_is_kept(subject, tmp_path):
+    """The check before the work says nothing of the minutes that follow."""
+
+    def exported_while(folder, file):
+        with new_export(folder) as draft:
+            (draft / "config.json").write_text("{}")
+            folder.mkdir(exist_ok=True)
+            (folder / file).write_text("mine")
+
+    folder, fresh = tmp_path / "export", tmp_path / "fresh"
+    write(subject(), folder, ExportOptions(onnx=False))
+    before = {one.name: one.read_bytes() for one in folder.iterdir()}
+    with pytest.raises(RunError, match=r"notes\.txt"):
+        exported_while(folder, "notes.txt")
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == {**before, "notes.txt": b"mine"}
+    with pytest.raises(RunError, match="not an exported model"):
+        exported_while(fresh, "mine.jpg")
+    assert [one.name for one in fresh.iterdir()] == ["mine.jpg"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["export", "fresh"]

@@ -10,6 +10,7 @@ import pytest
 
 from kd.core.errors import ModelError
 from kd.deploy.serve.model import describe, load
+from kd.files.manifest import checksum
 
 
 @pytest.fixture
@@ -111,3 +112,12 @@ def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
     expected = load(describe(folder), 1, 1).engine(pixels)
     found = load(describe(folder, "openvino.xml"), 1, 2).engine(pixels)
     assert np.abs(found - expected).max() < 1e-4
+
+
+def test_an_export_from_before_a_key_is_served_as_it_was(copy):
+    """Older exports have no `margin`: their JPEGs were decoded whole."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    assert manifest["input"].pop("margin") > 0
+    manifest.pop("checksum")
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "checksum": checksum(manifest)}))
+    assert describe(copy).margin == 0

@@ -165,3 +165,14 @@ def test_a_resumed_epoch_chooses_alike_whatever_was_stored_meanwhile():
 def test_weights_need_a_draw():
     with pytest.raises(ValueError, match="reweight=true needs choose=drawn"):
         Options(choose="hardest", reweight=True)
+
+
+def test_divergence_needs_every_view_of_an_image():
+    """Half of the images lack their other view: no mean over views is known of them, so they are visited."""
+    missing = torch.zeros(VIEWS, IMAGES, dtype=torch.bool)
+    missing[0, ::2] = True
+    sifter = warm(Options(score="divergence", choose="hardest", keep=0.5), Stored(missing))
+    plan = sifter.plan(1, 0.3)
+    assert set(plan.ids.tolist()) == set(range(0, IMAGES, 2))
+    assert sifter.score_VN[1, ::2].isnan().all()
+    assert not sifter.score_VN[1, 1::2].isnan().any()

@@ -203,3 +203,22 @@ def test_the_easy_images_of_two_epochs_are_drawn_anew():
         epochs.append(frozenset(plan.ids.tolist()))
         sifter.observe(plan.ids, losses()[plan.ids])
     assert len(set(epochs)) == 3
+
+
+@pytest.mark.parametrize("sizes", [(200, 40, 7, 0, 3), (10, 10, 10, 10), (250,), (1, 249)])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_balanced_epoch_takes_as_many_of_each_class_as_it_can(sizes, share):
+    """As water fills a vessel: no class has two images more than another one that has some left."""
+    labels = torch.cat([torch.full((size,), label) for label, size in enumerate(sizes)])
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    context = replace(SiftContext.alone(labels, batch_size=10), balance=share)
+    seen = torch.zeros(len(labels))
+    for epoch in range(30):
+        ids = none.Everything(context).plan(epoch, 0.0).ids
+        assert len(ids) == len(ids.unique()) == max(10, round(share * len(labels) / 10) * 10)
+        taken = torch.bincount(labels[ids], minlength=len(sizes))
+        rest = torch.tensor(sizes) - taken
+        assert (taken[rest > 0].min() if (rest > 0).any() else taken.max()) >= taken.max() - 1
+        seen[ids] += 1
+    assert seen.max() > seen.min() or share > 0.8  # other images each epoch,
+    assert (seen > 0).float().mean() > share  # so that more of them are seen than one epoch has

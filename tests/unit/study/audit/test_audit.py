@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pieces import CLASSES
 from PIL import Image
 from torch import nn
 
@@ -16,7 +17,8 @@ from kd.core.types import Batch, Outputs
 from kd.jobs.evaluate import answers_to, doubted, narrow, neighbours
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.study.audit.lists import read_repeats
+from kd.study.audit.lists import Repeat, Seen, read_repeats, write_table
+from kd.study.report.report import read
 
 
 def test_a_label_is_doubted_where_the_teacher_is_as_sure_as_it_is_of_that_class_elsewhere():
@@ -122,3 +124,27 @@ def test_a_run_without_a_teacher_has_nothing_to_ask(written, command, refused, i
     Path(path).write_text(yaml.safe_dump({**settings, "teacher": {}}))
     assert command("train", path).code == 0
     assert "--audit" in refused("evaluate", "runs/tiny", "--audit")
+
+
+def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
+    """Two validation images with two labels are a doubt about a label; their accuracy is not flattered by training."""
+    folder = shutil.copytree(distilled, tmp_path / "run")
+    val = [f"val/{name}/{i:02d}.jpg" for name in CLASSES for i in range(4)]
+    known = read(folder, 0).answers
+    assert known is not None
+    assert known.without_leaks() == ""
+    pairs = [
+        Repeat("same picture", 0.99, Seen("train", "train/fig/00.jpg", "fig"), Seen("val", val[5], "fig")),
+        Repeat("same picture", 0.98, Seen("val", val[0], "apple"), Seen("val", val[9], "pear")),
+    ]
+    head = [("kind", "score", "split", "name", "label", "other split", "other name", "other label")]
+    rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in pairs]
+    write_table(folder / "audit" / "duplicates.csv", [*head, *rows])
+    found = read(folder, 0).answers
+    assert found is not None
+    assert len(found.leaked) == 1
+    assert "1 of 13 validation images" in found.without_leaks()
+    right = [one == label for one, label in zip(found.student, found.label, strict=True)]
+    rest = [value for i, value in enumerate(right) if i not in found.leaked]
+    assert f"{100 * sum(right) / 13:.1f} %" in found.without_leaks()
+    assert f"{100 * sum(rest) / 12:.1f} %" in found.without_leaks()

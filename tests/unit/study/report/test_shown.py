@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kd.core.scores import Column, Scores
+from kd.core.scores import Column, Scored, Scores
 from kd.parts.tasks import embedding, single_label
 from kd.study.report.page import render
 from kd.study.report.record import RunRecord, price_rows
@@ -104,3 +104,22 @@ def test_a_page_of_two_tasks():
     assert page.count("<h3>Validation agreement</h3>") == 2
     for cell in ("75.0 %", "0.7500"):
         assert f"<td>{cell}</td>" in page
+
+
+def test_all_models_are_compared_on_the_images_of_the_last_score():
+    """The baseline's best validation score and its test score differ; beside a test score stands a test score."""
+
+    def scored(value: float, **more: float) -> Scored:
+        return Scored("test", 9, "d", 400, 2, {"delta1": value, "mae": 0.5, **more}, {})
+
+    base = record()
+    assert base.baseline is not None
+    alone = replace(base.baseline, scored=scored(0.11))
+    found = words(
+        text([record(scored=scored(0.66, teacher_delta1=0.77, teacher_mae=0.5, gap=0.5, bias=0.0), baseline=alone)])
+    )
+    assert "On 400 test images" in found
+    for line in ("| teacher | 77.0 %", "| student, distilled | 66.0 %", "| student, labels only | 11.0 %"):
+        assert line in found
+    for value in ("25.0 %", "75.0 %", "87.5 %"):  # of the validation images
+        assert f"| {value}" not in found

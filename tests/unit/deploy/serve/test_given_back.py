@@ -1,0 +1,98 @@
+"""What a request leaves behind in the server: after every refusal all counters are as they were."""
+
+import asyncio
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from kd.deploy.serve.app import request_body
+from kd.deploy.serve.limits import Limits, Problem
+from kd.deploy.serve.model import describe
+from kd.deploy.serve.service import Service
+
+PIECE = b"x" * 1000
+
+
+@pytest.fixture
+def service(exported):
+    made = Service(describe(exported), Limits(max_body=4500), slots=1, threads=1)
+    made.load()
+    yield made
+    made.close()
+
+
+def request(pieces: int, header: tuple[bytes, bytes] = (b"transfer-encoding", b"chunked"), gone: bool = False):
+    """A POST whose body arrives in pieces; `gone`: the client hangs up after the last."""
+    last = {"type": "http.disconnect"} if gone else {"type": "http.request", "body": b"", "more_body": False}
+    messages = iter([*[{"type": "http.request", "body": PIECE, "more_body": True}] * pieces, last])
+
+    async def receive():
+        return next(messages)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": [header]}
+    return Request(scope, receive)
+
+
+async def taken(request: Request, service: Service) -> int:
+    async with request_body(request, service):
+        return service.buffered
+
+
+def test_an_accepted_body_is_counted_while_it_is_used_and_given_back(service):
+    assert asyncio.run(taken(request(3), service)) == 3000
+    assert service.buffered == 0
+
+
+@pytest.mark.parametrize("repeated", range(2))
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (lambda: request(6), 413),  # too large, told by counting: four pieces were kept before
+        (lambda: request(30), 413),  # read to the limit of what is discarded
+        (lambda: request(3, gone=True), 499),
+        (lambda: request(3, (b"content-length", b"three")), 400),
+        (lambda: request(3, (b"content-length", b"9000")), 413),
+    ],
+    ids=["counted", "endless", "hung up", "no number", "declared"],
+)
+def test_a_refused_body_is_given_back(service, given, status, repeated):
+    with pytest.raises(Problem) as caught:
+        asyncio.run(taken(given(), service))
+    assert caught.value.status == status
+    assert (service.buffered, service.in_flight) == (0, 0)
+
+
+def test_a_body_beyond_the_memory_of_all_bodies_is_given_back(exported):
+    made = Service(describe(exported), Limits(max_body=4500, max_buffered=2500), slots=1, threads=1)
+    made.load()
+    try:
+        with pytest.raises(Problem) as caught:
+            asyncio.run(taken(request(3), made))
+        assert (caught.value.status, made.buffered) == (503, 0)
+        assert asyncio.run(taken(request(2), made)) == 2000
+    finally:
+        made.close()
+
+
+def test_a_body_that_does_not_arrive_is_given_back(exported):
+    made = Service(describe(exported), Limits(body_seconds=0.05), slots=1, threads=1)
+    made.load()
+
+    async def receive():
+        if (count := next(counted)) < 3:
+            return {"type": "http.request", "body": PIECE, "more_body": True}
+        return await asyncio.sleep(60, {"type": "http.disconnect", "count": count})
+
+    counted = iter(range(9))
+    late = Request({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}, receive)
+    try:
+        with pytest.raises(Problem) as caught:
+            asyncio.run(taken(late, made))
+        assert (caught.value.status, made.buffered) == (408, 0)
+    finally:
+        made.close()
+
+
+def test_a_client_that_hangs_up_is_a_disconnect_of_starlette():
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(request(1, gone=True).body())
