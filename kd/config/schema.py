@@ -124,6 +124,9 @@ class DataSection:
     max_skipped: float = ranged(0.01, low=0.0, high=1.0)
     """Largest share of a split's images that may be skipped, but always one image; more end the run. Each rank counts
     the images that it has asked for."""
+    bits: int = ranged(16, low=9, high=16)
+    """Bits that images of 16 bits a channel use: cameras, microscopes and X-ray write 10, 12 or 14 of them. The same
+    for all images, here and in the export. `--check` says how many are used; a larger value is an error."""
     exclude: str = file_key("")
     """Text file of images to leave out, NAME or SPLIT:NAME a line, such as the `audit/exclude.txt` of `--check`. Ids
     shift, so that caches and stores are made anew."""

@@ -55,6 +55,7 @@ class Source(Protocol):
 
         Raises:
             CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
+            NotPrepared: `prepare` makes them, and has not yet; `--check` then looks at no image.
             DataError: they cannot be read. It ends the run.
         """
         ...

@@ -65,6 +65,10 @@ class CorruptImage(DataError):
     """An image was read and cannot be decoded; `data.on_corrupt` decides. A failed read is a DataError instead."""
 
 
+class NotPrepared(DataError):
+    """Images that `Source.prepare` makes, and has not made yet."""
+
+
 class ModelError(KdError):
     """A model, its weights or its classes do not fit the run."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from html import escape
 from typing import Any
@@ -88,6 +89,17 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def nfc(name: str) -> str:
+    """Return the one form in which names are compared: macOS writes é as two characters, other systems as one."""
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def class_order(names: Iterable[str]) -> list[str]:
+    """Return names of classes in their order: of numbers where all are whole ones in digits, else of text."""
+    order = sorted(names)
+    return sorted(order, key=int) if all(name.isdecimal() for name in order) else order
 
 
 def quoted(name: str) -> str:

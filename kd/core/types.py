@@ -24,6 +24,8 @@ class Decoded(NamedTuple):
 
     image: Image.Image  # RGB, 8 bits a channel
     crc: int  # CRC-32 of the encoded bytes that it was decoded from; 0 where nobody knows
+    used: int = 0
+    """Bits that the largest value of an image of 16 bits a channel takes, below 0 in colour; 0: it has 8."""
 
 
 class Sample(NamedTuple):

@@ -143,7 +143,7 @@ class Stored:
         stamp = self._stamped.stamp(id) if self._stamped is not None else 0
         slot = self.slots.read(id) if self.slots is not None else None
         if slot is None or (slot.stamp != stamp and not self._same[id]):
-            image, crc = decoded(self.source, id, self.keep.least)
+            image, crc = decoded(self.source, id, self.keep.least)[:2]
             if slot is not None:
                 self._same[id] = crc == slot.crc
                 if not self._same[id] and not self._same[len(self)]:  # warn once

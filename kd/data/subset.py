@@ -10,7 +10,7 @@ import numpy as np
 from kd.core.contracts import Noted, Reducing, Source, Stamped
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
-from kd.core.text import names_of
+from kd.core.text import names_of, nfc
 from kd.core.types import Decoded, Label
 
 EXCLUDE = "data.exclude"
@@ -120,12 +120,12 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
     except OSError as error:
         wrong = f"'{file}' cannot be read ({error.strerror})"
         raise DataError(EXCLUDE, wrong, "A text file", "Check the path") from error
-    wanted = set(names_of(content))
+    wanted = set(map(nfc, names_of(content)))
     rest, missing = {**splits}, set(wanted)
     for split, source in splits.items():
         out = np.zeros(len(source), bool)
         for id in range(len(source)):
-            written = {name := source.name(id), f"{split}:{name}"} & wanted
+            written = {name := nfc(source.name(id)), f"{split}:{name}"} & wanted
             out[id] = bool(written)
             missing -= written
         if out.all():

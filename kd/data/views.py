@@ -85,7 +85,7 @@ class Views:
     def _pixels(self, id: int, rng: random.Random) -> tuple[Tensor, int] | None:
         begin, least = time.perf_counter(), getattr(self.transform, "least", None)
         try:
-            image, crc = decoded(self.source, id, least)
+            image, crc = decoded(self.source, id, least)[:2]
         except CorruptImage:
             self.spent = self.spent.plus(Loading(decoding=time.perf_counter() - begin))
             if self.on_corrupt == "skip":

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageOps, JpegImagePlugin, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
-"""Of the names of image files. A sample of a tar shard that has several gives the first of them."""
+ENDINGS = (*ENDINGS, "jfif", "jpe", "jif", "pjpeg", "pjp", "jpeg_large", "jpg_large", "apng", "dib")
+"""Of the names of image files. A sample of a tar shard that has several gives the first of them. The second line are
+names that browsers and programs give to JPEG, PNG and BMP files."""
 MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
 MAX_PIXELS = 89_478_485  # of an image that training decodes: Pillow's own limit
 MAX_SCANS = 64
@@ -135,12 +137,33 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
     return factor if crop >= 1.0 else max(factor, size / math.sqrt(0.75 * crop * width * height))
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: int = 16) -> tuple[Image.Image, int]:
+    """Decode an opened image to upright RGB; also return how many bits its largest value takes: see `Decoded.used`.
+
+    Of an image of 16 bits a channel the lower `bits` are its range. ValueError: it has larger values, or it is in
+    colour and `bits` is not 16: of 16-bit colour Pillow keeps the upper 8 bits alone.
+    """
+    wide = any(";16" in str(tile[3]) for tile in image.tile) if isinstance(image, ImageFile.ImageFile) else False
+    reduce(image, least, margin)
+    image.load()
+    grey = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # "I": Pillow before 11
+    used = int(np.asarray(image).max()).bit_length() if grey else 0
+    if used > bits:
+        raise ValueError(f"it has values of {used} bits, and data.bits is {bits}")
+    rgb = to_rgb(image, bits)
+    if wide and not grey:
+        used = -8 - max(high for _, high in rgb.getextrema()).bit_length()  # type: ignore[union-attr]
+        if bits < 16:
+            raise ValueError(f"it has 16 bits a channel in colour, of which data.bits={bits} cannot be taken")
+    return rgb, used
+
+
+def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
     """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is not known.
 
     Transparent pixels are blended over white; dropping the alpha channel would show hidden colours. 16-bit grey keeps
-    its upper 8 bits, as Pillow does for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first frame. The
-    EXIF orientation is applied, to the opened image too, and removed. Not handled: colour profiles.
+    the upper 8 of `bits`, as Pillow does of 16 for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first
+    frame. The EXIF orientation is applied, to the opened image too, and removed. Not handled: colour profiles.
     """
     try:
         image.getexif()  # Pillow keeps what it has read
@@ -152,7 +175,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     except Exception:  # a broken EXIF block is ignored
         pass
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
-        upper = np.asarray(image).astype(np.uint16) >> 8  # convert() would clip at 255 and give a white image
+        upper = np.asarray(image).astype(np.uint16) >> (bits - 8)  # convert() would clip at 255 and give a white image
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits per channel have")

@@ -6,7 +6,7 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from kd.files.storage import disk_error, lock, log, recover
 
 BLOCK = 512  # bytes of a tar block; headers and contents begin on its multiples
 MAX_HEADER = 2**20  # bytes of an extended header. tarfile reads one whole, whatever size it claims.
+_NUMBER = re.compile(r"([0-9]+)\.")  # in a file name, between its first dot and the next one
 AT_ONCE = 8  # shards that are copied at the same time
 
 
@@ -50,8 +51,14 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
     return _copied(list(names), Path(os.path.expanduser(copies)), where)
 
 
-def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return offset and size of the members of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}."""
+def members(
+    file: BinaryIO, shard: str, where: str, named: Collection[str] = ()
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return offset and size of the members of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
+
+    A key ends at the first dot of the file name, which is WebDataset's rule, but not where digits alone stand between
+    that dot and the next one: `img_4.5.jpg` is an image of the key `img_4.5`, unless `5.jpg` is one of `named`.
+    """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
     with tarfile.open(fileobj=cast(BinaryIO, _Headers(file)), mode="r:") as tar:
@@ -59,7 +66,9 @@ def members(file: BinaryIO, shard: str, where: str) -> dict[str, dict[str, tuple
             size = member.size if member.isreg() else 0
             end = member.offset_data + -(-size // BLOCK) * BLOCK
             folder, _, base = member.name.rpartition("/")
-            key, _, ending = base.partition(".")  # WebDataset's rule: the key ends at the first dot of the file name
+            key, _, ending = base.partition(".")
+            while ending.lower() not in named and (number := _NUMBER.match(ending)):
+                key, ending = f"{key}.{number[1]}", ending[number.end() :]
             if not key or not ending or member.isdir():
                 continue
             key, ending = f"{folder}/{key}" if folder else key, ending.lower()

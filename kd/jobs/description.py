@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from kd.config.schema import DataSection
 from kd.core.contracts import TeacherModel
-from kd.core.errors import DataError
+from kd.core.errors import NotPrepared
 from kd.core.host import bf16_units
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
@@ -107,7 +107,7 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
 def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     try:
         return [one.text for one in compare(plan, teachers, torch.device("cpu"))]
-    except DataError:
+    except NotPrepared:
         return ["not asked: the images do not exist yet"]
 
 

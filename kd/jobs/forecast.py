@@ -6,6 +6,7 @@ import os
 import random
 import time
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.core.contracts import Backend, Source, TeacherModel
-from kd.core.errors import CorruptImage, DataError
+from kd.core.errors import CorruptImage, DataError, NotPrepared
 from kd.core.text import quoted
 from kd.core.types import Costs
 from kd.data.loader import most_skipped
@@ -58,7 +59,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     """Check a recipe, look for damaged and repeated images, among all if `everything`, and time a few steps."""
     checked, data = describe(recipe, path, answers=True), open_sources(recipe.data)
     most = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
-    lines = [checked, *look(data.splits, most, recipe.record.path, everything)]
+    lines = [checked, *look(data.splits, most, recipe.record.path, everything, data.plan.bits)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures"])
     with distributed(recipe.backend) as backend:
@@ -67,19 +68,22 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
         return "\n".join([*lines, *estimate(bench, ms), *advise(bench, ms)])
 
 
-def look(splits: Mapping[str, Source], max_skipped: float, folder: Path, everything: bool = False) -> list[str]:
+def look(
+    splits: Mapping[str, Source], max_skipped: float, folder: Path, everything: bool = False, bits: int = 16
+) -> list[str]:
     """Decode images, all or for five seconds in random order; say which are damaged, and which repeat.
 
     Of a split the share `max_skipped` may be damaged, as in the run; below 0: none. Damaged images, and pairs in two
     splits or with two labels, are listed in `audit` of a run folder. Nothing is removed.
     """
-    (damaged, album), audit = _decoded(splits, everything), folder / lists.FOLDER
+    (damaged, album, used), audit = _decoded(splits, everything), folder / lists.FOLDER
     total = sum(map(len, splits.values()))
     if not (damaged or len(album)):
         return []  # not rendered or unpacked yet
     looked = len(damaged) + len(album)
     of = f"{looked} of {total}" if looked < total else f"all {looked}"
     lines = [f"images    decoded {of}: " + (f"{len(damaged)} damaged, to be skipped" if damaged else "none is damaged")]
+    lines += _bits(used, bits)
     if damaged:
         lines += _damaged(damaged, splits, max_skipped, of, audit / DAMAGED)
     found = lists.repeats(album, copies(album), splits)
@@ -121,31 +125,49 @@ def _damaged(
     return [f"          {one.wrong}" for one in list(damaged.values())[:MOST_NAMED]] + [f"          listed in '{file}'"]
 
 
-def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[dict[str, CorruptImage], Album]:
-    """Decode images and return the damaged ones by split and name; empty where they do not exist yet."""
+def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[dict[str, CorruptImage], Album, Counter[int]]:
+    """Decode images; return the damaged ones by split and name, and how many use how many bits of 16.
+
+    Empty where they do not exist yet.
+    """
     names, sources, start = [*splits], [*splits.values()], time.monotonic()
     *starts, total = accumulate(map(len, sources), initial=0)
     count = total if everything else min(total, MOST_LOOKED)
-    damaged: dict[str, CorruptImage] = {}
+    damaged, used = dict[str, CorruptImage](), Counter[int]()
     album, logged = Album(count), start
     for position in range(total) if everything else random.Random(0).sample(range(total), count):
         split = bisect(starts, position) - 1
         id = position - starts[split]
         try:
-            album.add(split, id, sources[split].decode(id))
+            seen = sources[split].decode(id)
+            album.add(split, id, seen)
+            used[seen.used] += 1
         except CorruptImage as error:
             damaged[f"{names[split]}:{sources[split].name(id)}"] = error
-        except DataError:
+        except NotPrepared:
             if everything:
                 raise
-            return {}, Album(0)
+            return {}, Album(0), used
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
             logged = now
             log.info("images    decoded %d of %d, %.0f s", len(album) + len(damaged), total, now - start)
         if not everything and now > start + LOOK_SECONDS:
             break
-    return damaged, album
+    return damaged, album, used
+
+
+def _bits(used: Counter[int], bits: int) -> list[str]:
+    """Say how many bits images of 16 bits a channel use, where the upper ones of those that are read are zero."""
+    lines = []
+    for sign, kind in ((1, "grey"), (-1, "colour")):
+        counts = {sign * number: count for number, count in used.items() if sign * number > 0}
+        most = max(counts, default=bits)
+        if most < bits:
+            head = f"{sum(counts.values())} {kind} images of 16 bits use {most} of them: read as {bits}, "
+            remedy = f"Set data.bits={max(9, most)}" if sign > 0 else "Convert them to 8 bits: Pillow keeps the upper 8"
+            lines.append(f"bits      {head}{2 ** max(0, most - bits + 8)} of 256 levels are left. {remedy}")
+    return lines
 
 
 def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:

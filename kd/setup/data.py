@@ -16,6 +16,7 @@ from kd.config.schema import Augment, DataSection
 from kd.core.contracts import Backend, Dataset, Noted, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
+from kd.core.text import class_order
 from kd.data.loader import LocalLoader, Share
 from kd.data.views import FORMAT, Evaluate, Mixing, Train, Views, build_policy
 from kd.data.workers import require_shared_memory
@@ -71,7 +72,11 @@ class Data:
     @property
     def notes(self) -> list[str]:
         """What the listings left out, a line each."""
-        notes = (note for one in self.splits.values() if isinstance(one, Noted) for note in one.notes)
+        notes = [note for one in self.splits.values() if isinstance(one, Noted) for note in one.notes]
+        names = self.train.classes
+        if list(names) != sorted(names) and list(names) == class_order(names):
+            both = (", ".join(order[:3]) for order in (names, sorted(names)))
+            notes.append("classes in the order of numbers: {}, ...; as text it would be {}, ...".format(*both))
         return [*dict.fromkeys(notes)]
 
     def images(self) -> DatasetSpec:
@@ -145,7 +150,8 @@ def open_sources(plan: DataPlan) -> Data:
     more = {} if plan.labels == "all" else {"labels": plan.labels}
 
     def listed(split: str, classes: Sequence[str] | None) -> Source:
-        return registry.build("datasets", plan.kind, plan.options, "data.kind", split=split, classes=classes, **more)
+        source = registry.build("datasets", plan.kind, plan.options, "data.kind", split=split, classes=classes, **more)
+        return source if plan.bits == 16 else _of_bits(source, plan)
 
     train = listed("train", None)
     val = listed("val", train.classes)
@@ -171,6 +177,16 @@ def open_sources(plan: DataPlan) -> Data:
 
         return Data(plan, train, *set_aside(val, plan.test_fraction))
     return Data(plan, train, val, splits.get("test"))
+
+
+def _of_bits(source: Any, plan: DataPlan) -> Source:
+    """Have a source read images of 16 bits a channel in the range of `data.bits`; what depends on pixels sees it."""
+    if not hasattr(source, "bits"):
+        wrong = f"is {plan.bits}, but data.kind={plan.kind} decodes its images itself"
+        raise ConfigError("data.bits", wrong, "16", "Leave data.bits out")
+    source.bits = plan.bits
+    source.fingerprint = hashlib.sha256(f"{plan.bits} bits {source.fingerprint}".encode()).hexdigest()
+    return source
 
 
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data | None = None) -> Data:

@@ -203,6 +203,7 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
         "size": size,
         "crop": section.eval_crop,
         "margin": MARGIN,
+        **({"bits": section.bits} if section.bits != 16 else {}),
         "network_size": student.input_size or size,
     }
 

@@ -41,7 +41,8 @@ class Predictor:
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):
             try:
                 data = contents[i].result() if contents else self.images.content(id)
-                picture = prepare(data, self.model.size, self.model.crop, self.limits, self.model.margin)
+                one = self.model
+                picture = prepare(data, one.size, one.crop, self.limits, one.margin, one.bits)
             except GONE as error:
                 row["error"] = error.strerror or type(error).__name__
             except Problem as problem:

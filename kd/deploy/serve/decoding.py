@@ -13,7 +13,7 @@ from PIL import Image
 
 from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.shift import Measures, measure
-from kd.files.pixels import MARGIN, Beyond, centre_crop, least_of_centre, open_image, reduce, to_rgb
+from kd.files.pixels import MARGIN, Beyond, centre_crop, least_of_centre, load, open_image
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image")
@@ -97,9 +97,11 @@ class DecodedImage:
     measures: Measures  # see `kd.deploy.shift.measure`
 
 
-def prepare(data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN) -> DecodedImage:
+def prepare(
+    data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN, bits: int = 16
+) -> DecodedImage:
     """Decode an image file and crop it to `size` pixels a side, `crop` of the shorter side."""
-    return decode(open_all([data], limits)[0], size, crop, margin)
+    return decode(open_all([data], limits)[0], size, crop, margin, bits)
 
 
 def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
@@ -117,14 +119,12 @@ def open_all(files: Sequence[bytes], limits: Limits) -> list[Image.Image]:
     return opened
 
 
-def decode(image: Image.Image, size: int, crop: float, margin: float = MARGIN) -> DecodedImage:
+def decode(image: Image.Image, size: int, crop: float, margin: float = MARGIN, bits: int = 16) -> DecodedImage:
     """Decode an opened image, crop it in the same way as evaluation, and close it; 400 if it is damaged."""
     try:
         with image:
             summary = f"{image.width}x{image.height} {image.mode} {image.format}"
-            reduce(image, lambda width, height: least_of_centre(width, height, size, crop), margin)
-            image.load()
-            rgb = to_rgb(image)
+            rgb, _ = load(image, lambda width, height: least_of_centre(width, height, size, crop), margin, bits)
     except MemoryError:
         raise  # the image is not at fault
     except Exception as error:  # on damaged data Pillow raises errors of every type

@@ -52,6 +52,7 @@ class Description:
     size: int  # side of the crop, pixels
     crop: float  # share of the shorter side that the crop keeps
     margin: float  # of a JPEG that is reduced as it is decoded; 0 in an older export: it is decoded whole
+    bits: int  # of the values of an image of 16 bits a channel
     files: dict[str, str]  # the sha256 of each file, as manifest.json has it
     reference: Reference | None  # of answers on validation images; None: an older export, or no such images
 
@@ -67,6 +68,7 @@ def describe(folder: Path, file: str = "") -> Description:
         size = _whole(manifest["input"]["size"], 8, MAX_SIZE, "input.size")
         crop = _number(manifest["input"]["crop"], MIN_CROP, 1, "input.crop")
         margin = _number(manifest["input"].get("margin", 0), 0, 100, "input.margin")
+        bits = _whole(manifest["input"].get("bits", 16), 9, 16, "input.bits")
         name, version = _text(manifest["name"], "name"), _text(manifest["version"], "version")
         labels, output = _output(manifest["output"], config)
         recorded = manifest.get("validation", {}).get(file)
@@ -81,7 +83,7 @@ def describe(folder: Path, file: str = "") -> Description:
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     read_verified(folder, "config.json", files)
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    return Description(folder, file, name, version + kind, labels, output, size, crop, margin, files, reference)
+    return Description(folder, file, name, version + kind, labels, output, size, crop, margin, bits, files, reference)
 
 
 def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, ...], Output]:

@@ -118,7 +118,7 @@ class Service:
         rows, measures, summary, decoding = [], [], f"{len(files)} images", 0.0
         while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images
             before = time.perf_counter()
-            picture = decode(opened.pop(0), model.size, model.crop, model.margin)
+            picture = decode(opened.pop(0), model.size, model.crop, model.margin, model.bits)
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
             measures.append(picture.measures)

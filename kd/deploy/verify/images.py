@@ -70,7 +70,8 @@ class Shown:
             else:
                 truth = np.array([-1 if one is None else labels.index(one[0]) for one in names])
             try:
-                files = [prepare(self.read(crc), export.size, export.crop, MOST, export.margin) for crc in crcs]
+                seen = export.size, export.crop, MOST, export.margin, export.bits
+                files = [prepare(self.read(crc), *seen) for crc in crcs]
             except Problem as problem:
                 raise DataError("--data", f"an image of the export: {problem.detail}") from problem
             yield np.stack([file.pixels for file in files]), truth, crcs

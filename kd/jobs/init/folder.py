@@ -42,6 +42,7 @@ class Folder(NamedTuple):
     side: int  # the median of the shorter sides of `sampled` images that were decoded, pixels
     sampled: int
     damaged: int  # images of the sample that cannot be decoded
+    bits: int  # that the sampled images of 16 bits a channel use; 0: there are none
     endings: str
 
 
@@ -134,14 +135,16 @@ def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
     return "some", "", open_sources(DataPlan(kind=kind, options=options, labels="some"))
 
 
-def _sampled(data: Data) -> tuple[int, int, int, str]:
-    """Decode training images in random order; return `side`, `sampled`, `damaged` and `endings` of `Folder`."""
+def _sampled(data: Data) -> tuple[int, int, int, int, str]:
+    """Decode training images in random order; return `side`, `sampled`, `damaged`, `bits` and `endings` of `Folder`."""
     train, end = data.train, time.monotonic() + SECONDS
-    sides, damaged, endings = list[int](), list[str](), Counter[str]()
+    sides, damaged, endings, bits = list[int](), list[str](), Counter[str](), 0
     for id in random.Random(0).sample(range(len(train)), min(SAMPLE, len(train))):
         endings[posixpath.splitext(train.name(id))[1].lower().removeprefix(".") or "nameless"] += 1
         try:
-            sides.append(min(train.decode(id).image.size))
+            decoded = train.decode(id)
+            sides.append(min(decoded.image.size))
+            bits = max(bits, decoded.used)
         except CorruptImage as error:
             damaged.append(error.wrong)
         if time.monotonic() > end:
@@ -149,4 +152,4 @@ def _sampled(data: Data) -> tuple[int, int, int, str]:
     if not sides:
         wrong = f"none of {len(damaged)} sampled images can be decoded; {damaged[0]}"
         raise DataError("FOLDER", wrong, "Whole images in formats that kd reads", "Replace them")
-    return sorted(sides)[len(sides) // 2], len(sides), len(damaged), " and ".join(endings)
+    return sorted(sides)[len(sides) // 2], len(sides), len(damaged), bits, " and ".join(endings)

@@ -1,6 +1,7 @@
 """Write the configuration of a first run: keys with the facts of folder and machine that chose them."""
 
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -28,6 +29,7 @@ SHOWN = 5
 views, each shown 37 times, and 51.2 % from 60. On CIFAR-10 12 times were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
 """Learning rate and `head_lr` of pretrained weights: of convolutions (configs/few_labels.yaml), of transformers."""
+log = logging.getLogger("kd")
 RAM_SHARE = 0.3  # of the free memory that decoded images may take
 
 
@@ -40,6 +42,10 @@ def init(
         wrong = f"'{file}' exists" if file.exists() else f"'{file.parent}' is no folder that can be written to"
         raise ConfigError("-o", wrong, "A new file", "Name another one with -o")
     found, gpu = look(folder), torch.cuda.is_available()
+    for note in found.data.notes:
+        log.info("data: %s", note)
+    if 0 < found.bits < 16:
+        log.info("data: images of 16 bits a channel use %d of them; data.bits scales them all alike", found.bits)
     teacher = find_teacher(teacher_weights, found.data.classes, gpu)
     if found.labels == "none" and (teacher is None or teacher.role == "fit"):
         wrong = f"the images have no labels ({found.why}), and "
@@ -106,6 +112,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         "data:",
         *_keys(found.keys, layout),
         *(f"  # {note}" for note in data.notes),
+        *[f"  bits: {max(9, found.bits)}  # sampled images of 16 bits use so many"] * (0 < found.bits < 16),
         f"  {'# ' * (found.labels == 'all')}labels: {'none' if found.labels == 'all' else found.labels}  # {classes}",
         *["  # test_fraction: 0.5  # of the validation images: scored once, when all is chosen"] * (data.test is None),
         f"  image_size: {size}  # {found.sampled} sampled {found.endings} have {found.side} px (median); {machine}",

@@ -8,6 +8,7 @@ import re
 import warnings
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,9 +20,10 @@ from PIL import Image, UnidentifiedImageError
 
 from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.facts import DatasetFacts
+from kd.core.text import class_order, nfc
 from kd.core.types import Decoded, Label
 from kd.files import pixels
-from kd.files.pixels import MAX_BYTES, Least, Most, reduce, to_rgb
+from kd.files.pixels import MAX_BYTES, Least, Most
 from kd.files.storage import REMEDY, retried
 
 AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
@@ -36,25 +38,30 @@ AVIF_BRANDS = (b"avif", b"avis")
 MOST = Most()
 BLOCK = 128  # names that are compressed together
 MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date or an article's number
-MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
+MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")  # TIFF and BMP last
 
 
 def read_image(
-    read: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY, least: Least | None = None
+    read: Callable[[], bytes],
+    subject: str,
+    where: str,
+    remedy: str = REMEDY,
+    least: Least | None = None,
+    bits: int = 16,
 ) -> Decoded:
     """Read an image file, again where the storage fails, and `decode` it."""
     allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
-    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where, least)
+    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where, least, bits)
 
 
-def read_file(path: str | bytes, subject: str, where: str, least: Least | None) -> Decoded:
+def read_file(path: str | bytes, subject: str, where: str, least: Least | None, bits: int = 16) -> Decoded:
 
     def content() -> bytes:
         with open(path, "rb") as file:
             check_bytes(os.fstat(file.fileno()).st_size, subject, where)
             return file.read()
 
-    return read_image(content, subject, where, least=least)
+    return read_image(content, subject, where, least=least, bits=bits)
 
 
 def check_bytes(size: int, subject: str, where: str) -> None:
@@ -62,10 +69,10 @@ def check_bytes(size: int, subject: str, where: str) -> None:
         raise refuse(subject, where, f"it has {size} bytes, more than the limit of {MAX_BYTES}")
 
 
-def decode(data: bytes, subject: str, where: str, least: Least | None = None) -> Decoded:
+def decode(data: bytes, subject: str, where: str, least: Least | None = None, bits: int = 16) -> Decoded:
     """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32."""
     # `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
-    # `subject` is the file as a message names it: "file 'apple/1.jpg'"; `least`: see `kd.files.pixels.reduce`.
+    # `subject` is the file as a message names it: "file 'apple/1.jpg'"; `least`, `bits`: see `kd.files.pixels.load`.
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
     try:
@@ -75,9 +82,8 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None) ->
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with pixels.open_image(data, _formats(data), MOST) as image:
-                reduce(image, least)
-                image.load()
-                return Decoded(to_rgb(image), zlib.crc32(data))
+                rgb, used = pixels.load(image, least, bits=bits)
+                return Decoded(rgb, zlib.crc32(data), used)
     except UnidentifiedImageError as error:
         if data[4:8] == b"ftyp":
             kind = ".avif" if data[8:12] in AVIF_BRANDS else ".heic"
@@ -165,7 +171,8 @@ class Repeated(NamedTuple):
 def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str]]:
     """Return the class name of each image, and all classes in order, of labels as written; "" is none."""
     # Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
-    distinct = set(raw.texts) - {""}
+    raw = as_classes(raw._replace(texts=[nfc(text) for text in raw.texts]), "data.label_key")
+    names, distinct = [nfc(name) for name in names], {*raw.texts} - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]{1,18}", text)}
     if names:
         name_of = {text: names[value] for text, value in integers.items() if 0 <= value < len(names)}
@@ -178,8 +185,23 @@ def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str
             raise DataError("data.label_key", wrong, allowed, "Write names, or choose the key that holds the class")
         order = [str(value) for value in range(most + 1)]
     else:
-        name_of, order = {}, sorted(distinct)
+        name_of, order = {}, class_order(distinct)
     return raw._replace(texts=[name_of.get(text, text) for text in raw.texts]), order
+
+
+WHOLE, BROKEN = re.compile(r"(-?[0-9]+)\.0*"), re.compile(r"-?[0-9]*[.,][0-9]*[1-9][0-9]*")  # numbers with a fraction
+
+
+def as_classes(raw: Repeated, where: str) -> Repeated:
+    """Return labels as written, but 1.0 as 1 where all are numbers; refuse those with a fraction: measurements."""
+    numbers = [text for text in raw.texts if text]
+    if not all(WHOLE.fullmatch(text) or BROKEN.fullmatch(text) or re.fullmatch("-?[0-9]+", text) for text in numbers):
+        return raw
+    if broken := [text for text in numbers if BROKEN.fullmatch(text)]:
+        wrong = f"{len(broken)} labels are numbers with a fraction, such as {min(broken)}: kd classifies"
+        remedy = "Choose the column of the classes, or write a name for each range of numbers, such as low and high"
+        raise DataError(where, wrong, "Names of classes, or whole numbers", remedy)
+    return raw._replace(texts=[WHOLE.sub(r"\1", text) for text in raw.texts])
 
 
 def label_images(
@@ -192,6 +214,7 @@ def label_images(
         raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
     if labels == "none":
         return (), np.full(len(names.of), -1, np.int32)
+    names = names._replace(texts=[nfc(name) for name in names.texts])
     labelled = {name for name in names.texts if name or labels == "all"}
     if not labelled:
         remedy = "Label some, or set data.labels=none"
@@ -210,6 +233,23 @@ def label_images(
         remedy = did_you_mean(unknown[0], order) or "Rename or remove it"
         raise DataError(where, wrong + whose, f"Allowed: {first_few(order)}", remedy)
     return order, np.array([position[name] if name in labelled else -1 for name in names.texts], np.int32)[names.of]
+
+
+MOST_KINDS = 6  # endings that a line names
+
+
+def left_out(other: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
+    """Return a line about files, or members of shards, that are not read, counted by their endings; none without."""
+    if not other:
+        return []
+    words = []
+    for ending, count in other.most_common(MOST_KINDS):
+        by = READ_BY.get(ending.lower(), "")
+        words.append(f"{count} {ending or 'without an ending'}" + (f" ({by})" if by else ""))
+    more = f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
+    count = other.total()
+    are = "is" if count == 1 else "are"
+    return [f"{count} {noun}{'s' * (count > 1)} {are} not read: {', '.join(words)}{more}{remedy}"]
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -265,6 +305,7 @@ class Listed:
     classes: tuple[str, ...]
     _labels: np.ndarray  # a class each, or int8 [N, C] of sets
     _stamps: np.ndarray
+    bits = 16  # `data.bits`
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,14 +12,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kd.core.errors import DataError, did_you_mean
+from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.types import Decoded
 from kd.files.pixels import Least
 from kd.files.storage import retried
-from kd.parts.datasets._decode import ENDINGS, MAGIC, READ_BY, Listed, Names, fingerprint, first_few, read_file, stamp
+from kd.parts.datasets._decode import (
+    ENDINGS,
+    MAGIC,
+    Listed,
+    Names,
+    fingerprint,
+    first_few,
+    left_out,
+    read_file,
+    refuse,
+    stamp,
+)
 
 WHERE = "data.root"
-MOST_KINDS = 6  # endings that a line names
+OTHER = re.compile(
+    "txt|xml|jsonl?|[ct]sv|md|html?|pdf|ya?ml|toml|ini|log|docx?|xlsx?|py|ipynb|zip|tar|t?gz|bz2|xz|7z|rar|np[yz]|mat|"
+    "pkl|pth?|safetensors|onnx|h5|hdf5|parquet|arrow|db|dcm|nii|mp[34]|avi|mov|mkv|wav|svg|e?ps|psd|ai|xcf|hei[cf]|avif|"
+    "jp2|jxl|exr|hdr|dng|cr[23]|nef|arw|orf|rw2|ra[fw]|svs|ndpi|scn|lsm|stk|lif|czi"
+)
+"""Endings of files that are not opened to see whether they are images. Some begin as a TIFF does: raw photographs."""
 
 
 class File(NamedTuple):
@@ -66,7 +83,9 @@ class ImageFolder(Listed):
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
         path = os.path.join(self._root, self.names[id])
-        return read_file(path, f"file '{self.name(id)}'", WHERE, least)
+        if not self._stamps[id] and not os.path.exists(path):
+            raise _dangling(os.fsdecode(path), self.name(id))
+        return read_file(path, f"file '{self.name(id)}'", WHERE, least, self.bits)
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
@@ -86,7 +105,7 @@ class Listing:
         self.files = Files.of(self._images(folder, folder_of))
         """By the bytes of their paths: the same order on every machine, whatever its locale."""
         self.folder_of = np.asarray(folder_of)  # the position of each image's folder, int32 [N]
-        self.notes = (*_unread(self._other), *self._without_images())
+        self.notes = (*left_out(self._other), *self._without_images())
 
     def _images(self, folder: bytes, folder_of: array[int]) -> Iterator[tuple[bytes, File]]:
         """Yield the images below a folder by the bytes of their paths; one folder at a time is held as objects."""
@@ -150,28 +169,27 @@ def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
 
 
 def is_image(entry: os.DirEntry[bytes]) -> bool:
-    """Return whether a file is an image by its name, or by its first bytes where the name has no ending."""
-    if b"." in entry.name:
-        return entry.name.lower().endswith(ENDINGS)
+    """Return whether a file is an image by its name, or by its first bytes where the name does not tell."""
+    if entry.name.lower().endswith(ENDINGS):
+        return True
+    name, _, ending = entry.name.lower().rpartition(b".")
+    if name and OTHER.fullmatch(text(ending)):
+        return False
     try:
         if not entry.is_file():
             return False
         with open(entry.path, "rb", buffering=0) as file:
-            return file.read(8).startswith(MAGIC[:-1])  # "BM" begins texts too
+            head = file.read(12)
     except OSError:
         return False
+    # "BM" begins texts too. A name with an ending that is not known, such as 4.5, may be that of a raw photograph.
+    return head.startswith(MAGIC[:-1] if not name else MAGIC[:-3]) and (head[:4] != b"RIFF" or head[8:] == b"WEBP")
 
 
-def _unread(other: Counter[str]) -> list[str]:
-    if not other:
-        return []
-    words = []
-    for ending, count in other.most_common(MOST_KINDS):
-        remedy = READ_BY.get(ending.lower(), "")
-        words.append(f"{count} {ending or 'without an ending'}" + (f" ({remedy})" if remedy else ""))
-    more = f" and {len(other) - MOST_KINDS} kinds more" if len(other) > MOST_KINDS else ""
-    count = other.total()
-    return [f"{count} {'file is' if count == 1 else 'files are'} not read: {', '.join(words)}{more}"]
+def _dangling(path: str, name: str) -> CorruptImage:
+    """Return the error for a link that had no target when it was listed; what has gone since is a storage away."""
+    target = os.readlink(path) if os.path.islink(path) else "?"
+    return refuse(f"file '{name}'", WHERE, f"it is a link to '{target}', where no file is")
 
 
 def file_of(entry: os.DirEntry[bytes]) -> File:
@@ -179,7 +197,7 @@ def file_of(entry: os.DirEntry[bytes]) -> File:
         status = entry.stat()
     except OSError:
         if entry.is_symlink():
-            return File(-1, 0)  # it leads nowhere; decode says so
+            return File(-1, 0)  # it leads nowhere; `_dangling` says so
         status = retried(entry.stat, f"file '{text(entry.path)}'", WHERE)
     return File(status.st_size, stamp(status))
 

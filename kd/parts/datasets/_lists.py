@@ -3,18 +3,18 @@
 import csv
 import os
 import posixpath
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
+from kd.core.text import nfc
+from kd.files import tables
 from kd.parts.datasets._decode import READ_BY, part
-from kd.parts.datasets._folder import ENDINGS, File, entries_of, file_of, is_folder, is_image, text
+from kd.parts.datasets._folder import ENDINGS, File, entries_of, file_of, folders, is_folder, is_image, text
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SLOW = 10_000  # names in a folder from which on none is proposed for one that is not there
 
 
@@ -55,11 +55,16 @@ class Lists:
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
         """Return the images of the list of a split by their paths in `root`, and what is left out."""
         # `read` is of a file and its config path.
-        root, folders = os.path.expanduser(self.root), dict[bytes, _Beside]()
+        root, notes = os.path.expanduser(self.root), list[str]()
+        finder = _Finder(root)
 
         def located(split: str) -> dict[bytes, Listed]:
             key = self.key(split)
-            return _locate(root, folders, read(os.path.join(root, os.path.expanduser(self.files[split])), key), key)
+            file = os.path.join(root, os.path.expanduser(self.files[split]))
+            found, merged = finder.locate(read(file, key), key, os.path.relpath(os.path.dirname(file), root))
+            if merged and split == listed:
+                notes.append(f"{merged} lines of {key} repeat another with the same label, and count once")
+            return found
 
         lists = [name for name in self.keys if self.files[name]]
         listed = split if split in lists else "train"
@@ -72,10 +77,10 @@ class Lists:
                 wrong = f"{own[first].entry} is also in {self.key(name)}, {other[first].entry}, with {more} more"
                 raise DataError(self.key(split), wrong, "An image is in one of the lists", "Remove it from one of them")
         if listed != lists[-1]:
-            return own, []  # some of the lists alone say nothing of the others
-        beside = (posixpath.join(folder, name) for folder, one in folders.items() for name in one.images)
+            return own, notes  # some of the lists alone say nothing of the others
+        beside = (posixpath.join(folder, name) for folder, one in finder.folders.items() for name in one.images)
         unlisted = sum(all(name not in one for one in (own, *others.values())) for name in beside)
-        return own, [f"{unlisted} images beside the listed ones are in no list"] if unlisted else []
+        return own, [*notes, *[f"{unlisted} images beside the listed ones are in no list"] * bool(unlisted)]
 
     def held(self, names: Sequence[bytes], labels: np.ndarray, split: str) -> np.ndarray:
         """Return the positions of the images of a split among those of its list, by `val_fraction` of each class."""
@@ -84,13 +89,12 @@ class Lists:
         return part(names, labels, self.val_fraction, split)
 
 
-def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[TextIO], Any]) -> Any:
+def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[str], Any]) -> Any:
     """Return what `read` makes of a text file with one of these endings; ValueError: that is not `form`."""
     if not path.lower().endswith(tuple(endings)):
         raise DataError(where, f"is '{path}'", f"A file that ends in {', '.join(endings)}", "Write it as one of them")
     try:
-        with open(path, newline="", encoding="utf-8-sig") as opened:
-            return read(opened)
+        return read(tables.read_text(path))
     except OSError as error:
         wrong, allowed = f"'{path}' cannot be read ({error.strerror})", "A path, absolute or relative to data.root"
         raise DataError(where, wrong, allowed, "Check the path") from error
@@ -98,28 +102,12 @@ def content(path: str, where: str, endings: Sequence[str], form: str, read: Call
         raise DataError(where, f"'{path}': {error}", form, "Correct the file") from error
 
 
-def table(opened: TextIO) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the names of the columns, and the lines of a table by number."""
-    # ValueError: no two columns, one without a name or named twice, or a line of another length.
-    reader = csv.reader(opened, delimiter=DELIMITERS[os.path.splitext(opened.name)[1].lower()])
-    header = [name.strip() for name in next((row for row in reader if row), [])]
-    if len(header) < 2:
-        wrong = "its first line does not name two columns or more"
-        raise ValueError(wrong + (f": it is '{header[0]}'" if header else ""))
-    if "" in header[1:]:
-        raise ValueError("a column has no name")
-    if twice := [name for name, count in Counter(header).items() if count > 1]:
-        raise ValueError(f"its first line names '{twice[0]}' twice")
+def table(content: str, path: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """Return the names of the columns, and the lines of a table by number; see `kd.files.tables.table`."""
+    header, rows = tables.table(content, tables.DELIMITERS[os.path.splitext(path)[1].lower()])
     if os.fsencode(header[0].lower()).endswith(ENDINGS):
         raise ValueError(f"its first line is an image, '{header[0]}'; it must name the columns")
-
-    def rows() -> Iterator[tuple[int, list[str]]]:
-        for row in filter(None, reader):
-            if len(row) != len(header):
-                raise ValueError(f"line {reader.line_num} has {len(row)} fields, the first line has {len(header)}")
-            yield reader.line_num, row
-
-    return header, rows()
+    return header, rows
 
 
 class _Beside:
@@ -127,6 +115,10 @@ class _Beside:
         entries = entries_of(path)[0] if os.path.isdir(path) else []
         self.entries = {entry.name: entry for entry in entries if not is_folder(entry)}
         self.images = {name for name, entry in self.entries.items() if is_image(entry)}
+
+    def named(self, base: bytes) -> list[bytes]:
+        """Return the files of a name: as it is written, or an image without its ending, or in another Unicode form."""
+        return [base] if base in self.entries else self.stems.get(base) or self.forms.get(_form(base), [])
 
     @cached_property
     def stems(self) -> dict[bytes, list[bytes]]:
@@ -136,41 +128,89 @@ class _Beside:
             stems.setdefault(posixpath.splitext(name)[0], []).append(name)
         return stems
 
+    @cached_property
+    def forms(self) -> dict[bytes, list[bytes]]:
+        """Files and stems by the one form of their names; made where a name is not found as it is written."""
+        forms: dict[bytes, list[bytes]] = {}
+        for name, of in [*((name, [name]) for name in self.entries), *self.stems.items()]:
+            forms.setdefault(_form(name), []).extend(of)
+        return forms
 
-def _locate(root: str, folders: dict[bytes, _Beside], entries: Iterable[Entry], where: str) -> dict[bytes, Listed]:
-    """Return the entries by the paths of their files in `root`, sorted; a folder is listed once."""
-    found: dict[bytes, Listed] = {}
-    missing: list[tuple[Entry, bytes]] = []
-    roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]
-    for entry in entries:
-        name = _relative(roots, entry, where)
-        folder, base = posixpath.split(name)
-        if folder not in folders:
-            folders[folder] = _Beside(os.path.join(os.fsencode(root), folder))
-        beside = folders[folder]
-        matches = [base] if base in beside.entries else beside.stems.get(base, [])
-        if len(matches) > 1:
-            both = ", ".join(text(posixpath.join(folder, one)) for one in sorted(matches))
-            raise DataError(where, f"{entry} is more than one image: {both}", "", "Write the ending")
-        if not matches:
-            missing.append((entry, name))
-            continue
-        ending = "" if matches[0] in beside.images else text(posixpath.splitext(matches[0])[1]).lower()
-        if ending in READ_BY:
-            raise DataError(where, f"{entry} cannot be read here", READ_BY[ending], "Convert it, or install that")
-        path = posixpath.join(folder, matches[0])
-        if path in found:
-            first = found[path].entry
-            raise DataError(where, f"{entry} is the image of {first}", "Each image once", "Remove one of them")
-        found[path] = Listed(entry, file_of(beside.entries[matches[0]]))
-    if missing:
-        entry, name = missing[0]
-        beside = folders[posixpath.dirname(name)]
+
+def _form(name: bytes) -> bytes:
+    return os.fsencode(nfc(os.fsdecode(name)))
+
+
+class _Finder:
+    """Finds the files that lists name; each folder is listed once."""
+
+    def __init__(self, root: str) -> None:
+        self.root, self.folders = root, dict[bytes, _Beside]()
+        self.roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]
+
+    def locate(self, entries: Iterable[Entry], where: str, table: str) -> tuple[dict[bytes, Listed], int]:
+        """Return entries by the paths of their files in `root`, sorted, and how many repeat another one.
+
+        A name is a path in `root`, else one beside the list, in the folder `table` below `root`.
+        """
+        found: dict[bytes, Listed] = {}
+        missing, merged = list[Entry](), 0
+        for entry in entries:
+            path = self._path(entry, where, table)
+            if path is None:
+                missing.append(entry)
+            elif path not in found:
+                folder, base = posixpath.split(path)
+                found[path] = Listed(entry, file_of(self.folders[folder].entries[base]))
+            elif found[path].entry.label == entry.label:
+                merged += 1
+            else:
+                first = found[path].entry
+                wrong = f"{entry} is the image of {first}, with another label"
+                raise DataError(where, wrong, "One label for each image", "Remove one of them")
+        if missing:
+            raise self._missing(missing, len(found), where)
+        return {path: found[path] for path in sorted(found)}, merged  # by bytes: the same whatever the locale
+
+    def _path(self, entry: Entry, where: str, table: str) -> bytes | None:
+        written = [entry.name, *[entry.name.replace("\\", "/")] * ("\\" in entry.name)]  # "/": as Windows writes them
+        ways = [*written, *(posixpath.join(table, name) for name in written if not table.startswith(".."))]
+        for way in ways:
+            folder, base = posixpath.split(_relative(self.roots, entry._replace(name=way), where))
+            folder = self._folder(folder)
+            matches = self.folders[folder].named(base)
+            if len(matches) > 1:
+                both = ", ".join(text(posixpath.join(folder, one)) for one in sorted(matches))
+                raise DataError(where, f"{entry} is more than one image: {both}", "", "Write the ending")
+            if matches:
+                ending = text(posixpath.splitext(matches[0])[1]).lower()
+                if matches[0] not in self.folders[folder].images and ending in READ_BY:
+                    remedy = "Convert it, or install that"
+                    raise DataError(where, f"{entry} cannot be read here", READ_BY[ending], remedy)
+                return posixpath.join(folder, matches[0])
+        return None
+
+    def _folder(self, folder: bytes) -> bytes:
+        """List a folder, and return its path in `root` in the form in which it is there."""
+        if folder in self.folders:
+            return folder
+        path = os.path.join(os.fsencode(self.root), folder)
+        if folder and not os.path.isdir(path) and not folder.isascii():
+            above = self._folder(posixpath.dirname(folder))
+            there = map(os.fsencode, folders(os.path.join(self.root, os.fsdecode(above))))
+            same = [name for name in there if _form(name) == _form(posixpath.basename(folder))]
+            if same and posixpath.join(above, same[0]) != folder:
+                return self._folder(posixpath.join(above, same[0]))
+        self.folders[folder] = _Beside(path)
+        return folder
+
+    def _missing(self, missing: Sequence[Entry], found: int, where: str) -> DataError:
+        name = _relative(self.roots, missing[0], where)
+        beside = self.folders[self._folder(posixpath.dirname(name))]
         names = [*beside.stems, *beside.images]
         near = did_you_mean(text(posixpath.basename(name)), map(text, names)) if len(names) < SLOW else ""
-        wrong = f"{entry} is no image in '{root}'; {len(missing)} of {len(found) + len(missing)} names are none"
-        raise DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")
-    return {path: found[path] for path in sorted(found)}  # by bytes: the same on every machine, whatever its locale
+        wrong = f"{missing[0]} is no image in '{self.root}'; {len(missing)} of {found + len(missing)} names are none"
+        return DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")
 
 
 def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:

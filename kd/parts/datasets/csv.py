@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from sys import intern
-from typing import TextIO
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import file_key
-from kd.parts.datasets._decode import Repeated, facts_of, label_images
+from kd.core.text import class_order, nfc
+from kd.files.tables import DELIMITERS
+from kd.parts.datasets._decode import Repeated, as_classes, facts_of, label_images
 from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
-from kd.parts.datasets._lists import DELIMITERS, Entry, Lists, content, table
+from kd.parts.datasets._lists import Entry, Lists, content, table
 
 FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
 facts = partial(facts_of, test="test_list")
@@ -52,15 +53,15 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     found, notes = lists.open(split, partial(_read, options=options, labels=labels))
     where = lists.key(split)
     names, label_of = [*found], [one.entry.label for one in found.values()]
-    if options.train_list.lower().endswith(".txt"):
+    is_text = options.train_list.lower().endswith(".txt")
+    if is_text:
         label_of = [text(posixpath.dirname(name)) for name in names]
     if labels == "all" and "" in label_of:
         wrong = f"{[*found.values()][label_of.index('')].entry} has no label"
         raise DataError(where, wrong, "A label for each image", "Add it, or set data.labels=some")
-    column = Repeated.of_each(label_of)
-    own = sorted({*column.texts} - {""})
-    if all(name.isdecimal() for name in own):
-        own.sort(key=int)
+    column = Repeated.of_each(map(nfc, label_of))
+    column = column if is_text else as_classes(column, "data.label_key")
+    own = class_order({*column.texts} - {""})
     order, label = label_images(column, own, classes, where, split, labels)
     keep = lists.held(names, label, split)
     files = Files.of((names[id], found[names[id]].file) for id in keep)
@@ -68,11 +69,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
-    def read(opened: TextIO) -> list[Entry]:
+    def read(content: str) -> list[Entry]:
         if path.lower().endswith(".txt"):
-            lines = enumerate(opened.read().splitlines(), 1)
+            lines = enumerate(content.splitlines(), 1)
             return [Entry(line, "", number) for number, line in lines if line.strip()]
-        header, rows = table(opened)
+        header, rows = table(content, path)
         keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
         columns = [_column(header, getattr(options, key), f"data.{key}", path) for key in keys]
         image, *label = columns

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from kd.core.errors import DataError
+from kd.core.errors import DataError, NotPrepared
 from kd.core.facts import DatasetFacts
 from kd.core.host import cores
 from kd.core.types import Decoded, Label
@@ -109,7 +109,7 @@ class FoodMini:
 
     def decode(self, id: int) -> Decoded:
         if not self.folder.is_dir():  # so trying again, as for a storage that is away, would not help
-            raise DataError("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
+            raise NotPrepared("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
         remedy = f"Remove '{self.folder}'; the next run paints it anew"
         return read_image(file.read_bytes, f"file '{file}'", "data.root", remedy)

@@ -72,8 +72,8 @@ class HuggingFace(images.Listed):
         if data is None and path is None:
             raise images.refuse(subject, WHERE, "the row holds no image")
         if data is None:
-            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE, least)
-        return images.decode(data, subject, WHERE, least)
+            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE, least, self.bits)
+        return images.decode(data, subject, WHERE, least, self.bits)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:

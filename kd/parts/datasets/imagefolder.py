@@ -9,6 +9,7 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import file_key
+from kd.core.text import class_order, nfc
 from kd.parts.datasets._decode import ENDINGS, Repeated, check_splits, facts_of, first_few, label_images, part
 from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
 
@@ -61,7 +62,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         unlabelled = f"{options.unlabelled}/"
         class_of = class_of._replace(texts=["" if f"{one}/".startswith(unlabelled) else one for one in class_of.texts])
     try:
-        order, label = label_images(class_of, sorted({*class_of.texts} - {""}), classes, WHERE, split, labels)
+        own = class_order({*map(nfc, class_of.texts)} - {""})
+        order, label = label_images(class_of, own, classes, WHERE, split, labels)
     except DataError as error:  # a class may be missing because its files are not read
         wrong = "; ".join([error.wrong, *notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error

@@ -10,15 +10,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape, glob
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import file_key
+from kd.core.text import class_order, nfc
+from kd.files.tables import DELIMITERS
 from kd.parts.datasets._decode import facts_of, first_few
 from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
-from kd.parts.datasets._lists import DELIMITERS, Entry, Listed, Lists, content, table
+from kd.parts.datasets._lists import Entry, Listed, Lists, content, table
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
 NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
@@ -55,7 +57,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
     if not found:
         raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
-    own = columns[where] or sorted({label for one in found.values() for label in one.entry.label or ()})
+    own = columns[where] or class_order({label for one in found.values() for label in one.entry.label or ()})
     order = own if classes is None else classes
     if labels != "none" and columns[where] and (absent := sorted({*order} - {*columns[where]})):
         wrong = f"has no column '{absent[0]}', a class of training, with {len(absent) - 1} more"
@@ -90,18 +92,19 @@ def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str
 def _read(path: str, where: str, options: Options, root: str, columns: dict[str, list[str]]) -> list[Entry]:
     """Return the images of a file with their sets, None where there is no entry; add the classes that it lists."""
     is_json = path.lower().endswith(".json")
-    read = _json if is_json else partial(_table, root=root, separator=options.separator)
+    read = _json if is_json else partial(_table, path=path, root=root, separator=options.separator)
     columns[where], entries = content(path, where, [*DELIMITERS, ".json"], FORM, read)
     return entries
 
 
-def _table(opened: TextIO, root: str, separator: str) -> tuple[list[str], list[Entry]]:
-    (first, *classes), rows = table(opened)
+def _table(content: str, path: str, root: str, separator: str) -> tuple[list[str], list[Entry]]:
+    (first, *written), rows = table(content, path)
     if first and any(
         os.fsencode(name.lower()).endswith(ENDINGS) for name in glob(os.path.join(escape(root), escape(first) + ".*"))
     ):
         raise ValueError(f"its first line is an image, '{first}'; it must name the columns")
     cells = [(number, name, [cell.strip() for cell in more]) for number, (name, *more) in rows]
+    classes = [nfc(name) for name in written]
     if len(classes) > 1:
         return classes, [Entry(name, _wide(more, classes, number), number) for number, name, more in cells]
     _check_pairs([more[0] for _, _, more in cells], classes[0], separator)
@@ -135,8 +138,8 @@ def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
             )
 
 
-def _json(opened: TextIO) -> tuple[list[str], list[Entry]]:
-    found: Any = json.load(opened, object_pairs_hook=_Pairs)
+def _json(content: str) -> tuple[list[str], list[Entry]]:
+    found: Any = json.loads(content, object_pairs_hook=_Pairs)
     if not isinstance(found, _Pairs):
         raise ValueError(f"it holds a {type(found).__name__}")
     for name, labels in found:
@@ -150,4 +153,4 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def _names(names: Iterable[str]) -> set[str]:
-    return {name.strip() for name in names} - {""}
+    return {nfc(name.strip()) for name in names} - {""}

@@ -8,7 +8,8 @@ import json
 import os
 import tarfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, NamedTuple
@@ -23,6 +24,9 @@ from kd.files.shards import Shard, content, find, members, read
 from kd.parts.datasets import _decode as images
 
 MAX_LABEL = 2**20  # bytes of a label member
+SIDE = ("txt", "md", "json", "csv", "tsv", "yaml", "yml", "xml", "html", "pdf", "index", "idx", "license", "readme")
+"""Endings of members without an image that say something of the shard, such as a readme. Nothing is said of them."""
+REMEDY = "; a key ends at the first dot of a name: write img_4-final.jpg for img_4.final.jpg, or set data.image_keys"
 facts = partial(images.facts_of, test="test")
 
 
@@ -70,17 +74,20 @@ class _Image(NamedTuple):  # only while a shard is read
 class _Index:
     """The images of all shards, as columns."""
 
-    def __init__(self, shards: Sequence[Shard], read: Callable[[str], Sequence[_Image]]) -> None:
+    def __init__(self, shards: Sequence[Shard], read: Callable[[str], tuple[Sequence[_Image], Counter[str]]]) -> None:
         self.shards = tuple(shard.path for shard in shards)
         origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
         titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
         columns = shard_of, offsets, sizes, label_of = array("i"), array("q"), array("q"), array("i")
         position: dict[str, int] = {}
+        unread = Counter[str]()
 
         def named() -> Iterator[bytes]:
             for number, (path, title) in enumerate(zip(self.shards, titles, strict=True)):
-                for image in read(path):
+                found, other = read(path)
+                unread.update(other)
+                for image in found:
                     row = number, image.offset, image.size, position.setdefault(image.label, len(position))
                     for column, value in zip(columns, row, strict=True):
                         column.append(value)
@@ -89,6 +96,7 @@ class _Index:
         self.names = images.Names(named())
         self.shard_of, self.offsets, self.sizes = np.asarray(shard_of), np.asarray(offsets), np.asarray(sizes)
         self.labels = images.Repeated([*position], np.asarray(label_of))
+        self.notes = images.left_out(unread, "member", REMEDY)
 
 
 class WebDataset(images.Listed):
@@ -98,7 +106,7 @@ class WebDataset(images.Listed):
         self.classes, self._labels, self._where, self._shards = tuple(classes), labels, where, index.shards
         self._shard_of, self._offsets, self._sizes = index.shard_of, index.offsets, index.sizes
         self._stamps = np.array([images.stamp(os.stat(path)) for path in self._shards], np.uint64)[self._shard_of]
-        self._names = index.names
+        self._names, self.notes = index.names, index.notes
         self.fingerprint = images.fingerprint(self.classes, self._names, labels, self._sizes)
 
     def name(self, id: int) -> str:
@@ -108,7 +116,8 @@ class WebDataset(images.Listed):
         shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
         subject = f"image '{self.name(id)}'"
         images.check_bytes(size, subject, self._where)
-        return images.read_image(lambda: content(shard, offset, size), subject, self._where, least=least)
+        more = {"least": least, "bits": self.bits}
+        return images.read_image(lambda: content(shard, offset, size), subject, self._where, **more)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
@@ -127,7 +136,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     return WebDataset(index, label, order, where)
 
 
-def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image]:
+def _index(shard: str, options: Options, where: str, labels: str) -> tuple[list[_Image], Counter[str]]:
     try:
         with open(shard, "rb", buffering=0) as file:
             return _images(file, shard, options, where, labels)
@@ -137,13 +146,21 @@ def _index(shard: str, options: Options, where: str, labels: str) -> list[_Image
         raise DataError(where, wrong, "Whole, uncompressed .tar files", remedy) from error
 
 
-def _images(file: BinaryIO, shard: str, options: Options, where: str, labels: str) -> list[_Image]:
-    endings, found = _endings(options.image_keys), []
-    for key, sample in members(file, shard, where).items():
+def _images(file: BinaryIO, shard: str, options: Options, where: str, labels: str) -> tuple[list[_Image], Counter[str]]:
+    """Return the images of a shard, and the endings of members that are neither image, label nor beside one."""
+    endings, found, other = _endings(options.image_keys), list[_Image](), Counter[str]()
+    wanted = {*endings, options.label_key.lower()}
+    for key, sample in members(file, shard, where, wanted).items():
         image = next((sample[ending] for ending in endings if ending in sample), None)
         label = sample.get(options.label_key.lower()) if labels != "none" else None
-        if image is None and label is None:
-            continue  # a readme or a manifest
+        whole = image is not None or label is not None
+        other.update(
+            f".{ending}"
+            for ending in sample
+            if ending not in wanted and (_hidden(ending, sample, wanted) if whole else ending not in SIDE)
+        )
+        if not whole:
+            continue
         if image is not None and label is None and labels != "all":
             found.append(_Image(key, *image, ""))
             continue
@@ -156,7 +173,13 @@ def _images(file: BinaryIO, shard: str, options: Options, where: str, labels: st
             wrong = f"the label of '{shard}/{key}' has {label[1]} bytes"
             raise DataError(where, wrong, f"At most {MAX_LABEL}", "Repair the shard, or set data.label_key")
         found.append(_Image(key, *image, _label(read(file, *label), f"{shard}/{key}", options, where)))
-    return found
+    return found, other
+
+
+def _hidden(ending: str, sample: Collection[str], wanted: Collection[str]) -> bool:
+    """Return whether a member beside an image is one of another image and its label, as `b.jpg` and `b.cls` are."""
+    first, _, last = ending.rpartition(".")
+    return bool(first) and last in wanted and sum(f"{first}.{one}" in sample for one in wanted) > 1
 
 
 def _label(data: bytes, name: str, options: Options, where: str) -> str:

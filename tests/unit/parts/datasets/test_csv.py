@@ -21,8 +21,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def open_list(root: Path, content: str, name: str = "a.csv", labels: str = "all", **more):
-    (root / name).write_text(content)
+def open_list(root: Path, content: str | bytes, name: str = "a.csv", labels: str = "all", **more):
+    (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return build(Options(**{"root": str(root), "train_list": name, "val_list": "v.csv", **more}), "train", None, labels)
 
 
@@ -50,6 +50,13 @@ LINE = "apple_pie/1.jpg,pie\nbaklava/1.jpg,cake\n"
         ("a.csv", "path,label\n./apple_pie/1.jpg, pie \napple_pie/../baklava/1,cake\n", {}, PIE),
         ("a.csv", 'path,label\n"apple_pie/1.jpg","pie"\n"baklava/1.jpg",cake\n', {}, PIE),
         ("a.csv", "path,label\napple_pie/1,3\nbaklava/1,12\n", {}, CAKE),
+        ("a.csv", f"path,label\n{LINE}".replace(",", ";"), {}, PIE),
+        ("a.csv", f"path,label\n{LINE}".replace(",", "\t"), {}, PIE),
+        ("a.csv", f"sep=;\r\npath,label\n{LINE}".replace(",", ";"), {}, PIE),
+        ("a.csv", f"path,label\n{LINE},\n , \n", {}, PIE),
+        ("a.csv", f"path,label\n{LINE}".replace("/", "\\"), {}, PIE),
+        ("a.csv", f"path,label\n{LINE}".encode("utf-16"), {}, PIE),
+        ("a.csv", "path,label\napple_pie/1,3.0\nbaklava/1,12\n", {}, CAKE),
         ("a.txt", "baklava/3\napple_pie/1\n\nbaklava/1.jpg\r\n", {}, None),
     ],
 )
@@ -136,7 +143,9 @@ def test_images_without_a_label(root):
         ),
         ("a.csv", "path,label\n", r"the split 'train' has no images"),
         ("a.csv", "", r"does not name two columns"),
-        ("a.csv", "path;label\n", r"does not name two columns or more: it is 'path;label'"),
+        ("a.csv", "path|label\n", r"does not name two columns or more: it is 'path|label'"),
+        ("a.csv", "path,label\nbaklava/1,0.5\nbaklava/2,1.0\nbaklava/3,2.25\n", r"data\.label_key: 2 labels are num"),
+        ("a.csv", "path;label\nbaklava/1;0,5\nbaklava/2;1\n", r"1 labels are numbers with a fraction, such as 0,5"),
         ("a.csv", LINE, r"its first line is an image, 'apple_pie/1\.jpg'; it must name the columns"),
         ("a.csv", "file,label\n", r"data\.image_key: '.*' has no column 'path'\. Columns: file, label"),
         ("a.csv", "path,labels\n", r"data\.label_key: .* 'label'\. Columns: path, labels\. Did you mean 'labels'"),
@@ -146,8 +155,12 @@ def test_images_without_a_label(root):
         ("a.txt", "\n", r"the split 'train' has no images"),
         ("a.json", "[]", r"is '.*a\.json'\. A file that ends in \.csv, \.tsv, \.txt"),
         ("a.csv", None, r"cannot be read .* relative to data\.root"),
-        ("a.csv", b"path,label\nbaklava/1.jpg,\xe9clair\n", r"'utf-8' codec can't decode"),
-        ("a.csv", "path,label\r\n".encode("utf-16"), r"'utf-8' codec can't decode"),
+        (
+            "a.csv",
+            b"path,label\nbaklava/1.jpg,\xe9clair\n",
+            r"line 2 is not UTF-8 \('baklava/1\.jpg,éclair' .*iconv -f",
+        ),
+        ("a.csv", "path,label\r\n".encode("utf-16"), r"the split 'train' has no images"),
     ],
 )
 def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
@@ -159,3 +172,25 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
         build(Options(root=str(root), train_list=name, val_list="v.csv"), "train", None)
     assert str(caught.value).startswith("data.")
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_line_that_repeats_another_counts_once_and_is_said(root):
+    found = open_list(root, f"path,label\n{LINE}{LINE}apple_pie/1,pie\n")
+    assert pairs(found) == PIE
+    assert "3 lines of data.train_list repeat another with the same label, and count once" in found.notes
+
+
+def test_a_name_is_a_path_beside_its_list_where_the_root_has_none(root):
+    (root / "baklava" / "_list.csv").write_text("path,label\n1.jpg,cake\n2.jpg,pie\n")
+    options = Options(root=str(root), train_list="baklava/_list.csv", val_list="v.csv")
+    assert pairs(build(options, "train", None)) == {"baklava/1.jpg": "cake", "baklava/2.jpg": "pie"}
+
+
+def test_names_in_another_unicode_form(root):
+    """macOS writes é as two characters into names of files, a spreadsheet as one."""
+    one, two = "caf\xe9", "cafe\u0301"
+    shutil.copytree(root / "baklava", root / two)
+    (root / two / "1.jpg").rename(root / two / f"{two}.jpg")
+    content = f"path,label\n{one}/{one}.jpg,{one}\n{one}/2,{two}\nbaklava/1,cake\n"
+    found = open_list(root, content)
+    assert pairs(found) == {f"{two}/{two}.jpg": one, f"{two}/2.jpg": one, "baklava/1.jpg": "cake"}

@@ -27,7 +27,7 @@ def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def read(data: bytes) -> Image.Image:
-    image, crc = decode(data, "file 'a/b.jpg'", "data.root")
+    image, crc, _ = decode(data, "file 'a/b.jpg'", "data.root")
     assert crc == zlib.crc32(data)
     assert getattr(image, "fp", None) is None  # nothing is left to be read
     assert image.mode == "RGB"
@@ -318,3 +318,31 @@ def test_heic_is_read_with_the_extra_and_names_it_without():
         assert abs(np.asarray(found, int) - expected).mean() < 6
     with pytest.raises(DataError, match=r"damaged|truncated|cannot be decoded"):
         read(data[: len(data) // 2])
+
+
+def grey16(bits: int, size: int = 8) -> Image.Image:
+    values = np.arange(size * size, dtype=np.uint16).reshape(size, size) << (bits - 6)
+    return Image.fromarray(values)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_bits_of_16(kind):
+    """A camera's 12 bits in 16: the range is `data.bits` of them, for every image alike; larger values are no image."""
+    data = stored(grey16(12), kind)
+    found = decode(data, "file", "data.root")
+    assert (found.used, max(np.asarray(found.image).ravel())) == (12, 63 * 64 >> 8)  # nearly black
+    scaled = decode(data, "file", "data.root", bits=12).image
+    assert np.array_equal(np.asarray(scaled)[..., 0], np.arange(64).reshape(8, 8) * 4)
+    with pytest.raises(DataError, match=r"values of 14 bits, and data\.bits is 12"):
+        decode(stored(grey16(14), kind), "file", "data.root", bits=12)
+    plain = decode(stored(NOISE, kind), "file", "data.root", bits=12)
+    assert (plain.used, np.array_equal(np.asarray(plain.image), np.asarray(NOISE))) == (0, True)
+
+
+def test_bits_of_16_in_colour():
+    """Pillow keeps the upper 8 bits of them, so that they cannot be scaled."""
+    rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
+    data = png(2, 2, 16, 2, rows)
+    assert decode(data, "file", "data.root").used == -12
+    with pytest.raises(DataError, match=r"16 bits a channel in colour, of which data\.bits=12 cannot"):
+        decode(data, "file", "data.root", bits=12)

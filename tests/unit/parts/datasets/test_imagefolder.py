@@ -12,7 +12,7 @@ import pytest
 from pieces import WITHOUT_HEIF, names
 from PIL import Image
 
-from kd.core.errors import DataError
+from kd.core.errors import CorruptImage, DataError
 from kd.parts.datasets._decode import HEIF
 from kd.parts.datasets.imagefolder import Options, build, facts
 
@@ -83,7 +83,9 @@ def test_what_is_said_without_pillow_heif():
 
 
 def test_many_kinds_of_files_are_one_line(tmp_path):
-    fill(tmp_path, "train/apple/1.png", "train/pear/1.png", *(f"train/pear/a.x{n}" for n in range(9)))
+    fill(tmp_path, "train/apple/1.png", "train/pear/1.png")
+    for number in range(9):
+        (tmp_path / f"train/pear/a.x{number}").write_text("no image")
     assert build(options(tmp_path), "train", None).notes[0].endswith(" and 3 kinds more")
     shutil.rmtree(tmp_path / "train/apple")
     with pytest.raises(DataError, match=r"only one class, 'pear'; 9 files are not read: 1 \.x"):
@@ -109,8 +111,34 @@ def test_dangling_and_circular_file_links_fail_in_decode_only(tmp_path):
     (tmp_path / "train/apple/3.png").symlink_to(tmp_path / "train/apple/3.png")
     source = build(options(tmp_path), "train", None)
     for id in (1, 2):
-        with pytest.raises(DataError, match=rf"file 'train/apple/{id + 1}.png': it cannot be read"):
+        with pytest.raises(
+            CorruptImage, match=rf"'train/apple/{id + 1}.png': it is a link to .* no file is.*on_corrupt=skip"
+        ):
             source.decode(id)
+    Image.new("RGB", (4, 4)).save(tmp_path / "gone.png")
+    assert source.decode(1).image.size == (4, 4)  # it is there now
+
+
+def test_jpegs_by_other_names_and_by_their_content(tmp_path):
+    kinds = ("jfif", "jpe", "JPEG_LARGE", "jpg_large", "pjpeg", "jpg_1", "4", "webp~")
+    fill(tmp_path, "train/apple/1.png", *(f"train/pear/a.{kind}" for kind in kinds))
+    for name in ("notes.txt~", "photo.nef", "scan.4.5"):
+        (tmp_path / "train/pear" / name).write_bytes(b"II*\0 a raw photograph begins as a TIFF does")
+    source = build(options(tmp_path), "train", None)
+    assert len(source) == 1 + len(kinds)
+    assert {source.decode(id).image.size for id in range(len(source))} == {(4, 4)}
+    assert source.notes[0].startswith("3 files are not read: 1 .")
+
+
+def test_folders_named_by_numbers_and_in_two_unicode_forms(tmp_path):
+    fill(tmp_path, *(f"train/{label}/1.png" for label in range(12)))
+    assert build(options(tmp_path), "train", None).classes == tuple(map(str, range(12)))
+    one, two = "caf\xe9", "cafe\u0301"
+    fill(tmp_path / "b", f"train/{one}/1.png", f"train/{two}/2.png", "train/x/1.png", f"val/{two}/1.png", "val/x/1.png")
+    train = build(options(tmp_path / "b"), "train", None)
+    val = build(options(tmp_path / "b"), "val", train.classes)
+    assert (train.classes, [val.classes[val.label(id)] for id in range(2)]) == ((one, "x"), [one, "x"])
+    assert len(train) == 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="file names are bytes on POSIX only")

@@ -1,0 +1,62 @@
+"""Text files and tables as editors and spreadsheets write them: encodings, delimiters, a first line `sep=;`."""
+
+import codecs
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""By ending. A spreadsheet set to a language with decimal commas writes ";" into a .csv, and some write tabs."""
+SEPARATOR = re.compile(r"sep=(.)\r?\n", re.IGNORECASE)  # Excel's own first line
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text in UTF-8, or in UTF-16 with its mark; ValueError: it is in neither. No other encoding is guessed."""
+    data = Path(path).read_bytes()
+    if data.startswith(UTF_16):
+        return data.decode("utf-16")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, start = data.count(b"\n", 0, error.start) + 1, data.rfind(b"\n", 0, error.start) + 1
+        shown = data[max(start, error.start - 20) : error.start + 10].partition(b"\n")[0].decode("latin-1").strip()
+        wrong = f"line {line} is not UTF-8 ('{shown}' where it is read as Latin-1). UTF-8, or UTF-16 as Excel writes it"
+        raise ValueError(f"{wrong}. Save it as 'CSV UTF-8', or run: iconv -f cp1252 -t utf-8 FILE > NEW") from error
+
+
+def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """Return the names of the columns of a table, and its lines by number; lines without a value are left out.
+
+    The delimiter is what a line `sep=;` says, else that of `,`, `;` and tab which the first line has most often; of
+    equals it is `delimiter`. ValueError: no two columns, one without a name or twice, or a line of another length.
+    """
+    skipped, told = 0, SEPARATOR.match(text)
+    if told:
+        text, delimiter, skipped = text[told.end() :], told[1], 1
+    else:
+        first = next((line for line in text.splitlines() if line.strip()), "")
+        delimiter = max((delimiter, ",", ";", "\t"), key=first.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    header = [name.strip() for name in next((row for row in reader if row), [])]
+    if len(header) < 2:
+        wrong = "its first line does not name two columns or more"
+        raise ValueError(wrong + (f": it is '{header[0]}'" if header else ""))
+    if "" in header[1:]:
+        raise ValueError("a column has no name")
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise ValueError(f"its first line names '{twice[0]}' twice")
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        for row in reader:
+            number = reader.line_num + skipped
+            if not any(cell.strip() for cell in row):
+                continue
+            if len(row) != len(header):
+                raise ValueError(f"line {number} has {len(row)} fields, the first line has {len(header)}")
+            yield number, row
+
+    return header, rows()
