@@ -10,6 +10,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from kd.core.types import State
 from kd.parts.datasets._decode import HEIF
 
 WITHOUT_HEIF = pytest.mark.skipif(HEIF, reason="pillow-heif is installed; test_what_is_said_without_pillow_heif")
@@ -119,8 +121,13 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen | None
 
 def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of metrics without what a clock told."""
-    clocks = ("seconds", "images_per_second", "step_ms", "data_wait")
+    clocks = ("seconds", "cpu_seconds", "images_per_second", "step_ms", "data_wait")
     return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("ms_")} for row in rows]
+
+
+def timeless(state: State) -> State:
+    """Return a state without what a clock told."""
+    return replace(state, seconds=0.0, cpu_seconds=0.0)
 
 
 def listing(folder: Path) -> list[str]:

@@ -37,12 +37,16 @@ class RunSection:
     every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
     patience: int = ranged(0, low=0)
-    """End the run after so many evaluations in a row that are no better than the best. 0: never. `baseline` ends by
-    the same rule."""
+    """End the run after so many evaluations in a row that are no better than the best. 0: never. A `baseline` of the
+    same length ends by the same rule."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
     baseline: bool = False
-    """Also train the same student on the labels alone, for the same steps, and show both."""
+    """Also train the same student on the labels alone, and say whether distillation paid: with label smoothing 0.1 and
+    fresh views, on the images that have a label."""
+    baseline_steps: int = ranged(0, low=0)
+    """Length of that baseline in optimizer steps, without `patience`. 0: as many as the student makes. `--check` and
+    the end of a run name the number that takes as long as fit and distillation, which a verdict needs."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
 

@@ -250,6 +250,7 @@ class State:
     step_in_epoch: int = 0  # steps done of the current epoch's plan
     images: int = 0  # images trained on, over all ranks
     seconds: float = 0.0  # training time so far, without evaluation and checkpoints
+    cpu_seconds: float = 0.0  # CPU time of the same, over all ranks and their worker processes
     best: float = -1.0  # the best value that decides (`Evaluator.decides`) so far; -1: none
     no_better: int = 0  # evaluations in a row, up to the last one, that were no better than the best before
     unevaluated: bool = False  # stopped before a due evaluation; a resumed run makes it first

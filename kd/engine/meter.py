@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kd.core.errors import NonFiniteLoss
+from kd.core.host import cpu_seconds
 from kd.core.types import Plan, State
 from kd.engine.run import Run
 
@@ -28,7 +29,7 @@ class Meter:
         self.rows: list[dict[str, Tensor]] = []
         self.places: list[tuple[State, Plan]] = []
         self.teacher_images = run.teacher.images
-        self.clock = time.perf_counter()
+        self.clock, self.spent = time.perf_counter(), cpu_seconds()
 
     def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:  # the state is that before the step
         self.rows.append(values)
@@ -43,8 +44,10 @@ class Meter:
         for row in rest:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
+        spent = torch.tensor([max(0.0, cpu_seconds() - self.spent)], device=stacked.device)
         with self.run.span("wait"):
-            means = (self.run.backend.reduce_mean(stacked) / steps).tolist()
+            mean = self.run.backend.reduce_mean(torch.cat([stacked, spent]))
+            *means, cpu = torch.cat([mean[:-1] / steps, mean[-1:]]).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
@@ -52,10 +55,16 @@ class Meter:
         if not all(map(math.isfinite, means)):
             values, skipped, in_a_row = self._applied()
         in_all = state.skipped_in_all + skipped
-        state = replace(state, seconds=state.seconds + seconds, skipped=in_a_row, skipped_in_all=in_all)
+        cpu = state.cpu_seconds + cpu * self.run.backend.world_size
+        state = replace(state, seconds=state.seconds + seconds, cpu_seconds=cpu)
+        state = replace(state, skipped=in_a_row, skipped_in_all=in_all)
         if self.run.skip_nonfinite:
             values["skipped"] = float(skipped)
-        values |= {"lr": lr, "images_per_second": (state.images - self.since.images) / seconds}
+        values |= {
+            "cpu_seconds": round(cpu, 3),
+            "lr": lr,
+            "images_per_second": (state.images - self.since.images) / seconds,
+        }
         values |= {**self.run.backend.counters(), **self.run.window(state)}
         images = self.run.teacher.images
         values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
@@ -97,7 +106,8 @@ class Meter:
     def resume(self) -> None:
         """Restart the clock where a flush ended the window: evaluation and checkpoints are not training."""
         if not self.rows:
-            self.clock, self.teacher_images = time.perf_counter(), self.run.teacher.images
+            self.clock, self.spent = time.perf_counter(), cpu_seconds()
+            self.teacher_images = self.run.teacher.images
 
 
 def require_applied(state: State) -> None:

@@ -18,6 +18,8 @@ from kd.core.types import State
 from kd.files import checkpoint, storage
 from kd.files.json_file import object_of, read_json
 
+BASELINE = "labels_only"  # folder of the baseline inside a run folder; "_" and a number, where its length is given
+
 
 class RunDir:
     """The folder of one run. See `kd.engine.run.RunStore`."""
@@ -75,6 +77,10 @@ class RunDir:
             storage.append_rows(self._metrics_file, row)
         except OSError as error:
             raise storage.disk_error(error, self._metrics_file, "run.folder") from error
+
+    def alone(self) -> "RunDir":
+        """Return the folder of the baseline that was trained last; it need not be there."""
+        return RunDir(self.path / Path(str(self.manifest().get("baseline", BASELINE))).name)
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in self.rows() if row["kind"] == kind]

@@ -18,7 +18,7 @@ from kd.core.scores import Scored, Trained, skipped_text
 from kd.core.types import State
 from kd.engine.loop import train
 from kd.engine.run import Run
-from kd.files.run_dir import RunDir
+from kd.files.run_dir import BASELINE, RunDir
 from kd.jobs.check import compare
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
@@ -26,7 +26,7 @@ from kd.models.classifier import Ensemble
 from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Built, build_run
 from kd.setup.data import Data
-from kd.setup.recipe import BASELINE, Recipe, TeacherPlan
+from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.student import load_distillation
 from kd.setup.teacher import Setting, Teachers
 
@@ -52,7 +52,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
                 folder.record(before=check_before(recipe.teacher, run, teachers, console))
             with signals.training():
                 state = train(replace(run, stop=signals.requested))
-        observer.conclude(title, timed=bool(final) and record.path.name != BASELINE)  # one table a command
+        observer.conclude(title, timed=bool(final) and not record.path.name.startswith(BASELINE))  # one table a command
         for line in epilogue(recipe, run, state, teachers.data, folder):
             console.info(f"{title}: {line}")
         scored = conclude(built, folder, final == "test") if final else None
@@ -96,6 +96,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "images": len(data.train),
         "batch_size": run.length.batch_size,
         "backend": backend.kind,
+        "device": backend.device.type,
         "classes": list(data.classes),
         "data": data.fingerprint,
         "test": data.test.fingerprint if data.test is not None else "",
@@ -195,13 +196,24 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
     lines.append(memory(recipe.loop.optimizer.zero, run, known.get("modes", {})))
     if run.backend.rank == 0 and (store := getattr(run.teacher, "store", None)) is not None:
         count = sum(int(store.whole(view, range(store.num_images)).sum()) for view in range(max(1, run.length.views)))
-        folder.record(answers={**known["answers"], "count": count})
+        folder.record(answers={**known["answers"], "count": count}, at_hand=at_hand(store, run, state, folder))
     broken = unreadable((data.train, data.val), run, known)
     if broken:
         folder.record(unreadable=broken)
         count = f"{len(broken)} images" if len(broken) > 1 else "1 image"
         lines.append(f"{count} could not be decoded and had weight 0: {', '.join(broken[:5])}")
     return [line for line in lines if line]
+
+
+def at_hand(store: Any, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
+    """Return how many stored outputs a run used that it did not compute, and what they took; None: nothing tells."""
+    used = min(state.images, store.num_images * max(1, run.length.views))
+    own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train")) * run.backend.world_size
+    outputs, each = max(0, used - round(own)), store.seconds_each()
+    return {
+        "outputs": outputs,
+        "cpu_seconds": outputs * each if each is not None and outputs else None if outputs else 0.0,
+    }
 
 
 def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:

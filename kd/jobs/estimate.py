@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -151,14 +152,18 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
             return count * (compute + (load / cores() if workers else load)) / 1000
         return count * (max(compute, load / workers) if workers else compute + load) / 1000
 
-    alone = seconds(images, ms["step"])
+    length = recipe.baseline.run.steps * loop.length.batch_size if recipe.baseline is not None else 0
+    alone = seconds(length or images, ms["step"])
     distilling = seconds(images, ms["step"] + bench.asked / images * ms["teacher"])
-    fits = [fit for fit, target in fit_folders(recipe.teacher, data.fingerprint).values() if not is_fitted(target)]
+    fits = {
+        target: seconds(run_images(fit, num_images), ms["fit"])
+        for fit, target in fit_folders(recipe.teacher, data.fingerprint).values()
+    }
     every, runs = loop.length.every.evaluate, 2 if recipe.baseline is not None else 1
     between = every * bench.split.batch_size if every else epoch_images(recipe, num_images)
     times = runs * max(1.0, images / between) + 1  # one before step 1
     parts = {
-        "fitting the teacher": sum(seconds(run_images(fit, num_images), ms["fit"]) for fit in fits),
+        "fitting the teacher": sum(taken for target, taken in fits.items() if not is_fitted(target)),
         "distillation": distilling,
         "labels only": alone if recipe.baseline is not None else 0.0,
         "evaluations": seconds(times * len(data.val), ms["score"]) + len(data.val) * ms["teacher"] / 1000,
@@ -176,9 +181,19 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
         f"speed     {images / distilling:.0f} images/s; {each} ms an image, {precision}, {device}{unknown}; "
         "another load of this machine changes it",
     ]
+    if recipe.baseline is not None and distilling:
+        lines += same_cost(sum(fits.values()) + distilling, alone, round((length or images) / loop.length.batch_size))
     if hourly := recipe.price.per_hour or instances.price_per_hour(recipe.price.instance):
         lines.append(f"cost      about USD {money(hourly * total / 3600)} at USD {hourly:g} an hour")
     return lines
+
+
+def same_cost(cost: float, alone: float, steps: int) -> list[str]:
+    """Return the key with which labels alone take as long as fit and distillation; none where they nearly do."""
+    if 0.9 * cost <= alone <= 1.1 * cost:
+        return []
+    key = f"run.baseline_steps={math.ceil(steps * cost / alone)}"
+    return [f"baseline  labels alone take {clock(alone)} of {clock(cost)}; {key} gives a verdict at equal cost"]
 
 
 def _adamw(module: torch.nn.Module) -> torch.optim.Optimizer:

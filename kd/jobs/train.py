@@ -22,7 +22,7 @@ from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
 from kd.setup.build import distributed
 from kd.setup.data import Data, open_data
-from kd.setup.recipe import BASELINE, Recipe, Record, TeacherPlan, fit_folders, flatten, is_fitted, is_free, resolve
+from kd.setup.recipe import Recipe, Record, TeacherPlan, as_long, fit_folders, flatten, is_fitted, is_free, resolve
 from kd.setup.teacher import META, Setting, Teachers, load_teachers
 
 POLL = 0.5  # seconds between two looks at the folder
@@ -42,16 +42,19 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     with accounted(started), opened(recipe, obtain_teachers, started, listed=checked.data) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
         if recipe.baseline is not None:
-            alone, title = resolve(recipe.baseline, record.path / BASELINE), f"{record.name} (labels only)"
+            alone, title = as_long(recipe.baseline, folder), f"{record.name} (labels only)"
+            folder.record(baseline=alone.record.path.name)
             with open_run(alone.record, setting.backend.rank) as inner:
-                unaided = replace(setting, teachers=Teachers(None, setting.data))
+                data = replace(setting.data, plan=alone.data).with_labels()
+                unaided = replace(setting, teachers=Teachers(None, data))
                 result = replace(result, baseline=distill(alone, unaided, inner, title, final))
         if setting.backend.rank == 0:
             from kd.study.report.record import record_of  # these two only where a run ends
             from kd.study.report.summary import described
 
             path = record.path
-            following = f"Next: `kd-export {path}` writes a folder that timm loads; `kd-report {path}` a page about it."
+            following = f"Next: `kd-export {path}` checks the student and writes what timm and onnxruntime load; "
+            following += f"`kd-serve {path}/export` serves it on a CPU. `kd-report {path}` writes a page about the run."
             lines = [f"# {record.name}", "", *described(record_of(folder, recipe)), following, ""]
             result = replace(result, report=redact("\n".join(lines)))
             write_text(record.path / "report.md", result.report)
@@ -113,6 +116,8 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
                 if before != now and not is_free(key):
                     differences.append(f"{key} ({written(before)} -> {written(now)})")
         folder.open(record.yaml, differences)
+        if rank == 0 and stored not in (None, record.yaml):
+            write_text(folder.config_file, record.yaml)  # only free keys differ; reports read them
         yield folder
     finally:
         folder.close()

@@ -8,7 +8,9 @@ Legend: B images of a batch, C classes, K logits kept of each image, R bytes of 
 
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +23,7 @@ from kd.core.contracts import Teacher
 from kd.core.errors import ModelError
 from kd.core.types import Batch, Outputs, TeacherOutputs
 from kd.files.records import Records, Stop
-from kd.files.storage import MANIFEST, disk_error, lock, log, open_folder
+from kd.files.storage import MANIFEST, append_rows, disk_error, lock, log, open_folder, read_rows
 
 FORMAT = 3  # raised with every change of a record; a cache of another format is filled anew
 WHERE = "teacher.cache.path"
@@ -31,6 +33,7 @@ TOPK = 64
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
 READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts
+COSTS = "costs.jsonl"  # in the folder: what its outputs took to compute, a row each flush
 
 
 class Codec:
@@ -146,6 +149,17 @@ class Store:
         for id, record in zip(ids, content, strict=True):
             records.write(id, record.tobytes())
 
+    def spent(self, outputs: int, seconds: float) -> None:
+        """Record the CPU time that outputs of this cache took to compute."""
+        with suppress(OSError):  # a full disk is said where records are written
+            append_rows(self.folder / COSTS, {"outputs": outputs, "cpu_seconds": round(seconds, 4)})
+
+    def seconds_each(self) -> float | None:
+        """Return the CPU time of an output, the mean of those whose time was recorded; None: of none."""
+        rows = read_rows(self.folder / COSTS, last=None)
+        outputs = sum(row["outputs"] for row in rows)
+        return sum(row["cpu_seconds"] for row in rows) / outputs if outputs else None
+
     def missing(self, view: int) -> np.ndarray:  # ids, ascending
         return np.flatnonzero(~self.whole(view, range(self.num_images)))
 
@@ -176,6 +190,7 @@ class CachedTeacher:
         self.live, self.store, self.fixed_shape = live, store, fixed_shape
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
         self._bytes = 0
+        self._outputs, self._seconds = 0, 0.0  # computed since the last flush, on a CPU; elsewhere no clock of it tells
         self._warned: set[int] = set()
 
     @property
@@ -225,7 +240,10 @@ class CachedTeacher:
         rows = places.to(batch.image.device, non_blocking=True)
         whole = len(rows) == len(batch.ids) or self.fixed_shape
         bare = replace(batch, teacher_outputs=None)
+        before = time.process_time()
         said = self.live(bare if whole else bare.take(places))
+        if rows.device.type == "cpu":
+            self._outputs, self._seconds = self._outputs + len(rows), self._seconds + time.process_time() - before
         if whole and len(rows) < len(batch.ids):
             said = said.map(lambda tensor: tensor.index_select(0, rows))
         codec = self.store.codec
@@ -254,6 +272,9 @@ class CachedTeacher:
                     raise ModelError("teacher.cache.dtype", wrong, allowed, f"{remedy} teacher.precision=fp32")
             if self.store.writable:
                 self.store.write(view, ids, arrays, crc)
+        if self.store.writable and self._outputs:
+            self.store.spent(self._outputs, self._seconds)
+        self._outputs, self._seconds = 0, 0.0
 
 
 def _tensor(part: np.ndarray) -> Tensor:

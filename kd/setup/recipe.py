@@ -25,10 +25,11 @@ from kd.config.tuning import FROM_PRETRAINED, FROM_SCRATCH, Fit, Tuning
 from kd.core.evaluation import Task
 from kd.core.facts import Intervals
 from kd.engine.run import RunLength
+from kd.files.run_dir import BASELINE, RunDir
 from kd.parts.registry import default_options
 from kd.setup.data import DataPlan
 
-BASELINE = "labels_only"  # folder of the baseline inside a run folder
+SMOOTHING = Fit().label_smoothing  # of labels alone: what a teacher is fitted with, where nothing else is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Recipe:
     student: StudentPlan
     loop: LoopPlan
     price: PriceSection
-    baseline: Config | None  # the run of the same student on the labels alone, where one is asked for
+    baseline: Config | None  # the run of the same student on labels alone, where one is asked for; see `as_long`
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
@@ -181,15 +182,29 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
 
 
 def labels_only(config: Config) -> Config:
-    """Return the same run without its teacher: same student, steps, batches and views; the labels' loss only."""
+    """Return the run on labels alone at its best simple way: same student and batches, fresh views, label smoothing."""
+    run = replace(config.run, baseline=False, baseline_steps=0, steps=config.run.baseline_steps)
     return replace(
         config,
-        data=replace(config.data, views=config.data.views or config.teacher.cache.views),
-        run=replace(config.run, baseline=False),
+        data=replace(config.data, views=0),
+        run=replace(run, patience=0 if run.steps else run.patience),
         teacher=TeacherSection(options=default_options("networks", "timm")),
-        losses=on_labels(config.task),
+        losses=on_labels(config.task, label_smoothing=SMOOTHING),
         sifter=SifterSection(options=default_options("sifters", "none")),
     )
+
+
+def as_long(alone: Config, folder: RunDir) -> Recipe:
+    """Return the baseline of a run that has ended: with `run.baseline_steps`, else with as many steps.
+
+    It is evaluated as often as that run was: each more evaluation is one more chance for the best.
+    """
+    rows, given = folder.rows(), alone.run.steps
+    steps = given or max((row["step"] for row in rows), default=1)
+    times = max(1, len({row["step"] for row in rows if row["kind"] == "val"}))
+    every = replace(alone.run.every, evaluate=-(-steps // times))
+    path = folder.path / (f"{BASELINE}_{given}" if given else BASELINE)
+    return resolve(replace(alone, run=replace(alone.run, steps=steps, every=every)), path)
 
 
 def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
@@ -234,6 +249,7 @@ FREE = (
     "run.keep",
     "run.trackers",
     "run.every.",
+    "run.baseline",  # and its length: the student is the same, and each baseline has a folder of its own
     "data.root",
     "data.copies",
     "data.exclude",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,10 +45,10 @@ def table_of(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
-def seconds_of(folder: Path) -> float:
-    """Return how long a run trained, by its last row of training."""
+def last_row(folder: Path) -> dict[str, Any]:
+    """Return the last row of training of a run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["seconds"] for row in rows if row["kind"] == "train"][-1]
+    return [row for row in rows if row["kind"] == "train"][-1]
 
 
 def test_from_teach_to_export(fitted, written, command, tmp_path):
@@ -67,10 +68,11 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     assert "Next: `kd-export" in trained.out
 
     run = tmp_path / "runs" / "tiny"
-    fit, own, alone = (clock(seconds_of(folder)) for folder in (teacher.parent, run, run / "labels_only"))
-    times = f"Training: the teacher's fit {fit}, student and new answers {own}, labels alone {alone}."
-    (paid,) = (line for line in trained.out.splitlines() if " against labels alone, " in line)
-    assert paid.endswith(times)
+    rows = [last_row(folder) for folder in (teacher.parent, run, run / "labels_only")]
+    fit, own, alone = (f"{clock(row['cpu_seconds'])} ({clock(row['seconds'])})" for row in rows)
+    times = f"the teacher's fit {fit}, the student with new outputs {own}, labels alone {alone}."
+    (verdict,) = (line for line in trained.out.splitlines() if " against labels alone, " in line)
+    assert verdict.endswith(f"Training in CPU time (wall-clock): {times}")
     assert (run / "report.md").read_text().strip() in trained.out
     names = set(files(run))
     assert {"config.yaml", "manifest.json", "metrics.jsonl", "report.md", "labels_only/metrics.jsonl"} <= names
@@ -197,6 +199,35 @@ def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, w
     other_length = command("teach", path, "teacher.fit.epochs=1").out.splitlines()[-1]
     assert len(list((tmp_path / "teachers").iterdir())) == 3
     assert Path(other_length).parent.parent == tmp_path / "teachers"
+
+
+def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, written, command, tmp_path):
+    """In the same folder: the student is not trained again, and its teacher's fit counts though it was found."""
+    path = written(
+        run={"baseline": True}, data={"labels": "some", "labels_per_class": 8}, teacher={"cache": {"views": 1}}
+    )
+    first = command("train", path)
+    assert first.code == 0, first
+    run = tmp_path / "runs" / "tiny"
+    assert "No verdict: accuracy" in first.out
+    assert "Distillation" not in first.out.partition("No verdict")[2]
+    own, alone = last_row(run), last_row(run / "labels_only")
+    assert own["step"] == alone["step"] == 8
+    manifest = json.loads((run / "labels_only" / "manifest.json").read_text())
+    assert manifest["images"] == 24  # those with a label alone
+    steps = re.search(r"`run.baseline_steps=(\d+)` gives a verdict", first.out)
+    assert steps is not None
+    many = 4 * int(steps[1])  # in so short a run the first steps weigh too much
+    again = command("train", path, f"run.baseline_steps={many}")
+    assert again.code == 0, again
+    assert last_row(run) == own
+    alone = last_row(run / f"labels_only_{many}")
+    assert alone["step"] == many
+    said = next(line for line in again.out.splitlines() if " against labels alone for the same CPU time (" in line)
+    assert "at equal steps" in said
+    assert f"labels alone {clock(alone['cpu_seconds'])} (" in said
+    stored = config.load(str(run / "config.yaml"))
+    assert stored.run.baseline_steps == many
 
 
 def test_the_table_of_time_comes_once_and_a_resumed_run_says_from_where(written, command, tmp_path):

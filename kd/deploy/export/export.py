@@ -28,7 +28,7 @@ from kd.models.classifier import Classifier, digest
 from kd.models.timm_folder import export_files, is_timm
 from kd.setup.build import distributed
 from kd.setup.data import DataPlan, open_data, open_sources
-from kd.setup.recipe import BASELINE, Recipe, resolve
+from kd.setup.recipe import Recipe, resolve
 from kd.setup.teacher import load_fitted
 from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
 
@@ -81,7 +81,7 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
     student, provenance = best_student(folder, recipe.student, recipe.data, classes)
     if index:
         student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
-    alone = RunDir(folder.path / BASELINE)
+    alone = folder.alone()
     return Subject(
         recipe=recipe,
         student=student,

@@ -91,7 +91,16 @@ class Console:
     def _training_text(self, values: Mapping[str, float]) -> str:
         """Return a row as text; unchanged values are omitted, so that counts are shown once."""
         hidden = {column.key for column in self.scores.own} if self.scores is not None else set()
-        hidden |= {"loss", "lr", "images_per_second", "grad_norm", "step_ms", "data_wait", "optimizer_mib"}
+        hidden |= {
+            "loss",
+            "lr",
+            "images_per_second",
+            "grad_norm",
+            "step_ms",
+            "data_wait",
+            "optimizer_mib",
+            "cpu_seconds",
+        }
         changed = {name: value for name, value in values.items() if self._last_row.get(name) != value}
         terms = _pairs({n: value for n, value in changed.items() if n not in hidden and not n.startswith("ms_")})
         loss = values.get("loss", math.nan)  # no step of the window was applied

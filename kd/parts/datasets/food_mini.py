@@ -202,7 +202,7 @@ def facts(options: Options) -> DatasetFacts:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:
-    """Build one split; `classes` is not needed, both splits have all dishes."""
-    if labels == "some":
-        raise DataError("data.labels", "is some, but food_mini labels every picture", "all or none", "Choose one")
+    """Build one split; `classes` is not needed, both splits have all dishes. All have labels, so that `labels: some`
+    takes those away that `data.labels_per_class` does not keep.
+    """
     return FoodMini(options, split, hidden=labels == "none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,8 @@ from kd.core.intervals import Samples, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 from kd.files.json_file import read_json
-from kd.files.run_dir import RunDir
-from kd.setup.recipe import BASELINE, Recipe, fit_folders, resolve
+from kd.files.run_dir import BASELINE, RunDir
+from kd.setup.recipe import Recipe, as_long, fit_folders
 
 FEWEST = 20  # images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -100,6 +100,9 @@ class RunRecord:
     exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, where there is one
     baseline: RunRecord | None = None  # the same student trained on labels alone
     fitting: float = 0.0  # seconds of fitting its teachers, whenever that was
+    fitting_spent: float | None = 0.0  # the same as `spent`
+    equal_steps: Mapping[str, Samples] = field(default_factory=dict)
+    """Samples of an earlier baseline of equal steps, where `baseline` is one of another length."""
     notes: Sequence[str] = ()  # why something is missing
 
     @property
@@ -169,6 +172,23 @@ class RunRecord:
         return float(self.train[-1]["seconds"]) if self.train else 0.0
 
     @property
+    def spent(self) -> float | None:
+        """What training took: CPU seconds of all processes, or seconds of all accelerators; None: not recorded."""
+        return spent_of(self.train, self.manifest)
+
+    @property
+    def at_hand(self) -> float | None:
+        """What outputs took that an earlier run had stored, likewise."""
+        found = self.manifest.get("at_hand", {"cpu_seconds": 0.0})
+        known = found["cpu_seconds"] == 0 or on_cpu(self.manifest)
+        return found["cpu_seconds"] if known else None
+
+    @property
+    def spent_in_all(self) -> float | None:
+        """What distilling took with the teacher's fit and outputs, likewise."""
+        return total((self.fitting_spent, self.at_hand, self.spent))
+
+    @property
     def billable(self) -> float:
         """Seconds from start to end of all starts of the run, as a rented machine is paid; training time if unknown."""
         return float(self.manifest.get("billable_seconds", self.seconds))
@@ -189,11 +209,34 @@ class RunRecord:
         return self.per_hour * self.billable / 3600
 
 
+def total(parts: Iterable[float | None]) -> float | None:
+    """Return the sum of parts; None where one of them is unknown."""
+    known = list(parts)
+    return None if None in known else sum(filter(None, known))
+
+
+def on_cpu(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a run trained on CPUs."""
+    return manifest.get("device", "cpu") == "cpu"
+
+
+def spent_of(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> float | None:
+    """Return what the steps up to the last row took, as `RunRecord.spent` counts it."""
+    last = rows[-1] if rows else {}
+    if on_cpu(manifest):
+        return last.get("cpu_seconds")
+    return last["seconds"] * manifest.get("world_size", 1) if last else None
+
+
 def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     """Read the scores of a run and of its baseline; not its clocks, and not what the models answer."""
-    manifest, findings, path = folder.manifest(), folder.path / "findings.json", folder.path / BASELINE
-    alone = recipe.baseline if (path / "config.yaml").is_file() else None
-    fits = [RunDir(one.record.path) for one, _ in fit_folders(recipe.teacher, manifest.get("data", "")).values()]
+    manifest, findings, alone = folder.manifest(), folder.path / "findings.json", folder.alone()
+    trained = recipe.baseline if alone.config_file.is_file() else None
+    short = RunDir(folder.path / BASELINE) if alone.path.name != BASELINE else None
+    of_short = short.scored() if short is not None else None
+    folders = fit_folders(recipe.teacher, manifest.get("data", "")).values()
+    fits = [rows for one, _ in folders if (rows := RunDir(one.record.path).metrics("train"))]
+    spent = [spent_of(rows, manifest) for rows in fits]
     return RunRecord(
         name=recipe.record.name,
         keys=recipe.record.shown,
@@ -204,8 +247,10 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
         scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
         findings=read_json(findings, "run", "Remove the file", list) if findings.is_file() else (),
         scored=folder.scored(),
-        fitting=sum(float(rows[-1]["seconds"]) for fit in fits if (rows := fit.metrics("train"))),
-        baseline=None if alone is None else record_of(RunDir(path), resolve(alone, path)),
+        fitting=sum(float(rows[-1]["seconds"]) for rows in fits),
+        fitting_spent=total(spent) if len(fits) == len(folders) else None,
+        equal_steps={} if of_short is None else of_short.samples,
+        baseline=None if trained is None else record_of(alone, as_long(trained, folder)),
     )
 
 

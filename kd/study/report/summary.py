@@ -1,14 +1,15 @@
 """A run as Markdown, for its report.md and for terminals: scores as a table, and what was noticed."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kd.core.intervals import Samples
-from kd.core.scores import Column, Scored, Scores, skipped_text
+from kd.core.scores import Scored, Scores, skipped_text
 from kd.core.text import clock, percent, table
 from kd.files.manifest import DIGITS, served_first
 from kd.setup.cache import CHECKED
-from kd.study.report.record import RunRecord
+from kd.study.report.record import RunRecord, on_cpu, total
 
 ALONE = "student, labels only"
 
@@ -23,19 +24,21 @@ def described(run: RunRecord) -> list[str]:
     student = "student, distilled" if comparison else "student"
     models, samples = {**teachers, student: row}, samples_of(scored, teachers, student)
     size = run.manifest.get("parameters", {})
-    sizes = [(size.get("teacher", 0) if len(teachers) == 1 else 0, 0.0)] * len(teachers)
-    sizes.append((size.get("student", 0), run.images_per_second))
+    one, own = len(teachers) == 1, total((run.spent, run.at_hand))
+    sizes = [(size.get("teacher", 0) if one else 0, 0.0, run.fitting_spent if one else None)] * len(teachers)
+    sizes.append((size.get("student", 0), run.images_per_second, own))
     if baseline is not None and baseline.best:
         models[ALONE] = baseline.counted
         samples |= samples_of(baseline.scored, (), ALONE)
-        sizes.append((size.get("student", 0), baseline.images_per_second))
+        sizes.append((size.get("student", 0), baseline.images_per_second, baseline.spent))
     rows = [
         {
             **cells,
             "parameters": f"{parameters / 1e6:.2f} M" if parameters else "-",
             "training images/s": f"{speed:.0f}" if speed else "-",
+            f"training, {clock_of(run)}": clock(spent) if spent else "-",
         }
-        for cells, (parameters, speed) in zip(scores.table(models, samples), sizes, strict=True)
+        for cells, (parameters, speed, spent) in zip(scores.table(models, samples), sizes, strict=True)
     ]
     on = [f"On {scored.images:,} {scored.title} images:", ""] if scored is not None else []
     lines = [*stands, *on, table(rows), "", *differences(scores, row, samples, student)]
@@ -52,11 +55,7 @@ def described(run: RunRecord) -> list[str]:
     key, seed = run.decides.key, run.keys.get("run.seed", 0)
     best = f"Best of the evaluations on the validation split by {run.decides.with_title(run.best[key])}; seed {seed}"
     lines += [f"{best}; {clock(run.seconds)} of training.", ""]
-    if baseline is not None and (paid := verdict(run.decides, run.samples.get(key), baseline.samples.get(key))):
-        fit = f"the teacher's fit {clock(run.fitting)}, " if run.fitting else ""
-        both = f"student and new answers {clock(run.seconds)}, labels alone {clock(baseline.seconds)}"
-        lines += [f"{paid} Training: {fit}{both}.", ""]
-    return lines
+    return lines + ([text, ""] if (text := verdict(run)) else [])
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
@@ -80,13 +79,48 @@ def differences(
     return [*lines, "", note, ""] if lines else []
 
 
-def verdict(column: Column, own: Samples | None, alone: Samples | None) -> str:
-    """Say whether distillation paid against labels alone on the same images; "" where one of them has no samples."""
-    if own is None or alone is None:
+ENOUGH = (
+    0.9  # share of distillation's cost that labels alone must have had: CPU times of equal work differ by some percent
+)
+
+
+def clock_of(run: RunRecord) -> str:
+    """Return what costs are counted in: the time of CPUs, or that of accelerators."""
+    return "CPU time" if on_cpu(run.manifest) else "device time"
+
+
+def verdict(run: RunRecord) -> str:
+    """Say whether distillation paid: against labels alone on the same images, for the same cost of training.
+
+    A fitted teacher costs its fit too, one that was at hand only its outputs. Labels alone with less than that show
+    nothing, so that the difference is said without a verdict. "": a score has no samples.
+    """
+    alone, column = run.baseline, run.decides
+    own, other = run.samples.get(column.key), alone.samples.get(column.key) if alone is not None else None
+    if alone is None or own is None or other is None:
         return ""
-    points, _, found = column.difference(own, alone).rpartition(": ")
+    points, _, found = column.difference(own, other).rpartition(": ")
+    text = f"{column.title} {points} against labels alone"
+    steps = "at equal steps" if alone.steps == run.steps else f"which made {alone.steps:,} steps"
+    cost, had, clocked = run.spent_in_all, alone.spent, clock_of(run)
+    if cost is None or not had:
+        return f"No verdict, since what each part took is not recorded: {text}, {steps}, with one seed."
+    parts = {"the teacher's fit": (run.fitting_spent, run.fitting), "outputs at hand": (run.at_hand, 0.0)}
+    parts |= {"the student with new outputs": (run.spent, run.seconds), "labels alone": (had, alone.seconds)}
+    shown = [
+        f"{name} {clock(spent)}" + (f" ({clock(wall)})" if wall else "")
+        for name, (spent, wall) in parts.items()
+        if spent
+    ]
+    training = f"Training in {clocked} (wall-clock): {', '.join(shown)}."
+    if had < ENOUGH * cost:
+        more = f"`run.baseline_steps={math.ceil(alone.steps * cost / had)}` gives a verdict at equal cost"
+        return f"No verdict: {text}, {steps}; they had {clock(had)} of {clock(cost)}. {more}. {training}"
     paid = {"better": "Distillation paid", "worse": "Distillation did not pay"}.get(found, "Not shown to have paid")
-    return f"{paid}: {column.title} {points} against labels alone, at equal steps, with one seed."
+    text += f" for the same {clocked} ({clock(cost)} against {clock(had)}), with one seed"
+    if column.key in run.equal_steps:
+        text += f"; at equal steps {column.difference(own, run.equal_steps[column.key]).rpartition(': ')[0]}"
+    return f"{paid}: {text}. {training}"
 
 
 def chain_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from kd.models.classifier import Classifier
 from kd.models.runtimes import cpu_ms
 from kd.models.teacher import count_parameters
 from kd.setup.data import open_sources
-from kd.setup.recipe import BASELINE, resolve
+from kd.setup.recipe import resolve
 from kd.setup.teacher import load_fitted
 from kd.study.finished import best_student
 from kd.study.report.svg import Series, esc, lines, standalone
@@ -63,7 +63,7 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
         write_json(file, known)
     costs, key, found = known["costs"], tried.column().key, []
     for row in rows:
-        alone = tried.last_row(f"{row['trial']}/{BASELINE}")
+        alone = tried.last_row(f"{row['trial']}/{RunDir(tried.folder / row['trial']).alone().path.name}")
         found.append({**row, **costs.get(row["trial"], {}), **({"labels_only": alone[key]} if key in alone else {})})
     order = sorted((row for row in found if "ms" in row), key=lambda row: row["ms"])
     holds = members([(row["ms"], row["score"]) for row in order], tried.column().smaller)

@@ -133,7 +133,8 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "run.every.evaluate": ("", "3"),
     "run.every.checkpoint": ("", "3"),
     "run.keep": ("", "3"),
-    "run.baseline": ("R", "true"),
+    "run.baseline": ("", "true"),  # the student is the same; each baseline has a folder of its own
+    "run.baseline_steps": ("", "5", "run.baseline=true"),
     "run.trackers": ("", "[tensorboard]"),
     "data.kind": ("FR", "food_mini"),
     "data.train_images [food_mini]": ("FR", "9", *FOOD),

@@ -1,11 +1,32 @@
-"""Whether distillation paid, in one line."""
+"""Whether distillation paid: only against labels alone of equal cost."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kd.core.intervals import Samples, paired
+from kd.core.scores import Scored
 from kd.parts.tasks.single_label import SCORES
+from kd.study.report.record import RunRecord
 from kd.study.report.summary import verdict
+
+
+def of(right):
+    return {"accuracy": Samples(right / 100, right=np.arange(100) < right)}
+
+
+def run(right, cpu_seconds, steps=100, **changes):
+    row = {"step": steps, "epoch": 1, "images": steps, "seconds": 7.0}
+    row |= {} if cpu_seconds is None else {"cpu_seconds": cpu_seconds}
+    samples = of(right)
+    scored = Scored("test", 1, "", 100, 1, {"accuracy": right / 100}, samples)
+    made = RunRecord("one", {}, {"device": "cpu"}, [row], [{"step": 1, "accuracy": right / 100}], [], SCORES)
+    return replace(made, scored=scored, **changes)
+
+
+def line(distilled, alone, cost: float | None = 60.0, had: float | None = 60.0, steps=100, **changes):
+    return verdict(run(distilled, cost, baseline=run(alone, had, steps), **changes))
 
 
 @pytest.mark.parametrize(
@@ -13,12 +34,51 @@ from kd.study.report.summary import verdict
     [(80, 60, "Distillation paid"), (60, 80, "Distillation did not pay"), (61, 60, "Not shown to have paid")],
 )
 def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expected):
-    def of(right):
-        return Samples(right / 100, right=np.arange(100) < right)
-
-    line = verdict(SCORES.own[0], of(distilled), of(alone))
     low, high = paired(max(0, distilled - alone), max(0, alone - distilled), 100)
-    assert line.startswith(
+    said = line(distilled, alone, had=57.0)
+    assert said.startswith(
         f"{expected}: accuracy {distilled - alone:+}.0 points ({100 * low:+.1f} to {100 * high:+.1f})"
     )
-    assert verdict(SCORES.own[0], of(80), None) == ""
+    assert "for the same CPU time (1 min 00 s against 57 s)" in said
+    assert verdict(run(80, 60.0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "cost"),
+    [
+        ({}, 60),
+        ({"fitting_spent": 90.0}, 150),  # a fitted teacher costs its fit
+        ({"manifest": {"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}}}, 90),  # stored earlier
+        ({"fitting_spent": 30.0, "manifest": {"at_hand": {"outputs": 9, "cpu_seconds": 30.0}}}, 120),
+    ],
+)
+def test_labels_alone_with_less_than_all_of_it_give_no_verdict_but_the_key_that_does(changes, cost):
+    assert line(80, 60, had=0.91 * cost, **changes).startswith("Distillation paid")
+    said = line(80, 60, had=0.5 * cost, steps=300, **changes)
+    assert said.startswith("No verdict")
+    assert "paid" not in said
+    assert "`run.baseline_steps=600`" in said  # twice as long
+    assert "which made 300 steps" in said
+    assert "at equal steps" in line(80, 60, had=0.5 * cost, **changes)
+
+
+def test_what_is_not_recorded_gives_no_verdict():
+    """Rows of an older kd; a fit that is gone; outputs of an accelerator, which no clock of the CPU timed."""
+    assert line(80, 60, cost=None).startswith("No verdict")
+    assert line(80, 60, had=None).startswith("No verdict")
+    assert line(80, 60, fitting_spent=None).startswith("No verdict")
+    unknown = {"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": None}}
+    assert line(80, 60, manifest=unknown).startswith("No verdict")
+
+
+def test_beside_an_accelerator_its_time_counts():
+    alone = run(60, 1.0, manifest={"device": "cuda", "world_size": 2})
+    said = verdict(run(80, 500.0, baseline=alone, manifest={"device": "cuda", "world_size": 2}))
+    assert said.startswith("Distillation paid")
+    assert "for the same device time (14 s against 14 s)" in said
+
+
+def test_an_earlier_baseline_of_equal_steps_is_said_beside():
+    said = line(70, 80, equal_steps=of(60))
+    assert said.startswith("Distillation did not pay: accuracy -10.0 points")
+    assert "at equal steps +10.0 points" in said
