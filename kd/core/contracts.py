@@ -136,6 +136,10 @@ class Sifter(Protocol):
         """
         ...
 
+    def steps(self, epoch: int, progress: float) -> int:
+        """Return how many optimizer steps an epoch will have, at any time and without a plan."""
+        ...
+
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
         """Yield full batches of one shape from `batches`, equally many on every rank.
 

@@ -36,7 +36,7 @@ def _train(run: Run) -> State:
     run.distillation.train()
     if state.unevaluated:
         state = conclude(run, state, stop, evaluating=True, checkpointing=True)
-    meter = Meter(run, state)
+    meter, planned = Meter(run, state), length.steps or sum(length.planned(run.sifter))
     while not length.finished(state):
         with run.span("sifting"):
             plan = run.sifter.plan(state.epoch, length.share(state))
@@ -49,7 +49,7 @@ def _train(run: Run) -> State:
                 meter.add(update(run, micros, state), state, plan)
                 backend.end_step()
                 state = advance(state, length.batch_size, steps_in_epoch)
-                run.logger.step(state, progress)
+                run.logger.step(state, min(1.0, state.step / planned))
                 last = length.finished(state)
                 evaluating = due(every.evaluate, state) or last
                 checkpointing = (due(every.checkpoint, state) if every.checkpoint else evaluating) or last

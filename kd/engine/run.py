@@ -19,6 +19,7 @@ from kd.engine.criterion import Distillation
 from kd.engine.optim import EMA, Schedule
 
 STOP_SECONDS = 1.0  # about how long a rank waits before it tells the others. torchrun kills 30 s after its signal.
+MOST_PLANNED = 1000  # epochs whose steps a sifter counts: they take a second at most
 STOP_CALLS = 50  # calls between two reductions at most, in case the next calls are slower than the last
 
 Span = Callable[[str], AbstractContextManager[object]]
@@ -36,7 +37,9 @@ def never() -> bool:
 class Logger(Protocol):
     """Shows the progress of a run; never waits for the device."""
 
-    def step(self, state: State, progress: float) -> None: ...
+    def step(self, state: State, progress: float) -> None:
+        """Show the state after a step, and the share of all planned steps that are done, 0 to 1."""
+        ...
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
 
@@ -90,6 +93,16 @@ class RunLength:
     def finished(self, state: State) -> bool:
         done = state.step >= self.steps if self.steps else state.epoch >= self.epochs
         return done or self.gave_up(state)
+
+    def planned(self, sifter: Sifter) -> list[int]:
+        """Return the steps of each epoch, as the sifter plans them; after `MOST_PLANNED` all have those of the last."""
+        made, total = list[int](), 0
+        while total < self.steps if self.steps else len(made) < self.epochs:
+            known = len(made) < MOST_PLANNED
+            at = State(step=total, epoch=len(made))
+            made.append(max(1, sifter.steps(len(made), self.share(at))) if known else made[-1])
+            total += made[-1]
+        return made
 
     def view(self, epoch: int) -> int:
         return epoch % self.views if self.views else epoch

@@ -16,10 +16,10 @@ from kd.core.host import bf16_units
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
 from kd.jobs.check import Checked, check, compare
-from kd.jobs.estimate import epoch_images
 from kd.models.classifier import set_attention
 from kd.models.teacher import FAILURES, NoTeacher, count_parameters, on_meta
 from kd.parts import registry
+from kd.setup.build import sifter_alone
 from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
@@ -33,8 +33,9 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
     teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
     data = teachers.data
-    per_epoch = epoch_images(recipe, len(data.train)) // split.batch_size
-    steps = loop.length.steps or loop.length.epochs * per_epoch
+    *whole, last = loop.length.planned(sifter_alone(loop, data, split))
+    steps = loop.length.steps or sum(whole) + last
+    epochs = len(whole) + (steps - sum(whole)) / last
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
@@ -50,8 +51,7 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *(f"          {text}" for text in (_answers(plan, teachers) if answers else ())),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         f"batch     {split}",
-        f"length    {steps} steps of {split.batch_size} images "
-        f"({steps / per_epoch:.3g} {'epoch' if steps == per_epoch else 'epochs'})",
+        f"length    {steps} steps of {split.batch_size} images ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})",
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",

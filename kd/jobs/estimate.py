@@ -16,20 +16,21 @@ import torch
 
 from kd.config import instances
 from kd.config.reads import build_task
-from kd.config.schema import LossSection, TaskSection
-from kd.core.contracts import Backend, Dataset, Teacher
+from kd.config.schema import LossSection, SifterSection, TaskSection
+from kd.core.contracts import Backend, Dataset, Sifter, Teacher
 from kd.core.errors import CorruptImage, DataError
 from kd.core.host import cores
 from kd.core.seeds import evenly_spaced
 from kd.core.text import clock, money
-from kd.core.types import Dims
+from kd.core.types import Costs, Dims
 from kd.engine.criterion import Distillation
 from kd.models.classifier import Classifier
 from kd.models.teacher import NoTeacher
 from kd.parts import registry
+from kd.setup.build import sifter_alone
 from kd.setup.data import BatchSplit, Data, split_batch, workers_of
 from kd.setup.modes import Trial, Work, torch_mode
-from kd.setup.recipe import Recipe, fit_folders, is_fitted
+from kd.setup.recipe import Recipe, fit_folders, is_fitted, resolve
 from kd.setup.student import apply_mode, build_criterion, build_distillation
 from kd.setup.teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
 
@@ -42,6 +43,8 @@ LOADED, LOADED_SECONDS = 16, 1.0
 HOPELESS_SECONDS, HOPELESS_RATIO = 0.5, 4.0
 """A candidate drops out that takes longer than both: on a processor without bfloat16 units one step in it can take as
 long as thirty others."""
+
+TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # counts for how many images a teacher answers
 
 Name = TypeVar("Name", bound=Hashable)  # of a candidate: a text, a number or an execution mode
 
@@ -89,32 +92,48 @@ class Bench:
     def workers(self) -> int:
         return workers_of(self.recipe.data, self.backend)
 
-    @property
-    def asked(self) -> int:
-        """Images that the teacher's forward runs on in the run."""
-        teacher, num_images = self.recipe.teacher, len(self.teachers.data.train)
-        visits = run_images(self.recipe, num_images) if teacher.needed else 0
-        return min(visits, teacher.cache.views * num_images) if teacher.cache.views else visits
+    def planned(self, recipe: Recipe) -> Planned:
+        """Return what the sifter plans of a run: this one, its baseline, or the fit of its teacher."""
+        data, loop = replace(self.teachers.data, plan=recipe.data), recipe.loop
+        split = split_batch(data.plan, 1, len(data.train))
+        sifter = sifter_alone(loop, data, split)
+        full = sifter_alone(
+            replace(loop, sifter=SifterSection(options=registry.default_options("sifters", "none"))), data, split
+        ).steps(0, 0.0)
+        *whole, last = loop.length.planned(sifter)
+        part = (loop.length.steps - sum(whole)) / last if loop.length.steps else 1.0
+        less = max(1, full - min(*whole, last, full))
+        sifted = sum((full - one) / less for one in whole) + part * (full - last) / less
+        return Planned(sifter, full * split.batch_size, len(whole) + part, sifted)
 
-    @property
-    def teacher_share(self) -> float:
-        """Share of the epochs in which the teacher's forward runs: with a cache, only while it fills."""
-        views, length = self.recipe.teacher.cache.views, self.recipe.loop.length
-        return min(1.0, views / length.epochs) if views and not length.steps else 1.0
+    def steps(self, recipe: Recipe) -> int:
+        length = recipe.loop.length
+        return length.steps or sum(length.planned(self.planned(recipe).sifter))
+
+    def costs(self, ms: Mapping[str, float], teacher: float = 0.0) -> Costs:
+        """Return what an image costs, with so many milliseconds of the teacher; loading shares a CPU with the step."""
+        on_cpu, workers = self.backend.device.type == "cpu", self.workers
+        load = ms["load"] / (max(1, workers) if not on_cpu else cores() if workers else 1)
+        return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
+
+    def asking(self, run: Planned) -> float:
+        """Share of the visits for which the teacher's forward runs: with a cache, once for each view."""
+        teacher, stored = self.recipe.teacher, self.recipe.teacher.cache.views * len(self.teachers.data.train)
+        return (min(1.0, stored / run.cost(TEACHER)) if stored else 1.0) if teacher.needed else 0.0
 
 
-def epoch_images(recipe: Recipe, num_images: int) -> int:
-    """Return how many images an epoch draws, where nothing is sifted: all, or those of `data.balance`."""
-    balance, batch_size = recipe.data.balance, recipe.data.batch_size
-    if not balance:
-        return num_images
-    return min(max(1, round(balance * num_images / batch_size)), num_images // batch_size) * batch_size
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """How long a run is."""
 
+    sifter: Sifter
+    images: int  # of an epoch that is not sifted
+    epochs: float
+    sifted: float  # of these
 
-def run_images(recipe: Recipe, num_images: int) -> int:
-    """Return how many images a run trains on, all ranks together, where nothing is sifted."""
-    length = recipe.loop.length
-    return length.steps * length.batch_size if length.steps else length.epochs * epoch_images(recipe, num_images)
+    def cost(self, costs: Costs) -> float:
+        """Return what the run costs."""
+        return self.images * ((self.epochs - self.sifted) * costs.per_image() + self.sifted * self.sifter.cost(costs))
 
 
 def measure(bench: Bench) -> dict[str, float]:
@@ -143,34 +162,30 @@ def measure(bench: Bench) -> dict[str, float]:
 def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     """Return lines: how long the run takes in one process, how fast it is, and what it costs."""
     recipe, data, backend = bench.recipe, bench.teachers.data, bench.backend
-    loop, num_images, on_cpu = recipe.loop, len(data.train), backend.device.type == "cpu"
-    images, load, workers = run_images(recipe, num_images), ms["load"], bench.workers
-
-    def seconds(count: float, compute: float) -> float:
-        """Return the time of images with their loading, which shares a CPU with the step, or goes on beside it."""
-        if on_cpu:
-            return count * (compute + (load / cores() if workers else load)) / 1000
-        return count * (max(compute, load / workers) if workers else compute + load) / 1000
-
-    length = recipe.baseline.run.steps * loop.length.batch_size if recipe.baseline is not None else 0
-    alone = seconds(length or images, ms["step"])
-    distilling = seconds(images, ms["step"] + bench.asked / images * ms["teacher"])
+    run, load, length = bench.planned(recipe), ms["load"], recipe.loop.length
+    asking = bench.asking(run) * ms["teacher"]
+    distilling = run.cost(bench.costs(ms, asking)) / 1000
     fits = {
-        target: seconds(run_images(fit, num_images), ms["fit"])
+        target: bench.planned(fit).cost(bench.costs({**ms, "step": ms["fit"]})) / 1000
         for fit, target in fit_folders(recipe.teacher, data.fingerprint).values()
     }
-    every, runs = loop.length.every.evaluate, 2 if recipe.baseline is not None else 1
-    between = every * bench.split.batch_size if every else epoch_images(recipe, num_images)
-    times = runs * max(1.0, images / between) + 1  # one before step 1
+    steps, alone, fewer = bench.steps(recipe), 0.0, 0
+    if recipe.baseline is not None:
+        baseline = resolve(recipe.baseline)
+        alone, fewer = bench.planned(baseline).cost(bench.costs(ms)) / 1000, bench.steps(baseline)
+    every = length.every.evaluate or steps / run.epochs
+    times = max(1.0, steps / every) + (max(1.0, fewer / every) if alone else 0) + 1  # one before step 1
+    scoring = times * bench.costs(ms).per_image(forward=1.0, step=0.0) + ms["teacher"]
     parts = {
         "fitting the teacher": sum(taken for target, taken in fits.items() if not is_fitted(target)),
         "distillation": distilling,
-        "labels only": alone if recipe.baseline is not None else 0.0,
-        "evaluations": seconds(times * len(data.val), ms["score"]) + len(data.val) * ms["teacher"] / 1000,
+        "labels only": alone,
+        "evaluations": len(data.val) * scoring / 1000,
     }
     text, total = ", ".join(f"{name} {clock(taken)}" for name, taken in parts.items() if taken), sum(parts.values())
-    if asking := bench.asked * ms["teacher"] / 1000:
-        text += f"; the teacher takes {100 * min(1.0, asking / distilling):.0f} % of the distillation"
+    if asking:
+        share = min(1.0, asking * run.cost(TEACHER) / 1000 / distilling)
+        text += f"; the teacher takes {100 * share:.0f} % of the distillation"
     shown = {"student": ms["step"], "teacher": ms["teacher"], "loading": load}
     each = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value)
     precision = "bfloat16" if backend.autocast_dtype is not None else "float32"
@@ -178,11 +193,11 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     unknown = "" if load else "; loading not measured, the images do not exist yet"
     lines = [
         f"time      about {clock(total)}: {text}",
-        f"speed     {images / distilling:.0f} images/s; {each} ms an image, {precision}, {device}{unknown}; "
-        "another load of this machine changes it",
+        f"speed     {steps * length.batch_size / distilling:.0f} images/s; {each} ms an image, {precision}, "
+        f"{device}{unknown}; another load of this machine changes it",
     ]
-    if recipe.baseline is not None and distilling:
-        lines += same_cost(sum(fits.values()) + distilling, alone, round((length or images) / loop.length.batch_size))
+    if alone and distilling:
+        lines += same_cost(sum(fits.values()) + distilling, alone, fewer)
     if hourly := recipe.price.per_hour or instances.price_per_hour(recipe.price.instance):
         lines.append(f"cost      about USD {money(hourly * total / 3600)} at USD {hourly:g} an hour")
     return lines

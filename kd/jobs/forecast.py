@@ -26,10 +26,10 @@ from kd.core.types import Costs
 from kd.data.loader import most_skipped
 from kd.files.storage import write_text
 from kd.jobs.description import describe
-from kd.jobs.estimate import Bench, estimate, fastest, measure, run_images, seconds_of
+from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of
 from kd.models.classifier import count_attention
 from kd.parts import registry
-from kd.setup.build import distributed, sift_context
+from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.modes import ExecutionMode, Work, in_short, noise, torch_mode
 from kd.setup.recipe import Recipe
@@ -37,6 +37,7 @@ from kd.setup.student import apply_mode
 from kd.setup.teacher import TeacherFactory, teacher_mode
 from kd.study.audit import lists
 from kd.study.audit.copies import Album, copies
+from kd.study.sifting import sifting_text
 
 LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # how long, and how many images at most, are decoded where not all are
 PROGRESS_SECONDS, NAMED = 10.0, 3  # between two lines of progress; pairs that are named
@@ -172,12 +173,11 @@ def _bits(used: Counter[int], bits: int) -> list[str]:
 
 def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     """Time what keys at `auto` and `off` leave open, and return lines for a person."""
-    recipe, made = bench.recipe, list[Found]()
+    recipe, made, run = bench.recipe, list[Found](), bench.planned(bench.recipe)
     facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
     if not facts.compiles:
-        images = run_images(recipe, len(bench.teachers.data.train))
-        made += [compare_teachers(bench, bench.asked * ms["teacher"] / 1000)]
-        made += [compare_students(bench, images * ms["step"] / 1000)]
+        made += [compare_teachers(bench, bench.asking(run) * run.cost(TEACHER) * ms["teacher"] / 1000)]
+        made += [compare_students(bench, run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000)]
     lines = [line for keys, _ in made for line in keys]
     lines += compare_threads(bench) if facts.cpu and not facts.threads else []
     head = (
@@ -187,7 +187,7 @@ def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
         head = (
             f"keys      faster here, timed in turns on {bench.images} images; paste what follows at the end of the file"
         )
-    sifted = [f"sifter    {describe_sifter(bench, ms)}"] if recipe.loop.sifter.kind != "none" else []
+    sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
     return [head, *lines, *(f"          {text}" for _, failed in made for text in failed), *sifted]
 
 
@@ -235,7 +235,7 @@ def compare_students(bench: Bench, seconds: float) -> Found:
 
 def compare_threads(bench: Bench) -> list[str]:
     """Time a step with all threads, half of them, a quarter, ... 1."""
-    most, asking = torch.get_num_threads(), bench.teacher_share > 0.5  # what most steps do
+    most, asking = torch.get_num_threads(), bench.asking(bench.planned(bench.recipe)) > 0.5  # what most steps do
     with bench.trial() as trial:
 
         def step(threads: int) -> torch.Tensor:
@@ -311,22 +311,11 @@ def compared(
     return lines, failed
 
 
-def describe_sifter(bench: Bench, ms: Mapping[str, float]) -> str:
+def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
     """Return what the sifter of a run saves or costs, from the measured parts of a step."""
-    loop, data, workers = bench.recipe.loop, bench.teachers.data, bench.workers
-    section, teacher = loop.sifter, bench.teacher_share * ms["teacher"]
-    costs = Costs(teacher, ms["score"], ms["step"], ms["load"] / max(1, workers), workers > 0)
-    context = sift_context(len(data.train), data.labels, bench.backend, bench.split, loop.seed)
-    sifter = registry.build("sifters", section.kind, section.options, "sifter.kind", context=context)
-    return saving(section.kind, sifter.cost(costs), costs)
-
-
-def saving(kind: str, sifted: float, costs: Costs) -> str:
-    """Say what a sifter saves or costs; `sifted` is the cost of a sifted epoch, ms an image."""
-    share = 1 - sifted / costs.per_image()
-    measured = f"teacher {costs.teacher:.2f}, student forward {costs.forward:.2f}, step {costs.step:.2f}, "
-    measured += f"loading {costs.load:.2f} ms an image"
-    if share > 0:
-        saves = f"'{kind}' saves {100 * share:.0f} % of a sifted epoch's time ({measured})"
-        return f"{saves}. So do fewer epochs: compare with sifter.kind=none and {1 - share:.2f} of them"
-    return f"'{kind}' makes a sifted epoch {-100 * share:.0f} % longer ({measured}). Set sifter.kind=none"
+    views = bench.recipe.teacher.cache.views
+    warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asking(run) * ms["teacher"])
+    measured = f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
+    measured += f"loading {warm.load:.2f} ms an image"
+    kind, ratio = bench.recipe.loop.sifter.kind, run.sifter.cost(warm) / warm.per_image()
+    return f"'{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"

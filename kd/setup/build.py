@@ -21,7 +21,7 @@ from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Logger, Run, RunStore
 from kd.models.teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
-from kd.setup.data import BatchSplit, evaluation_loader, loaders
+from kd.setup.data import BatchSplit, Data, evaluation_loader, loaders
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
@@ -203,11 +203,23 @@ def sift_context(
 
 def build_sifter(setting: Setting, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
     """Build the sifter, with stored `answers` or None; and a line where its delay leaves it nothing to do."""
-    section, data, length, line = loop.sifter, setting.data, loop.length, ""
+    data = setting.data
     context = sift_context(len(data.train), data.labels, setting.backend, setting.split, loop.seed)
-    context = replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers)
+    return sifter_of(loop, replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers))
+
+
+def sifter_alone(loop: LoopPlan, data: Data, split: BatchSplit) -> Sifter:
+    """Build the sifter of a run that is only described: one process, nothing stored."""
+    context = SiftContext.alone(data.labels(), split.batch_size, loop.seed)
+    context = replace(context, micro_batch=split.micro_batch, views=data.plan.views, balance=data.plan.balance)
+    return sifter_of(loop, context)[0]
+
+
+def sifter_of(loop: LoopPlan, context: SiftContext) -> tuple[Sifter, str]:
+    """Build the sifter of a context; and a line where its delay leaves it nothing to do."""
+    section, length, line = loop.sifter, loop.length, ""
     delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
-    steps = length.steps or length.epochs * (len(data.train) // length.batch_size)
+    steps = length.steps or length.epochs * (context.num_images // length.batch_size)
     kind, options = section.kind, section.options
     if steps <= delay:
         line = f"sifter '{kind}' waits for {delay} steps and the run has {steps}: everything is visited"

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from kd.core.scores import Scores
-from kd.core.text import percent
+from kd.core.text import clock, percent
 from kd.core.types import State
 
 if TYPE_CHECKING:
     from kd.jobs.progress.trackers import Trackers
+
+ASKING = 0.05  # share of the images for which a teacher answers, by which rows of filling a cache differ from others
 
 
 class Console:
@@ -33,9 +35,11 @@ class Console:
         self._bar: Progress | None = None
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
-        self._started = time.monotonic()
         self._progress = 0.0
-        self._first_progress: float | None = None
+        self._began: int | None = None  # the epoch in which this start began
+        self._since, self._row = State(), State()  # where steps became as fast as they are; the last row
+        self._step_seconds, self._asking = 0.0, 0.0
+        self._clock, self._evaluated, self._evaluation = time.monotonic(), 0, 0.0
 
     def __enter__(self) -> Console:
         if not self.quiet and self._console.is_terminal:
@@ -44,7 +48,6 @@ class Console:
                 BarColumn(bar_width=16),
                 TextColumn("{task.percentage:3.0f} %"),
                 TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
             ]
             self._bar = Progress(*columns, console=self._console, refresh_per_second=4)
             self._task = self._bar.add_task(self.title, total=1.0, text="")
@@ -53,7 +56,7 @@ class Console:
 
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
-            if exception[0] is None:  # the last step is half a step before the end, or the run ended early
+            if exception[0] is None:  # it may have ended early
                 self._bar.update(self._task, completed=1.0)
             self._bar.stop()
         if self.trackers is not None:
@@ -65,9 +68,9 @@ class Console:
             (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
 
     def step(self, state: State, progress: float) -> None:
-        if self._first_progress is None:
-            self._first_progress = progress
-            self._started = time.monotonic()
+        if self._began is None:
+            self._began, self._evaluated = state.epoch - (state.step_in_epoch == 0), state.step - 1
+        self._clock = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
         self._progress = progress
@@ -80,11 +83,16 @@ class Console:
         if kind == "train":
             text = self._training_text(values)
             self._last_row = values
+            self._time(state, values)
             self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
+            self._brief += f", {left}" if (left := self._left(state.step)) else ""
         else:
+            self._evaluation = (time.monotonic() - self._clock) / max(1, state.step - self._evaluated)
+            self._evaluated = state.step
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
         if self._bar is None:
-            print(f"{self.title} | step {state.step} {self._left()}| {text}", flush=True)
+            left = f"({100 * self._progress:.0f} %, {left}) " if (left := self._left(state.step)) else ""
+            print(f"{self.title} | step {state.step} {left}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")
 
@@ -109,12 +117,24 @@ class Console:
             text += f", {values['step_ms']:.1f} ms a step, data wait {percent(values['data_wait'])}"
         return text
 
-    def _left(self) -> str:
-        done = self._progress - (self._first_progress or 0.0)
-        if done <= 0:
+    def _time(self, state: State, values: Mapping[str, float]) -> None:
+        """Note how long a step takes: a mean over warm ones, else the median of a row.
+
+        In the first epoch of a start stores and caches are filled; until a cache is whole the teacher answers too.
+        """
+        asking = values.get("teacher_images", 0.0) / max(1, state.images - self._row.images)
+        if state.epoch - (state.step_in_epoch == 0) == self._began or asking < self._asking - ASKING:
+            self._since, self._asking, self._step_seconds = state, asking, values.get("step_ms", 0.0) / 1000
+        else:
+            self._step_seconds = (state.seconds - self._since.seconds) / max(1, state.step - self._since.step)
+        self._row = state
+
+    def _left(self, step: int) -> str:
+        """Say how long the planned steps and their evaluations will take; an upper bound in the first epoch."""
+        if not (0 < self._progress < 1 and self._step_seconds):
             return ""
-        left = (time.monotonic() - self._started) / done * (1 - self._progress)
-        return f"({100 * self._progress:.0f} %, {left:.0f} s left) "
+        seconds = (self._step_seconds + self._evaluation) * step * (1 / self._progress - 1)
+        return f"{'at most ' if self._since.step == step else ''}{clock(seconds)} left"
 
 
 def _pairs(values: Mapping[str, float]) -> str:

@@ -1,6 +1,7 @@
 """Shared by the sifters that decide before images are loaded: full epochs, exact counts, random orders."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,15 @@ class Planned:
 
     def __init__(self, context: SiftContext) -> None:
         self.context = context
+
+    def is_full(self, epoch: int, progress: float) -> bool:
+        """Return whether an epoch visits all images."""
+        return True
+
+    def steps(self, epoch: int, progress: float) -> int:
+        share = self.context.balance if self.is_full(epoch, progress) else self.keep
+        images = num_selected(self.context, share) if share else self.context.num_images
+        return images // self.context.batch_size
 
     def cost(self, costs: Costs) -> float:
         """Return `keep` times the whole cost: an image that is left out costs neither loading nor a forward pass."""
@@ -99,6 +109,6 @@ def num_selected(context: SiftContext, keep: float) -> int:
     return min(max(1, target), batches) * context.batch_size
 
 
-def is_full_epoch(epoch: int, progress: float, warmup: int, anneal: float) -> bool:
+def is_full_epoch(epoch: int, progress: float, limits: Any) -> bool:
     """Return whether an epoch is not sifted: the first `warmup`, and those that begin in the last share `anneal`."""
-    return epoch < warmup or progress >= 1 - anneal
+    return epoch < limits.warmup or progress >= 1 - limits.anneal

@@ -49,13 +49,16 @@ class Remembering(Planned):
         """Keep the losses on the device; they are read once per epoch."""
         self._pending.append((ids, losses))
 
+    def is_full(self, epoch: int, progress: float) -> bool:
+        return is_full_epoch(epoch, progress, self.limits)
+
     def plan(self, epoch: int, progress: float) -> Plan:
         new = epoch != self.epoch
         if new:
             self._gather()
             self._fold()
             self.epoch = epoch
-        if is_full_epoch(epoch, progress, self.limits.warmup, self.limits.anneal):
+        if Remembering.is_full(self, epoch, progress):
             return full_plan(self.context, epoch)
         if new:
             self.look()

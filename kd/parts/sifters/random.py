@@ -30,9 +30,12 @@ class Random(Planned):
         super().__init__(context)
         self.options, self.keep = options, options.keep
 
+    def is_full(self, epoch: int, progress: float) -> bool:
+        return is_full_epoch(epoch, progress, self.options)
+
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the share `keep` of all images, or all of them in the first and last epochs."""
-        if is_full_epoch(epoch, progress, self.options.warmup, self.options.anneal):
+        if self.is_full(epoch, progress):
             return full_plan(self.context, epoch)
         count = num_selected(self.context, self.options.keep)
         ids = torch.randperm(self.context.num_images, generator=generator(self.context, "subset", epoch))

@@ -69,6 +69,9 @@ class Relative:
         plan = full_plan(self.context, epoch)
         return Plan(plan.ids, plan.weights, steps=sum(self.counts) // self.context.micro_batch)
 
+    def steps(self, epoch: int, progress: float) -> int:
+        return sum(self._counts(epoch)) // self.context.micro_batch
+
     def _counts(self, epoch: int) -> list[int]:
         """Return how many images of each chunk are kept, by candidate step of an epoch."""
         candidates = self.context.num_images // self.context.batch_size

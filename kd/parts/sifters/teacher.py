@@ -58,6 +58,14 @@ class ByAnswers(Remembering):
         """The view that this epoch shows."""
         return self.epoch % len(self.score_VN)
 
+    def is_full(self, epoch: int, progress: float) -> bool:
+        """The same of an epoch that shows a view for the first time, where nothing is stored yet."""
+        view, answers = epoch % len(self.score_VN), self.context.answers
+        first = epoch < len(self.score_VN) and not (
+            answers and bool(answers(view, range(self.context.batch_size))[1].all())
+        )
+        return first or super().is_full(epoch, progress)
+
     def look(self) -> None:
         """Score the views whose answers were stored since; equal on all ranks."""
         missing = self.score_VN[self.view].isnan().nonzero()[:, 0]

@@ -1,15 +1,16 @@
 """A run as Markdown, for its report.md and for terminals: scores as a table, and what was noticed."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kd.core.intervals import Samples
 from kd.core.scores import Scored, Scores, skipped_text
-from kd.core.text import clock, percent, table
+from kd.core.text import clock, table
 from kd.files.manifest import DIGITS, served_first
 from kd.setup.cache import CHECKED
 from kd.study.report.record import RunRecord, on_cpu, total
+from kd.study.sifting import sifted
 
 ALONE = "student, labels only"
 
@@ -49,7 +50,7 @@ def described(run: RunRecord) -> list[str]:
         f"{where[0].upper()}{where[1:]}: {one['text']}.\n"
         for where, one in run.manifest.get("teacher_home", {}).items()
     ]
-    lines += [text] if (text := sifted(run.epochs, run.manifest)) else []
+    lines += [text] if (text := sifted(run.epochs, run.train, run.manifest)) else []
     lines += [scored.note, ""] if scored is not None else []
     lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
     key, seed = run.decides.key, run.keys.get("run.seed", 0)
@@ -155,38 +156,3 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
 
 def _short(digest: str) -> str:
     return digest[:DIGITS] or "unknown"
-
-
-def sifted(epochs: Sequence[Mapping[str, float]], manifest: Mapping[str, Any]) -> str:
-    """Return a table of the epochs of a sifted run and the time saved, as Markdown; empty where nothing was sifted.
-
-    The baseline is the run's own epochs that visited all images. Not separated: the time that a cache saves in the
-    same epochs. In the rows of `epochs`, oldest first, `seconds` counts from the start of the run.
-    """
-    num_images, batch_size, spent = manifest.get("images"), int(manifest.get("batch_size", 0)), 0.0
-    if not num_images or all(row["trained"] > num_images - batch_size for row in epochs):
-        return ""
-    rows, full, less = [], [], []
-    for number, row in enumerate(epochs):
-        seconds, spent = row["seconds"] - spent, row["seconds"]
-        (full if row["trained"] > num_images - batch_size else less).append(seconds)
-        rows.append(
-            {
-                "epoch": number,
-                "considered": f"{num_images}",
-                "trained": f"{row['trained']:.0f}",
-                "kept": percent(row["trained"] / num_images),
-                "effective sample size": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
-                "seconds": f"{seconds:.1f}",
-            }
-        )
-    text = f"## Sifting\n\n{table(rows)}\n"
-    if full and less:
-        mean_full, mean_sifted = sum(full) / len(full), sum(less) / len(less)
-        text += (
-            f"\nA sifted epoch took {percent(1 - mean_sifted / mean_full)} less time than this run's own full ones "
-            f"({mean_sifted:.1f} against {mean_full:.1f} s); the run as much as {spent / mean_full:.1f} full ones. "
-            "Fewer epochs save time too: sifting has paid only if this run is better than one with sifter.kind=none "
-            f"and run.epochs={max(1, round(spent / mean_full))}.\n"
-        )
-    return text

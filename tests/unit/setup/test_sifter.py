@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kd.core.types import Costs, SiftContext
-from kd.jobs.forecast import saving
 from kd.jobs.progress.console import Console
 from kd.parts.sifters import history, random, relative
 from kd.parts.sifters.none import Everything
+from kd.study.sifting import sifting_text
 
 
 def context() -> SiftContext:
@@ -52,11 +52,12 @@ def test_a_run_that_waits_for_its_loader_gains_only_what_is_not_loaded():
 
 def test_check_says_what_a_sifter_saves_or_costs():
     loses = relative.build(relative.Options(beta_value=0.4), context())
-    text = saving("relative", loses.cost(costs(0.0)), costs(0.0))
-    assert text.startswith("'relative' makes a sifted epoch 5 % longer (teacher 0.00, student forward 1.00")
-    assert "sifter.kind=none" in text
+    text = sifting_text(loses.cost(costs(0.0)) / costs(0.0).per_image(), 1, 3)
+    assert text == "a sifted epoch takes 4.8 % longer than a full one. Set sifter.kind=none"
     pays = history.build(history.Options(keep=0.6), context())
-    assert saving("history", pays.cost(costs(1.0)), costs(1.0)).startswith("'history' saves 40 % of a sifted epoch's")
+    text = sifting_text(pays.cost(costs(1.0)) / costs(1.0).per_image(), 2, 5)
+    assert text.startswith("a sifted epoch saves 40.0 % of a full epoch's time")
+    assert text.endswith("run.epochs=5")
 
 
 @pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])

@@ -1,0 +1,63 @@
+"""What sifting saved, from the rows of a run, and what it will save, by one rule: warm epochs are compared."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kd.core.text import percent, table
+
+Row = Mapping[str, Any]
+ASKING = 0.05  # share of an epoch's images, above that of other epochs, for which a teacher answers: the epoch is cold
+
+
+def sifting_text(ratio: float, full: float, sifted: float) -> str:
+    """Say what a sifted epoch saves, by its time as a share of a full one's, and how many full epochs the run costs."""
+    run, text = full + ratio * sifted, f"saves {percent(1 - ratio)} of a full epoch's time"
+    if ratio > 1:
+        return f"a sifted epoch takes {percent(ratio - 1)} longer than a full one. Set sifter.kind=none"
+    return (
+        f"a sifted epoch {text}, and the run takes as much as {run:.1f} full ones. Fewer epochs save time too: sifting "
+        f"pays only if this run is better than one with sifter.kind=none and run.epochs={max(1, round(run))}"
+    )
+
+
+def sifted(epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, Any]) -> str:
+    """Return a table of the epochs of a sifted run and the time saved, as Markdown; empty where nothing was sifted.
+
+    Rows are of metrics.jsonl, oldest first. Cold epochs are left out of the times: see `warm`.
+    """
+    num_images, batch_size = manifest.get("images"), int(manifest.get("batch_size", 0))
+    if not num_images or all(row["trained"] > num_images - batch_size for row in epochs):
+        return ""
+    rows, spent, is_warm = [], 0.0, warm(epochs, train)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number, row in enumerate(epochs):
+        seconds, spent, full = row["seconds"] - spent, row["seconds"], row["trained"] > num_images - batch_size
+        times[full] += [seconds] if is_warm[number] else []
+        rows.append(
+            {
+                "epoch": number,
+                "considered": f"{num_images}",
+                "trained": f"{row['trained']:.0f}",
+                "kept": percent(row["trained"] / num_images),
+                "effective sample size": f"{row['effective'] * row['trained'] / row['candidates']:.0f}",
+                "seconds": f"{seconds:.1f}" + ("" if is_warm[number] else " (cold)"),
+            }
+        )
+    text = f"## Sifting\n\n{table(rows)}\n"
+    if not (times[True] and times[False]):
+        return f"{text}\nNot measured: no warm epoch was {'sifted' if times[True] else 'full'}.\n"
+    full, less = (statistics.median(times[kind]) for kind in (True, False))
+    count = sum(row["trained"] > num_images - batch_size for row in epochs)
+    told = sifting_text(less / full, count, len(epochs) - count)
+    return f"{text}\nBy the medians of warm epochs ({less:.1f} against {full:.1f} s) {told}.\n"
+
+
+def warm(epochs: Sequence[Row], train: Sequence[Row]) -> list[bool]:
+    """Return which epochs are warm: not the first, and no teacher answers for more images than in other epochs."""
+    shares, done = [], 0
+    for row in epochs:
+        asked = sum(one.get("teacher_images", 0.0) for one in train if done < one["step"] <= row["step"])
+        shares.append(asked / row["trained"])
+        done = row["step"]
+    return [number > 0 and share <= min(shares) + ASKING for number, share in enumerate(shares)]
