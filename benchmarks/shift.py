@@ -29,7 +29,8 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
 from _record import write
-from kd.deploy.serve.decoding import decode
+from kd.deploy.serve.decoding import OpenedImage, decode, prepare
+from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import LoadedGraph, describe, load
 from kd.deploy.serve.responses import predictions
 from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, ShiftWatch, measure
@@ -77,8 +78,11 @@ def answered(
     """Return the answer of each image and what is measured of its pixels."""
     found = []
     for path in paths:
-        with Image.open(path) as image:
-            picture = decode(change(image.convert("RGB")) if change else image, model.size, model.crop)
+        if change:
+            with Image.open(path) as image:
+                picture = decode(OpenedImage(change(image.convert("RGB")), "", 0.0), model.size, model.crop)
+        else:
+            picture = prepare(path.read_bytes(), model.size, model.crop, Limits())
         (answer,) = predictions(model.engine(picture.pixels[None]), model.labels, 1)
         found.append((answer, picture.measures))
     return found
@@ -192,8 +196,7 @@ def cost(export: Path, photo: bytes, answers: Sequence[tuple], model: LoadedGrap
     finally:
         server.terminate()
         server.wait()
-    with Image.open(io.BytesIO(photo)) as image:
-        pixels = decode(image, model.size, model.crop).pixels
+    pixels = prepare(photo, model.size, model.crop, Limits()).pixels
     rounds, watch = [], ShiftWatch(reference(model, answers[:REFERENCE], list(BOUNDS)))
     for _ in range(5):
         start = time.process_time()

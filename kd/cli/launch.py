@@ -111,7 +111,7 @@ def _deploy(argv: Sequence[str]) -> int:
         if _validate(requests, options.dry_run):
             from kd.cluster import aws
 
-            print(aws.deploy(requests, options.export, model.labels))
+            print(aws.deploy(requests, model.folder, model.labels))
 
     return guarded(command)
 
@@ -132,13 +132,14 @@ def _transform(argv: Sequence[str]) -> int:
         from kd.cluster.requests import transform_requests
         from kd.deploy.serve.model import describe
 
-        hosting = _hosting(options, describe(options.export).name)
+        model = describe(options.export)
+        hosting = _hosting(options, model.name)
         output = options.to or f"{options.output}/transform/{hosting.name}"
         requests = transform_requests(hosting, options.images, output, options.at_once)
         if _validate(requests, options.dry_run):
             from kd.cluster import aws
 
-            aws.transform(requests, options.export)
+            aws.transform(requests, model.folder)
             print(f"results: {output}")
 
     return guarded(command)

@@ -10,6 +10,8 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
@@ -18,6 +20,8 @@ ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 ENDINGS = (*ENDINGS, "jfif", "jpe", "jif", "pjpeg", "pjp", "jpeg_large", "jpg_large", "apng", "dib")
 """Of the names of image files. A sample of a tar shard that has several gives the first of them. The second line are
 names that browsers and programs give to JPEG, PNG and BMP files."""
+HEIF = find_spec("pillow_heif") is not None
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
 MAX_PIXELS = 89_478_485  # of an image that training decodes: Pillow's own limit
 MAX_SCANS = 64
@@ -47,6 +51,19 @@ class Beyond(ValueError):
     def __init__(self, limit: str, wrong: str, allowed: str) -> None:
         super().__init__(f"{wrong}; {allowed[0].lower()}{allowed[1:]}")
         self.limit, self.wrong, self.allowed = limit, wrong, allowed
+
+
+def boxed(data: bytes) -> str:
+    """Return "AVIF" or "HEIC" where an image file is one of these by its first bytes, else ""."""
+    brand = data[8:12] if data[4:8] == b"ftyp" else b""
+    return "AVIF" if brand in (b"avif", b"avis") else "HEIC" if brand in HEIF_BRANDS else ""
+
+
+def load_heif() -> bool:
+    """Load the decoder of HEIC, where it is installed: 26 MB of libraries, for the first image that needs them."""
+    if HEIF and "HEIF" not in Image.OPEN:
+        import_module("pillow_heif").register_heif_opener()
+    return HEIF
 
 
 def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:

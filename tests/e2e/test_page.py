@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import chromium
 import pytest
@@ -50,7 +52,45 @@ def test_a_picture_chosen_and_a_picture_dropped(exported, photos, page, tmp_path
         (tmp_path / "no.png").write_bytes(b"no image")
         page.choose("#file", tmp_path / "no.png")
         told = page.until("document.querySelector('.bad')?.textContent")
-        assert told == "This is not an image in one of the formats JPEG, PNG, WEBP."
+        assert told.startswith("This is not an image in one of the formats JPEG, PNG, WEBP")
+
+
+class Below(BaseHTTPRequestHandler):
+    """A proxy that serves a server below `/models/food`, and nothing at its root."""
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if not self.path.startswith("/models/food"):
+            self.send_error(404)
+            return
+        kind = {"content_type": self.headers["content-type"]} if body else {}
+        reply = self.server.behind.call(
+            self.command, self.path.removeprefix("/models/food") or "/", body or None, **kind
+        )
+        self.send_response(reply.status)
+        for name, value in reply.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(reply.body)
+
+    do_POST = do_GET
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize("path", ["/models/food", "/models/food/"])
+def test_the_page_behind_a_path(exported, photos, page, path):
+    """Before, it asked `/invocations` at the root of the proxy, and its curl line lacked the path."""
+    with Running(exported) as server, ThreadingHTTPServer(("127.0.0.1", 0), Below) as proxy:
+        proxy.behind = server
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{proxy.server_port}"
+        page.open(root + path)
+        assert page.run("document.getElementById('curl').textContent").endswith(f" {root}/models/food/invocations")
+        page.choose("#file", next((photos / "val/fig").glob("*.jpg")))
+        assert "fig" in page.until("document.getElementById('best')?.textContent")
+        assert page.problems == []
+        proxy.shutdown()
 
 
 def test_the_page_needs_nothing_from_elsewhere(exported):

@@ -53,7 +53,7 @@ def is_problem(reply: Reply, status: int) -> bool:
     assert (reply.status, reply.headers["content-type"]) == (status, "application/problem+json"), reply
     content = reply.json
     assert content["status"] == status
-    assert set(content) == {"type", "title", "status", "detail"}
+    assert set(content) == {"type", "title", "status", "detail", "message"}
     assert content["detail"].endswith((".", ")"))
     return True
 
@@ -470,9 +470,10 @@ def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo, f
         return
     lines = [json.loads(line) for line in server.errors.splitlines()]
     assert all(line["level"] == "INFO" and datetime.fromisoformat(line["time"]).tzinfo for line in lines)
-    one, two = (line for line in lines if "request" in line)
+    one, two, three = (line for line in lines if "request" in line)
     assert (one["request"], one["route"], one["status"]) == ("one", "invocations", 200)
     assert (two["request"], two["status"]) == ("two", 415)
+    assert (three["route"], three["status"]) == ("other", 404)
     assert one["ms"] > 0
     assert "RGB JPEG" in one["message"]
 

@@ -109,8 +109,21 @@ def png(side: int) -> bytes:
 def test_the_pixels_of_a_request_are_counted_together(server):
     reply = server.post(images(*[png(4900)] * 3), "application/json")
     assert reply.status == 413
-    assert reply.json["detail"].endswith("Allowed are 50 million in a request.")
+    assert reply.json["detail"].endswith("2 of the largest that are allowed: 25 million, a JPEG 64.")
     assert server.post(images(*[png(100)] * 16), "application/json").status == 200
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 60), ({"progressive": True, "subsampling": 0}, 400)])
+def test_a_photograph_of_48_million_pixels_stays_within_the_memory_of_25(exported, options, most):
+    """8000 x 6000, the second mode of most phones. Before, 413. What 25 million pixels may take: 400 MB."""
+    file = io.BytesIO()
+    Image.new("RGB", (8000, 6000), "teal").save(file, "JPEG", **options)
+    with Running(exported, "--slots", "1") as server:
+        before = server.memory_mb()
+        assert server.post(file.getvalue()).status == 200
+        more = (server.memory_mb("VmHWM") - before) * 2**20 / 1e6
+    print(f"{more:.0f} MB more, {options}")
+    assert more < most
 
 
 def test_too_little_memory_is_a_503(exported):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kd.core.errors import DataError
+from kd.deploy.serve.decoding import begins_as_image
 from kd.deploy.serve.limits import Problem
 from kd.files import object_store, shards
 from kd.files.pixels import ENDINGS, MAX_BYTES
@@ -164,7 +165,7 @@ def _file(source: str) -> ImageList:
     except OSError as error:
         wrong = f"'{source}' cannot be read ({error.strerror})"
         raise DataError(WHERE, wrong, "Text with a path a line, or an image", "Check the file") from error
-    if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP":
+    if begins_as_image(data):
         name = "stdin" if source == STDIN else source
         return ImageList([name], lambda id: data, [hashlib.sha256(data).hexdigest()], lambda id: "")
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\0" if b"\0" in data else b"\n")

@@ -8,11 +8,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.deploy.serve import responses
-from kd.deploy.serve.decoding import media_type
+from kd.deploy.serve.bodies import is_gzip, media_type
 from kd.deploy.serve.limits import CLIENT_GONE, PROBLEM, Problem, busy, no_memory
 from kd.deploy.serve.metrics import MEDIA_TYPE
 from kd.deploy.serve.service import Service
@@ -31,6 +30,7 @@ log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 TOP = 5  # classes in an answer that does not ask for another number: what "top-5" accuracy counts
 HEALTH = "/ping"
+QUIET = ("ping", "metrics")  # routes that are asked every few seconds: no line for what they usually answer
 DISCARD_FACTOR = 4  # times `max_body` that a too large body is read and discarded before the end
 MAX_QUERY = 256  # bytes of a query; chosen, several times as long as the longest that has a meaning
 REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
@@ -51,54 +51,75 @@ def build(service: Service, ui: bool = True) -> Starlette:
 
     async def invocations(request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
-        kind = media_type(content_type)
-        accept = responses.negotiate(request.headers.get("accept", ""))
-        top = _top(request, len(model.labels))
+        kind, gzip = media_type(content_type), is_gzip(_list(request, "content-encoding"))
+        accept = responses.negotiate(_list(request, "accept"))
+        tops = _tops(request)
         async with request_body(request, service) as body:
-            values, measures, request.state.summary = await service.run(
-                lambda model: service.classify(model, kind, content_type, body), request.receive
+            values, measures, top, request.state.summary = await service.run(
+                lambda model: service.classify(model, kind, content_type, body, gzip), request.receive
             )
         if model.output.embeds:
             rows = responses.embeddings(values)
         else:
-            output = model.output
+            top, output = _top([*tops, *filter(None, [top])], len(model.labels)), model.output
             rows = responses.predictions(values, model.labels, top, output.thresholds, output.unsure)
         if watch := service.watch:
             for line in chain.from_iterable(map(watch.add, rows, measures)):
                 log.warning(line)
         return Response(responses.write(accept, rows, model.name, model.version), media_type=accept)
 
-    routes = [
-        Route("/ping", ping, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/invocations", observed(service, "invocations", invocations), methods=["POST"]),
-    ]
+    found: dict[str, tuple[str, Handler]] = {
+        "/ping": ("GET", ping), "/metrics": ("GET", metrics), "/invocations": ("POST", invocations),
+    }  # fmt: skip
     if ui and not model.output.embeds:  # the page shows labels
-        routes.append(Route("/", _page(service), methods=["GET"]))
-    handlers: dict[Any, Any] = {Problem: _problem, HTTPException: _problem, Exception: _problem}
-    return Starlette(routes=routes, exception_handlers=handlers)
+        found["/"] = ("GET", _page(service))
+    routes = []
+    for path, (method, handler) in found.items():
+        watched = observed(service, path.strip("/") or "page", handler)
+        routes += [Route(each, watched, methods=[method]) for each in {path, path.rstrip("/") + "/"}]
+    # AWS's clients, with `endpoint_url`, send to the address that SageMaker has before it calls the container.
+    routes.append(
+        Route("/endpoints/{name}/invocations", observed(service, "invocations", invocations), methods=["POST"])
+    )
+    application = Starlette(routes=routes, exception_handlers={HTTPException: _refuser(service)})
+    application.router.redirect_slashes = False
+    return application
 
 
-def health_only(application: Starlette) -> ASGIApp:
+def health_only(application: Starlette, service: Service) -> ASGIApp:
     """Return the application for connections beyond the limit: it answers health checks, and 503 to the rest."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == HEALTH:
-            await application(scope, receive, send)
-            return
+    async def refuse(request: Request) -> Response:
         problem = busy("Too many connections are open.")
         problem.headers["connection"] = "close"
-        await _answer(problem)(scope, receive, send)
+        raise problem
+
+    refused = observed(service, "other", refuse)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        found = application if scope["path"] == HEALTH else await refused(Request(scope))
+        await found(scope, receive, send)
 
     return answer
 
 
-def _top(request: Request, classes: int) -> int:
+def _list(request: Request, name: str) -> str:
+    """Return a header that is a list: its lines are parts of one (RFC 9110 5.3)."""
+    return ", ".join(line for line in request.headers.getlist(name) if line.strip())
+
+
+def _tops(request: Request) -> list[str]:
     if len(request.url.query) > MAX_QUERY:
         raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
-    text = request.query_params.get("top", str(TOP))
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise Problem(400, "The parameter `top` must be a whole number from 1.")
+    tops = request.query_params.getlist("top")
+    _top(tops, 1)  # before the body is read
+    return tops
+
+
+def _top(texts: Sequence[str], classes: int) -> int:
+    text, *more = {*texts} or {str(TOP)}
+    if more or not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise Problem(400, "The parameter `top` must be a whole number from 1, given once.")
     return min(int(text), classes)
 
 
@@ -119,18 +140,29 @@ def observed(service: Service, route: str, handler: Handler) -> Handler:
             response = _answer(no_memory())
         except Exception as error:
             response = _bug_response(error, identity)
-        seconds = time.perf_counter() - start
-        service.metrics.request(route, response.status_code, seconds)
-        if response.status_code != CLIENT_GONE:
-            summary, status, ms = request.state.summary, response.status_code, round(1000 * seconds, 1)
-            fields = {"request": identity, "route": route, "status": status, "ms": ms}
-            log.info("%s %s %d %.1fms %s", identity, route, status, ms, summary, extra={"fields": fields})
+        if route not in QUIET or response.status_code not in (200, 503):
+            record(service, route, identity, response.status_code, time.perf_counter() - start, request.state.summary)
         response.headers["x-request-id"] = identity
         if service.draining:
             response.headers["connection"] = "close"
         return response
 
     return handle
+
+
+def record(service: Service, route: str, identity: str, status: int, seconds: float, summary: str) -> None:
+    """Count a request and write its line of the log."""
+    service.metrics.request(route, status, seconds)
+    ms = round(1000 * seconds, 1)
+    fields = {"request": identity, "route": route, "status": status, "ms": ms}
+    log.info("%s %s %d %.1fms %s", identity, route, status, ms, summary, extra={"fields": fields})
+
+
+def refused(service: Service, problem: Problem) -> str:
+    """Count and log a request that could not be parsed; return the id that its answer has."""
+    identity = uuid.uuid4().hex[:16]
+    record(service, "other", identity, problem.status, 0.0, problem.detail)
+    return identity
 
 
 @asynccontextmanager
@@ -201,15 +233,19 @@ def _answer(problem: Problem) -> Response:
     return Response(problem.body, problem.status, problem.headers, PROBLEM)
 
 
-async def _problem(request: Request, error: Exception) -> Response:
-    if isinstance(error, Problem):
-        return _answer(error)
-    if isinstance(error, HTTPException):
-        nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
-        detail = {404: nothing, 405: "This method is not allowed here."}
-        text = detail.get(error.status_code, str(error.detail))
-        return _answer(Problem(error.status_code, text, error.headers or {}))
-    return _bug_response(error, "-")
+def _refuser(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return what answers a request that no route takes."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        async def refuse(request: Request) -> Response:
+            assert isinstance(error, HTTPException)
+            nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
+            detail = {404: nothing, 405: "This method is not allowed here."}
+            raise Problem(error.status_code, detail.get(error.status_code, str(error.detail)), error.headers or {})
+
+        return await observed(service, "other", refuse)(request)
+
+    return answer
 
 
 def _bug_response(error: Exception, identity: str) -> Response:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import h11
 import uvicorn
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kd.deploy.serve.limits import PROBLEM, Limits, Problem
@@ -28,6 +29,7 @@ HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048  # its first bytes, and its len
 SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10  # at the end: how long, and how often, it looks for answers to be sent
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
+REQUEST_LINE, ABSOLUTE = re.compile(rb"[A-Z]{3,20} \S"), re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 FREE_CHUNKS = 64  # chunks of a body that may be smaller than `Limits.min_chunk`
 
 
@@ -52,12 +54,21 @@ class RequestParser(h11.Connection):
     def next_event(self) -> Any:
         """Return h11's next event; RemoteProtocolError also for too many header lines, trailers or small chunks."""
         if self.their_state is h11.IDLE:
-            headers = END_OF_HEADERS.split(self.trailing_data[0], 1)[0]
-            if headers.count(b"\n") > self._limits.max_header_lines:
-                self._reject(431, f"The request has more than {self._limits.max_header_lines} header lines.")
-        event = super().next_event()
+            self._check_head(END_OF_HEADERS.split(self.trailing_data[0], 1)[0])
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 501:
+                self.problem = Problem(501, "This transfer coding is not supported. Allowed is chunked.")
+            raise
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            if absolute := ABSOLUTE.match(event.target):  # a server must accept this form (RFC 9112 3.2.2)
+                path = event.target[absolute.end() :]
+                event = h11.Request(
+                    method=event.method, headers=event.headers, http_version=event.http_version,
+                    target=path if path.startswith(b"/") else b"/" + path,
+                )  # fmt: skip
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
@@ -66,6 +77,15 @@ class RequestParser(h11.Connection):
         elif isinstance(event, h11.EndOfMessage) and len(event.headers) > self._limits.max_header_lines:
             self._reject(431, f"The request has more than {self._limits.max_header_lines} trailer lines.")
         return event
+
+    def _check_head(self, head: bytes) -> None:
+        most, lines = self._limits.max_header_bytes, self._limits.max_header_lines
+        if head.count(b"\n") > lines:
+            self._reject(431, f"The request has more than {lines} header lines.")
+        if len(head) > most and b"\n" in head[:most]:
+            self._reject(431, f"The header of the request is longer than {most} bytes.")
+        if len(head) > most and REQUEST_LINE.match(head):
+            self._reject(414, f"The target of the request is longer than {most} bytes.")
 
     def _reject(self, status: int, detail: str) -> NoReturn:
         self.problem = Problem(status, detail)
@@ -78,6 +98,7 @@ class Shared:
 
     limits: Limits
     health_only: ASGI  # the application for connections beyond `Limits.max_connections`
+    refused: Callable[[Problem], str]  # counts and logs what no application sees; returns the id of the request
     spare: dict[Connection, None] = field(default_factory=dict)  # the open spare connections, oldest first
     _jobs: deque[Callable[[], None]] = field(default_factory=deque)
 
@@ -173,6 +194,8 @@ class Connection(H11Protocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and (self._spare or self.conn.pipelined):
             cycle.keep_alive = False
+            if CLOSE_HEADER not in self.headers:  # as if the client had sent it: uvicorn then answers with it
+                self.headers.append(CLOSE_HEADER)
 
     def pause_writing(self) -> None:
         """Start the deadline for a client that does not read its answer."""
@@ -196,6 +219,7 @@ class Connection(H11Protocol):
         """Answer what the parser rejects with a problem document."""
         problem, body = self.conn.problem, self.conn.problem.body
         headers = {"content-type": PROBLEM, "content-length": str(len(body)), "connection": "close"}
+        headers["x-request-id"] = self.shared.refused(problem)
         response = h11.Response(status_code=problem.status, headers=list(headers.items()))
         with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):

@@ -10,6 +10,9 @@ from kd.files.pixels import MAX_SCANS, Most
 
 MIB = 2**20  # bytes
 PROBLEM = "application/problem+json"
+JPEG_FACTOR = 2.56
+"""64 million pixels by default: phones have 48 and 50. As coefficients and at an eighth of its sides such a JPEG takes
+as much memory as 25 million pixels: 64 x 3 / 8 + 64 / 64."""
 RETRY_SECONDS = 1  # in Retry-After, which has whole seconds: the shortest
 CLIENT_GONE = 499  # the client disconnected. This status is counted in the metrics and never sent; no RFC defines it.
 
@@ -21,7 +24,7 @@ class Limits:
     max_body: int = option(6 * MIB, "SIZE", size)
     """of a request (default 6MiB, as of SageMaker's real-time endpoints)"""
     max_pixels: int = option(25_000_000, "N", pixels)
-    """of an image, read from its header, before pixels are decoded (default 25e6)"""
+    """of an image that are held at once (default 25e6); a JPEG, of which a fraction is, may have 2.56 times as many"""
     max_images: int = option(16, "N", whole_number(1, 1024))
     """in a request"""
     min_side: int = 4
@@ -38,6 +41,8 @@ class Limits:
     min_chunk: int = 256  # mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller
     header_seconds: float = 10.0
     """From the start of a connection, or of the next request on it, to the end of the headers."""
+    idle_seconds: float = option(75.0, "S", positive, flag="--keep-alive")
+    """that a connection is kept between two requests (default 75: proxies keep theirs 60)"""
     body_seconds: float = option(10.0, "S", positive, flag="--body-timeout")
     """from the end of the headers to the end of the body (default 10)"""
     deadline: float = option(10.0, "S", positive)
@@ -49,29 +54,35 @@ class Limits:
     end_seconds: float = 25.0
     """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
 
-    @property
-    def image(self) -> Most:
-        """Of one image."""
-        return Most(self.max_pixels, self.max_scans, self.min_side, self.max_aspect)
+    full_images: int = 2
+    """Images of the largest size that a request may have, or as many pixels in more images: a limit on CPU time."""
 
     @property
-    def max_pixels_in_request(self) -> int:
-        """Width x height, summed over all images of a request."""
-        return 2 * self.max_pixels
+    def max_jpeg(self) -> int:
+        """Width x height of a JPEG, of which a fraction is held where it is reduced as it is decoded."""
+        return int(JPEG_FACTOR * self.max_pixels)
+
+    def of(self, kind: str | None) -> Most:
+        """Return the limits on an image of a format."""
+        most = self.max_jpeg if kind == "JPEG" else self.max_pixels
+        return Most(most, self.max_scans, self.min_side, self.max_aspect)
 
 
 class Problem(Exception):
-    """An error response: a status, and one or two sentences for the client."""
+    """An error response: a status, and one or two sentences for the client.
 
-    def __init__(self, status: int, detail: str, headers: Mapping[str, str] = {}) -> None:
+    `told` is the detail with names that the client gave, which no log repeats.
+    """
+
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] = {}, told: str = "") -> None:
         super().__init__(detail)
-        self.status, self.detail, self.headers = status, detail, dict(headers)
+        self.status, self.detail, self.headers, self.told = status, detail, dict(headers), told or detail
 
     @property
     def body(self) -> bytes:
         title = "Client Closed Request" if self.status == CLIENT_GONE else HTTPStatus(self.status).phrase
-        content = {"type": "about:blank", "title": title, "status": self.status, "detail": self.detail}
-        return json.dumps(content).encode()
+        content = {"type": "about:blank", "title": title, "status": self.status, "detail": self.told}
+        return json.dumps({**content, "message": self.told}).encode()  # AWS's clients show no other key
 
 
 def no_memory() -> Problem:

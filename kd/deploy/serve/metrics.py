@@ -15,6 +15,7 @@ from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MOST_LABELS = 100  # that have a series each: a server of 10,000 classes would send 600 kB at each scrape
 WAITING = 1024
 """Lines that wait for whoever reads stderr. A pipe holds 64 KiB, about 600 lines; as much again covers a reader that
 pauses, and a thousand lines are 100 kB of memory."""
@@ -91,8 +92,12 @@ def _answers(watch: ShiftWatch) -> list[str]:
     found, reference = watch.found, watch.reference
     lines = []
     if CONFIDENCE in reference.bounds:
-        answered = [f'{{label="{_escape(label)}"}} {count}' for label, count in sorted(watch.answered.items())]
-        lines += _metric("kd_labels_total", "counter", "Labels answered.", *answered)
+        frequent = sorted(watch.answered.most_common(MOST_LABELS))
+        answered = [f'{{label="{_escape(label)}"}} {count}' for label, count in frequent]
+        lines += _metric("kd_labels_total", "counter", f"Labels answered, the {MOST_LABELS} most frequent.", *answered)
+        # A gauge: it falls where a label becomes one of the most frequent. A class may be named "other".
+        other = watch.answered.total() - sum(count for _, count in frequent)
+        lines += _metric("kd_labels_other", "gauge", "Answers with any other label.", f" {other}")
         lines += _metric("kd_confidence", "histogram", "Probability of the most probable label of an image.")
         counts = watch.all.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
@@ -170,7 +175,8 @@ def to_stderr(quiet: bool, log_format: str) -> Lines:
     handler = Lines(sys.stderr.fileno())
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)
-    for name, level in (("kd.serve", logging.WARNING if quiet else logging.INFO), ("uvicorn", logging.WARNING)):
+    # uvicorn warns of each request that it cannot parse, which has a line of ours, and of each offer to upgrade.
+    for name, level in (("kd.serve", logging.WARNING if quiet else logging.INFO), ("uvicorn", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -17,7 +17,7 @@ from kd.deploy.shift import Reference
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
 
-WHERE = "export"
+WHERE, CONFIG = "export", "config.json"
 MAX_SIZE = 4096  # pixels a side: 50 MB an image; one of 10^9 would ask for all memory at the warm-up
 MIN_CROP = 0.01  # share of the shorter side: less is no crop that anybody trains with
 MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
@@ -59,7 +59,8 @@ class Description:
 
 def describe(folder: Path, file: str = "") -> Description:
     """Read an export's manifest and labels, of the graph `file` or the default. A stranger may have written them."""
-    manifest, config = _json(folder, MANIFEST), _json(folder, "config.json")
+    folder = _export_in(folder)
+    manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
     try:
         if not unchanged(manifest):
             raise invalid_export(f"'{folder / MANIFEST}' is not what was exported (its checksum differs)")
@@ -84,6 +85,17 @@ def describe(folder: Path, file: str = "") -> Description:
     read_verified(folder, "config.json", files)
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
     return Description(folder, file, name, version + kind, labels, output, size, crop, margin, bits, files, reference)
+
+
+def _export_in(folder: Path) -> Path:
+    """Return the folder, or the only one in it that is an export: `tar czf model.tar.gz export/` packs it so."""
+    if (folder / MANIFEST).exists() and (folder / CONFIG).exists():
+        return folder
+    below = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.with_name(CONFIG).exists())
+    if len(below) > 1:
+        names = ", ".join(f"'{path.name}'" for path in below)
+        raise ModelError(WHERE, f"'{folder}' has {len(below)} exports: {names}", "One", f"Name it: {below[0]}")
+    return below[0] if below else folder
 
 
 def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, ...], Output]:

@@ -1,5 +1,6 @@
 """The server process: its socket, signals, threads and shutdown."""
 
+import errno
 import functools
 import gc
 import logging
@@ -18,6 +19,7 @@ from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.metrics import to_stderr
 
 log = logging.getLogger("kd.serve")
+OF_PORT = (errno.EADDRINUSE, errno.EACCES)  # errors of `bind` that another port mends; the others concern the address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +68,8 @@ def serve(settings: ServeOptions) -> None:
     service.metrics.log = lines
     listener = _listen(settings.host, settings.port)
     application = app.build(service, settings.ui)
-    shared = Shared(settings.limits, app.health_only(application))
+    refused = functools.partial(app.refused, service)
+    shared = Shared(settings.limits, app.health_only(application, service), refused)
     config = uvicorn.Config(
         application,
         http=functools.partial(Connection, shared=shared),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -76,7 +79,7 @@ def serve(settings: ServeOptions) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=settings.limits.header_seconds,  # type: ignore[arg-type]  # it may be a fraction
+        timeout_keep_alive=settings.limits.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
         timeout_graceful_shutdown=int(settings.limits.end_seconds),
     )
     server = DrainingServer(config, service)
@@ -86,7 +89,9 @@ def serve(settings: ServeOptions) -> None:
     host, port = listener.getsockname()[:2]
     print(
         f"kd-serve: {description.name} {description.version}, {len(description.labels)} classes, "
-        f"at http://{f'[{host}]' if ':' in host else host}:{port} ({slots} slots x {service.threads} threads)",
+        f"at http://{f'[{host}]' if ':' in host else host}:{port} ({slots} slots x {service.threads} threads)"
+        + f", from {description.folder}"
+        * (description.folder != settings.folder),
         flush=True,
     )
     _run(server, listener)
@@ -133,5 +138,9 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or error
-        raise KdError("--port", f"cannot listen at {host}:{port} ({reason})", "", "Choose another --port") from error
+        option = "--port" if getattr(error, "errno", None) in OF_PORT else "--host"
+        allowed = "" if option == "--port" else "An address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
+        raise KdError(
+            option, f"cannot listen at {host}:{port} ({reason})", allowed, f"Choose another {option}"
+        ) from error
     return listener

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kd.deploy.serve.decoding import decode, images, open_all, warm_up
+from kd.deploy.serve.bodies import images, unzipped
+from kd.deploy.serve.decoding import check_together, decode, open_image, warm_up
 from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.model import Description, LoadedGraph, load
@@ -101,7 +102,7 @@ class Service:
             return job(self.model)
         except Problem as problem:
             # A new object without traceback. The old one refers to frames that hold the body, in a reference cycle.
-            return Problem(problem.status, problem.detail, problem.headers)
+            return Problem(problem.status, problem.detail, problem.headers, problem.told)
         except MemoryError:
             return no_memory()
 
@@ -109,24 +110,30 @@ class Service:
         self.in_flight -= 1
 
     def classify(
-        self, model: LoadedGraph, kind: str, header: str, body: bytes
-    ) -> tuple[np.ndarray, list[Measures], str]:
-        """Return logits [B, C] or vectors [B, D] of a body, the measures of each image, and a text for the log."""
+        self, model: LoadedGraph, kind: str, header: str, body: bytes, gzip: bool = False
+    ) -> tuple[np.ndarray, list[Measures], str, str]:
+        """Return logits [B, C] or vectors [B, D], the measures of each image, `top`, and a text for the log."""
         start = time.perf_counter()
-        files = images(kind, header, body, self.limits.max_images)
-        opened = open_all(files, self.limits)
-        rows, measures, summary, decoding = [], [], f"{len(files)} images", 0.0
-        while opened:  # one at a time: a batch is no faster per image on a CPU, and needs memory for all images
+        body = unzipped(body, self.limits.max_body) if gzip else body
+        sent = images(kind, header, body, self.limits.max_images)
+        opened, count = [], len(sent.files)
+        for i, data in enumerate(sent.files):
+            with sent.of(i):
+                opened.append(open_image(data, model.size, model.crop, self.limits, model.margin))
+        check_together(opened, self.limits)
+        rows, measures, summary, decoding = [], [], f"{count} images", 0.0
+        for i in range(count):  # one at a time: a batch is no faster per image on a CPU, and takes memory for all
             before = time.perf_counter()
-            picture = decode(opened.pop(0), model.size, model.crop, model.margin, model.bits)
+            with sent.of(i):
+                picture = decode(opened.pop(0), model.size, model.crop, model.bits)
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
             measures.append(picture.measures)
-            if len(files) == 1:
+            if count == 1:
                 summary = picture.summary
         inference = time.perf_counter() - start - decoding
         self.metrics.stage("decode", decoding)
         self.metrics.stage("infer", inference)
-        self.metrics.images(len(files))
+        self.metrics.images(count)
         summary += f" decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
-        return np.concatenate(rows), measures, summary
+        return np.concatenate(rows), measures, sent.top, summary

@@ -10,23 +10,22 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
 from kd.core.errors import CorruptImage, DataError, did_you_mean
 from kd.core.facts import DatasetFacts
 from kd.core.text import class_order, nfc
 from kd.core.types import Decoded, Label
 from kd.files import pixels
-from kd.files.pixels import MAX_BYTES, Least, Most
+from kd.files.pixels import HEIF, MAX_BYTES, Least, Most, boxed, load_heif
 from kd.files.storage import REMEDY, retried
 
-AVIF, HEIF = find_spec("PIL._avif") is not None, find_spec("pillow_heif") is not None
+AVIF = find_spec("PIL._avif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
 ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
@@ -34,7 +33,6 @@ ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] 
 PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
-AVIF_BRANDS = (b"avif", b"avis")
 MOST = Most()
 BLOCK = 128  # names that are compressed together
 MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date or an article's number
@@ -86,7 +84,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
                 return Decoded(rgb, zlib.crc32(data), used)
     except UnidentifiedImageError as error:
         if data[4:8] == b"ftyp":
-            kind = ".avif" if data[8:12] in AVIF_BRANDS else ".heic"
+            kind = ".avif" if boxed(data) == "AVIF" else ".heic"
             raise refuse(subject, where, f"its content is {kind} ({READ_BY[kind]}), or damaged") from error
         if data.startswith(MAGIC):
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
@@ -107,12 +105,10 @@ def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
 
 
 def _formats(data: bytes) -> tuple[str, ...]:
-    """Return the formats to try. pillow-heif is loaded by the first image that needs it: 26 MB of libraries."""
-    if not HEIF or data[4:8] != b"ftyp" or data[8:12] in AVIF_BRANDS:
-        return tuple(name for name in FORMATS if name != "HEIF")
-    if "HEIF" not in Image.OPEN:
-        import_module("pillow_heif").register_heif_opener()
-    return FORMATS
+    if HEIF and data[4:8] == b"ftyp" and boxed(data) != "AVIF":
+        load_heif()
+        return FORMATS
+    return tuple(name for name in FORMATS if name != "HEIF")
 
 
 class Names:

@@ -35,7 +35,7 @@ def serving(limits: Limits) -> Iterator[socket.socket]:
     """Serve `large` on real sockets; yield a connected client."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with socket.create_server(("127.0.0.1", 0)) as opened:
-        http = functools.partial(Connection, shared=Shared(limits, large))
+        http = functools.partial(Connection, shared=Shared(limits, large, lambda problem: ""))
         config = uvicorn.Config(large, http=http, ws="none", lifespan="off", log_config=None, loop="asyncio")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
@@ -119,7 +119,7 @@ def test_connections_take_turns_to_parse():
     """Jobs run in order, one in an iteration of the event loop; other callbacks run between them."""
 
     async def run() -> list[object]:
-        shared, done = Shared(Limits(), large), []
+        shared, done = Shared(Limits(), large, lambda problem: ""), []
         for number in range(24):
             shared.parse_later(functools.partial(done.append, number))
         asyncio.get_running_loop().call_soon(done.append, "other")

@@ -151,10 +151,28 @@ def test_a_line_of_65000_pixels_is_an_image_for_training_and_none_for_the_endpoi
         prepare(line, 32, 1.0, Limits())
 
 
-def test_limits_are_those_of_the_whole_picture():
-    data = file_of(1200, 900, "L", "JPEG")
-    with pytest.raises(Problem, match="1200 x 900"):
-        prepare(data, 64, 1.0, Limits(max_pixels=1_000_000))
+@pytest.mark.parametrize(
+    ("kind", "side", "most"), [("JPEG", 64, 421_875), ("JPEG", 1200, 1_080_000), ("PNG", 64, 1_080_000)]
+)
+def test_the_limit_counts_what_is_held(kind, side, most):
+    """1,080,000 pixels; a JPEG that is reduced has one of 64 of them, and may have 2.56 times the limit."""
+    data = file_of(1200, 900, "L", kind)
+    prepare(data, side, 1.0, Limits(max_pixels=most))
+    with pytest.raises(Problem, match="1200 x 900") as caught:
+        prepare(data, side, 1.0, Limits(max_pixels=most - 1))
+    assert caught.value.status == 413
+
+
+def test_the_coefficients_of_a_progressive_jpeg_are_held():
+    """libjpeg keeps 2 bytes of each pixel and channel until the last scan, whatever it reduces the picture to."""
+    plain, progressive = (file_of(1200, 900, kind="JPEG", progressive=several) for several in (False, True))
+    whole, reduced = 1200 * 900, 150 * 113
+    prepare(plain, 16, 1.0, Limits(max_pixels=421_875))
+    prepare(progressive, 16, 1.0, Limits(max_pixels=421_875 + reduced))
+    with pytest.raises(Problem, match="memory") as caught:
+        prepare(progressive, 16, 1.0, Limits(max_pixels=421_875))
+    assert 3 / 8 * whole + reduced > 421_875
+    assert caught.value.status == 413
 
 
 def apart(size: tuple[int, int], crop: float) -> torch.Tensor:

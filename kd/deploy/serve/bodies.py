@@ -1,0 +1,183 @@
+"""From the body of a request to the image files that it holds."""
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kd.deploy.serve.decoding import begins_as_image
+from kd.deploy.serve.limits import Problem
+from kd.files.pixels import HEIF
+
+RAW = ("image/jpeg", "image/png", "image/webp", "application/x-image", "application/octet-stream")
+RAW = (*RAW, *(["image/heic"] if HEIF else []))
+JSON, MULTIPART = "application/json", "multipart/form-data"
+ALLOWED = (*RAW, JSON, MULTIPART)
+ALIASES = {
+    "image/jpg": "image/jpeg", "image/pjpeg": "image/jpeg", "image/x-png": "image/png",
+    **dict.fromkeys(("image/x-image", "image/heic", "image/heif", "image/avif"), "application/x-image"),
+}  # fmt: skip
+URL_SAFE = bytes.maketrans(b"-_", b"+/")
+ALPHABET = re.compile(rb"[A-Za-z0-9+/]*")
+MAX_PART_HEADER = 8192  # bytes: chosen: half of what all headers of a request may have
+MAX_FIELDS, MAX_NAME = 64, 60  # text fields of a form, and bytes of a name in a message: chosen, more than a form has
+PARAMETER = re.compile(rb'[;\s](name|filename\*?)=(?:"([^"\r\n]*)"|([^;\s"]+))', re.IGNORECASE)
+FILE_TYPE = re.compile(rb"^content-type:\s*(image/|application/octet-stream)", re.IGNORECASE | re.MULTILINE)
+"""Of a part that is a file though it has no filename (RFC 7578 4.2 wants one)."""
+SPARE_VALUES = 1000
+"""Values that a JSON body may hold beside its images. They are counted before parsing, because a list of empty lists
+takes 25 bytes of memory for each byte of text."""
+SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a body holds."""
+
+    files: list[bytes]
+    names: list[str] = field(default_factory=list)  # of the files, as the client gave them; empty: it gave none
+    top: str = ""  # of a form or of JSON
+
+    @contextmanager
+    def of(self, i: int) -> Iterator[None]:
+        """Say of which image a Problem is, where there are several."""
+        try:
+            yield
+        except Problem as problem:
+            number = f"image {i + 1} of {len(self.files)}" if len(self.files) > 1 else ""
+            name = f"'{self.names[i]}'" if self.names else ""
+            detail = f"{number}: {problem.detail}" if number else problem.detail
+            told = ": ".join(filter(None, [", ".join(filter(None, [name, number])), problem.detail]))
+            raise Problem(problem.status, detail, problem.headers, told) from problem
+
+
+def media_type(header: str) -> str:
+    """Return the media type of a content-type header, normalized; a Problem 415 if it is not supported.
+
+    Without one, as AWS's clients send a body, its content decides (RFC 9110 8.3).
+    """
+    kind = header.partition(";")[0].strip().lower() or "application/octet-stream"
+    kind = ALIASES.get(kind, kind)
+    if kind not in ALLOWED:
+        wrong = f"This content-type is not supported. Allowed are {', '.join(ALLOWED)}."
+        raise Problem(415, wrong, {"accept": ", ".join(ALLOWED)})
+    return kind
+
+
+def is_gzip(header: str) -> bool:
+    """Return whether a content-encoding header says gzip; a Problem 415 if it is another coding."""
+    codings = [coding for part in header.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
+    if codings and codings not in (["gzip"], ["x-gzip"]):
+        raise Problem(
+            415, "This content coding is not supported. Allowed is gzip.", {"accept-encoding": "gzip, identity"}
+        )
+    return bool(codings)
+
+
+def unzipped(body: bytes, most: int) -> bytes:
+    """Return the content of a gzip file, which may have several members, of at most so many bytes."""
+    found = bytearray()
+    while body:
+        member = zlib.decompressobj(wbits=31)
+        try:
+            found += member.decompress(body, most + 1 - len(found))
+        except zlib.error as error:
+            raise Problem(400, "The body is not gzip, as its content-encoding says, or damaged.") from error
+        if len(found) > most:
+            raise Problem(413, f"The body is larger than {most} bytes.")
+        if not member.eof:
+            raise Problem(400, "The gzip body is cut short.")
+        body = member.unused_data
+    return bytes(found)
+
+
+def images(kind: str, header: str, body: bytes, max_images: int) -> Sent:
+    """Return the image files in a body of the type `kind`; `header` may have a multipart boundary."""
+    sent = Sent([body])
+    if kind == JSON:
+        sent = _from_json(body, max_images)
+    elif kind == MULTIPART:
+        sent = _from_multipart(header, body, max_images)
+    if not sent.files:
+        raise Problem(400, "There is no image in the request.")
+    if len(sent.files) > max_images:
+        raise Problem(413, f"There are more than {max_images} images in the request.")
+    return sent
+
+
+def _from_json(body: bytes, max_images: int) -> Sent:
+    if sum(map(body.count, (b",", b"[", b"{"))) > max_images + SPARE_VALUES:
+        raise Problem(413, "The JSON body holds more values than a request needs.")
+    try:
+        content = json.loads(body, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"The body is not JSON ({type(error).__name__}).") from error
+    if not isinstance(content, dict) or not {"image", "images"} & content.keys():
+        raise Problem(400, f"{SHAPE}.")
+    if {"image", "images"} <= content.keys():
+        raise Problem(400, f"{SHAPE}; it has both.")
+    texts, top = content.get("images", [content.get("image")]), content.get("top")
+    if not isinstance(texts, list):
+        raise Problem(400, f"{SHAPE}; `images` is no list.")
+    sent = Sent([b""] * len(texts), top="" if top is None else str(top))
+    for i, text in enumerate(texts):
+        with sent.of(i):
+            sent.files[i] = _from_base64(text)
+    return sent
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Problem(400, "The JSON body has a key twice.")
+    return found
+
+
+def _from_base64(text: Any) -> bytes:
+    """Decode base64 with either alphabet, in lines too, alone or in a `data:` URL (RFC 2397)."""
+    if not isinstance(text, str):
+        raise Problem(400, f"{SHAPE}; what is not a string was found.")
+    if text[:5].lower() == "data:":
+        head, _, text = text.partition(",")
+        if not head.lower().endswith(";base64"):
+            raise Problem(400, "A `data:` URL must have `;base64,` before its data.")
+    try:
+        data = text.encode("ascii").translate(URL_SAFE, b" \t\r\n")
+        if len(data) % 4 and ALPHABET.fullmatch(data):
+            raise Problem(400, "The base64 is cut short, or has no padding (`=` at its end).")
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise Problem(400, f"{SHAPE}; an image is not base64 (addresses are not fetched).") from error
+
+
+def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
+    """Split a form. Each file of it is an image, whatever its name; text fields and empty inputs are none."""
+    boundary = re.search(r'boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header)
+    if boundary is None:
+        raise Problem(400, "The content-type has no valid boundary.")
+    delimiter, most = b"\r\n--" + boundary[1].strip().encode("ascii"), max_images + MAX_FIELDS
+    pieces = (b"\r\n" + body).split(delimiter, most + 2)
+    if len(pieces) < 2 or (not pieces[-1].startswith(b"--") and len(pieces) <= most + 2):
+        raise Problem(400, "The multipart body does not end with its boundary.")
+    sent, texts = Sent([]), {}
+    for piece in pieces[1:]:
+        if piece.startswith(b"--"):
+            break
+        head, separator, content = piece.partition(b"\r\n\r\n")
+        if not separator or len(head) > MAX_PART_HEADER:
+            raise Problem(400, "A part of the multipart body has no end of its header.")
+        found = {key.lower(): value or token for key, value, token in PARAMETER.findall(head)}
+        name, file = found.get(b"name", b""), found.get(b"filename") or found.get(b"filename*")
+        if file or (content and FILE_TYPE.search(head)) or begins_as_image(content):
+            sent.files.append(content)
+            sent.names.append((file or name)[:MAX_NAME].decode(errors="replace"))
+        elif content:
+            texts[name[:MAX_NAME].decode(errors="replace")] = content
+    if not sent.files and texts:
+        detail = "There is no image in the request; text fields are none"
+        raise Problem(400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, texts))}.")
+    return replace(sent, top=texts.get("top", b"")[:MAX_NAME].decode(errors="replace").strip())
