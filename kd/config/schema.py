@@ -78,6 +78,17 @@ class Augment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Progressive:
+    """Small images in the first part of a run (progressive resizing; EfficientNetV2, arXiv:2104.00298)."""
+
+    size: int = ranged(0, low=0)
+    """Side of the images that the student is trained on in that part, pixels. Its teacher, and evaluation, see
+    `image_size`. 0: `image_size` throughout."""
+    until: float = ranged(0.0, low=0.0, high=1.0)
+    """Share of the run after which images have `image_size`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection:
     """Images: where they lie and how they become batches."""
 
@@ -138,6 +149,8 @@ class DataSection:
     """Licence of the images, such as cc-by-4.0: model cards say it. Nothing that is computed depends on it."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
+    progressive: Progressive = field(default_factory=Progressive)
+    """Small images first."""
     options: Any = None
 
 

@@ -24,6 +24,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
         remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
         yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
     yield from _data(config.data, config.teacher)
+    yield from _progressive(config.data, read.features)
     yield from _remote(config.data, here, here and cluster)
     yield from _losses(config, needed)
     sifting = registry.facts("sifters", config.sifter.kind, config.sifter.options, "sifter.kind")
@@ -83,6 +84,25 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
         yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)
+
+
+def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError]:
+    """Yield what does not go with small images first."""
+    where, size, until = "data.progressive", data.progressive.size, data.progressive.until
+    if not (size or until):
+        return
+    if not 8 <= size < data.image_size:
+        wrong, remedy = f"is {size}, but data.image_size is {data.image_size}", f"Change it, or leave {where} out"
+        yield ConfigError(f"{where}.size", wrong, f"Allowed: >= 8 and < {data.image_size}", remedy)
+    if not until:
+        wrong, remedy = f"is 0, but {where}.size is {size}", f"Set {where}.until=0.6"
+        yield ConfigError(f"{where}.until", wrong, "Allowed: > 0 and <= 1", remedy)
+    if data.loader == "ray":
+        wrong = f"is {size}, but data.loader is ray, whose decoders make images of one size"
+        yield ConfigError(f"{where}.size", wrong, "0, or data.loader: local", "Set data.loader=local")
+    if "tokens" in features:
+        wrong = f"is {size}, but a loss compares the tokens of all patches"
+        yield ConfigError(f"{where}.size", wrong, "0, or other losses", "Leave one of them out")
 
 
 def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import KdError
-from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample
+from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, Small
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class Loader(Protocol):
 
     unreadable: set[int]  # ids of images that could not be decoded, among those loaded so far
 
-    def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, plan: Plan, view: int, start: int = 0, small: Small | None = None) -> Iterator[Batch]:
         """Yield the micro-batches of all steps of the plan, from optimizer step `start` on."""
         ...
 
@@ -210,6 +210,10 @@ class Teacher(Protocol):
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Add stored outputs to batches that are still on the host."""
+        ...
+
+    def unanswered(self, view: int, ids: Tensor) -> Tensor:
+        """Return for which images [N] the forward must run, bool [N]."""
         ...
 
     def __call__(self, batch: Batch) -> Outputs: ...

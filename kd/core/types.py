@@ -73,6 +73,8 @@ class Batch:
     crc: tuple[int, ...] = ()  # `Sample.crc` of each image; empty if unknown. Only the host reads it.
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
     teacher_outputs: TeacherOutputs | None = None  # known already, from a cache or a scoring pass
+    small: bool = False  # `image` has the size of `data.progressive`
+    whole: Tensor | None = None  # then the same views at full size, where a teacher will be asked about some of them
 
     @property
     def labelled(self) -> Tensor:
@@ -91,6 +93,8 @@ class Batch:
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in TENSORS}
         if self.teacher_outputs is not None:
             moved["teacher_outputs"] = self.teacher_outputs.map(move)
+        if self.whole is not None:
+            moved["whole"] = move(self.whole)
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
@@ -112,6 +116,11 @@ class Batch:
         joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
         known = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
         joined["teacher_outputs"] = TeacherOutputs.cat(known) if len(known) == len(batches) else None
+        if any(batch.whole is not None for batch in batches):  # rows without one have answers
+            sized = next(batch.whole for batch in batches if batch.whole is not None)
+            empty = (sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches)
+            wholes = [one if batch.whole is None else batch.whole for one, batch in zip(empty, batches, strict=True)]
+            joined["whole"] = torch.cat(wholes)
         joined["unreadable"] = tuple(id for batch in batches for id in batch.unreadable)
         joined["crc"] = tuple(c for batch in batches for c in batch.crc) if all(batch.crc for batch in batches) else ()
         return replace(batches[0], **joined)
@@ -198,6 +207,13 @@ class Plan:
     ids: Tensor  # int64 [N]; N is a multiple of the global batch size
     weights: Tensor  # float32 [N]; 1.0 where images are not reweighted
     steps: int = 0  # exact number of optimizer steps where the sifter's stream drops images. 0: N / batch size.
+
+
+class Small(NamedTuple):
+    """Where an epoch's plan shows small images."""
+
+    steps: int  # its first so many steps
+    asked: Tensor  # bool [N]: the images of which a teacher needs the whole view
 
 
 @dataclass(frozen=True, slots=True)

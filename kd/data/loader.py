@@ -26,7 +26,7 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from kd.core.contracts import Dataset
 from kd.core.errors import DataError, KdError
 from kd.core.host import BusyClock
-from kd.core.types import Batch, Loading, Outputs, Plan
+from kd.core.types import Batch, Loading, Outputs, Plan, Small
 from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
 
 BATCH = 50
@@ -39,6 +39,8 @@ class Request(NamedTuple):
     ids: list[int]
     weights: list[float]
     view: int
+    small: bool = False
+    whole: bool = False  # also at full size, for a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,16 @@ class Share:
     def micro(self) -> int:
         return self.batch_size // (self.accumulate * self.world_size)
 
-    def requests(self, plan: Plan, view: int, start: int) -> Iterator[Request]:
+    def requests(self, plan: Plan, view: int, start: int, small: Small | None = None) -> Iterator[Request]:
         """Cut the micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
         for step in range(start, len(plan.ids) // self.batch_size):
             for i in range(self.accumulate):
                 first = step * self.batch_size + (i * self.world_size + self.rank) * self.micro
                 ids, weights = (tensor[first : first + self.micro] for tensor in (plan.ids, plan.weights))
+                less = small if small is not None and step < small.steps else None
+                whole = less is not None and bool(less.asked[first : first + self.micro].any())
                 # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
-                yield Request(ids.tolist(), weights.tolist(), view)
+                yield Request(ids.tolist(), weights.tolist(), view, less is not None, whole)
 
 
 class LocalLoader:
@@ -99,9 +103,9 @@ class LocalLoader:
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         )
 
-    def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, plan: Plan, view: int, start: int = 0, small: Small | None = None) -> Iterator[Batch]:
         # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
-        self._requests.make = partial(self.share.requests, plan, view, start)
+        self._requests.make = partial(self.share.requests, plan, view, start, small)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
@@ -209,18 +213,25 @@ class Fetch(TorchDataset[Batch | KdError]):
     """A dataset by micro-batches: what a worker process runs."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+        self.dataset, self.small = dataset, getattr(dataset, "small", None)
+
+    def _spent(self) -> Loading:
+        first, second = (getattr(one, "spent", Loading()) for one in (self.dataset, self.small))
+        return first.plus(second)
 
     def __getitem__(self, request: Request) -> Batch | KdError:
-        busy, begin, before = BusyClock(), time.perf_counter(), getattr(self.dataset, "spent", Loading())
+        busy, begin, before = BusyClock(), time.perf_counter(), self._spent()
+        dataset, whole = self.small if request.small and self.small is not None else self.dataset, None
         try:
-            samples = [self.dataset.load(id, request.view) for id in request.ids]
+            samples = [dataset.load(id, request.view) for id in request.ids]
+            if request.whole:
+                whole = torch.stack([self.dataset.load(id, request.view).pixels for id in request.ids])
         except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
             return error
         readable = torch.tensor([sample.readable for sample in samples])
         # A worker's batch lies in shared memory from the start.
         image = default_collate([sample.pixels for sample in samples])
-        parts = getattr(self.dataset, "spent", before).minus(before)
+        parts = self._spent().minus(before)
         loading = parts._replace(seconds=time.perf_counter() - begin, busy=busy())
         return Batch(
             ids=torch.tensor(request.ids),
@@ -233,6 +244,8 @@ class Fetch(TorchDataset[Batch | KdError]):
             crc=tuple(sample.crc for sample in samples),
             unreadable=tuple(id for id, sample in zip(request.ids, samples, strict=True) if not sample.readable),
             loading=loading,
+            small=request.small,
+            whole=whole,
         )
 
 

@@ -156,7 +156,7 @@ class BatchLoader:
         self.unreadable: set[int] = set()
         self._empty = 0  # epochs in a row without a batch
 
-    def epoch(self, plan: Plan, view: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, plan: Plan, view: int, start: int = 0, small: None = None) -> Iterator[Batch]:
         self._empty += 1
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")

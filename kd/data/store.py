@@ -214,6 +214,7 @@ class StoredViews:
 
     def __init__(self, views: Views, number: int) -> None:
         self.views, self.number, self.classes, self.size = views, number, views.classes, views.size
+        self.small = StoredViews(views.small, number) if views.small is not None else None
         stop = Stop(f"{WHERE}: the store of views", "Its views are used, the others are made each time.")
         self.records = Records(_memory("views"), view_bytes(views), stop)
 

@@ -46,6 +46,8 @@ class Mixing:
 class Views:
     """The views of a source: decode, transform, mix. See `kd.core.contracts.Dataset`."""
 
+    small: "Views | None" = None  # the same views, with the same crops, flips and colours, of fewer pixels
+
     def __init__(
         self,
         source: Source,
@@ -54,9 +56,11 @@ class Views:
         seed: int,
         mixing: Mixing | None = None,
         on_corrupt: str = "error",
+        drawn: int = 0,
     ) -> None:
+        # `drawn`: side of the images in which CutMix draws its boxes, so that a small view is cut alike; 0: `size`
         self.source, self.transform, self.size, self.seed = source, transform, size, seed
-        self.mixing, self.on_corrupt = mixing, on_corrupt
+        self.mixing, self.on_corrupt, self.drawn = mixing, on_corrupt, drawn
         self.classes = source.classes
         self.spent = Loading()  # by this process: `decoding` and its parts, `resizing`
 
@@ -78,7 +82,7 @@ class Views:
         other = self._pixels(partner, random.Random(rng.getrandbits(64)))
         if other is None:
             return Sample(pixels, label, label, 1.0, crc=crc)
-        mixed, lam = mix(pixels, other[0], self.mixing, rng)
+        mixed, lam = mix(pixels, other[0], self.mixing, rng, self.drawn)
         both = zlib.crc32(other[1].to_bytes(4, "little"), crc) if crc and other[1] else 0
         return Sample(mixed, label, self.source.label(partner), lam, crc=both)
 
@@ -104,8 +108,11 @@ class Views:
         return torch.frombuffer(planes, dtype=torch.uint8).view(3, image.height, image.width), crc
 
 
-def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tuple[Tensor, float]:
-    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one."""
+def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random, drawn: int = 0) -> tuple[Tensor, float]:
+    """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one.
+
+    `drawn`: side of the image in which a box is drawn; 0: that of these.
+    """
     # Where both alphas are above 0, mixup and CutMix have equal chances. After CutMix lam is the share of the pixels
     # that the box leaves, which is not quite the lam that was drawn.
     cut = mixing.cutmix > 0 and (mixing.mixup <= 0 or rng.random() < 0.5)
@@ -114,13 +121,18 @@ def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random) -> tu
     if not cut:
         mixed = pixels.float().mul_(lam).add_(other.float(), alpha=1 - lam)
         return mixed.round_().to(torch.uint8), lam
-    height, width = pixels.shape[1:]
+    height, width = (drawn, drawn) if drawn else pixels.shape[1:]
     side = math.sqrt(1 - lam)
     row, column = rng.randrange(height), rng.randrange(width)
     top, bottom = (round(max(0.0, min(height, row + sign * height * side / 2))) for sign in (-1, 1))
     left, right = (round(max(0.0, min(width, column + sign * width * side / 2))) for sign in (-1, 1))
-    mixed = pixels.clone()
-    mixed[:, top:bottom, left:right] = other[:, top:bottom, left:right]
+    mixed, share = pixels.clone(), pixels.shape[1] / height
+    box = (
+        slice(None),
+        slice(round(share * top), round(share * bottom)),
+        slice(round(share * left), round(share * right)),
+    )
+    mixed[box] = other[box]
     return mixed, 1 - (bottom - top) * (right - left) / (height * width)
 
 
@@ -134,6 +146,7 @@ class Train:
     jitter: float
     policy: str = ""
     erase: float = 0.0  # probability that a rectangle becomes noise
+    drawn: int = 0  # side of the image in which that rectangle is drawn; 0: `size`
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         return self.change(self.cut(image, rng), rng)
@@ -146,7 +159,7 @@ class Train:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         image = jitter(image, self.jitter, rng) if self.jitter else image
         image = _auto_augment(image, self.policy, rng) if self.policy else image
-        return erase(image, rng) if self.erase and rng.random() < self.erase else image
+        return erase(image, rng, self.drawn) if self.erase and rng.random() < self.erase else image
 
     def least(self, width: int, height: int) -> float:  # see `kd.files.pixels.reduce`
         return least_of_random(width, height, self.size, self.crop)
@@ -219,17 +232,19 @@ def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Ima
     return image.convert("RGB", (a + red, green, blue, c, red, a + green, blue, c, red, green, a + blue, c))
 
 
-def erase(image: Image.Image, rng: random.Random) -> Image.Image:
-    """Return an image with a rectangle of normal noise around ImageNet's mean (random erasing, arXiv:1708.04896)."""
+def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image:
+    """Return a square with a rectangle of normal noise around ImageNet's mean (random erasing, arXiv:1708.04896)."""
     # As in timm, whose mode this is `pixel` of: area 2 to 33 %, aspect 0.3 to 1 / 0.3, ten draws until it fits.
-    image = image.copy()
+    image, side = image.copy(), drawn or image.width
+    share = image.width / side
     for _ in range(10):
-        area = rng.uniform(0.02, 1 / 3) * image.width * image.height
+        area = rng.uniform(0.02, 1 / 3) * side * side
         aspect = math.exp(rng.uniform(math.log(0.3), -math.log(0.3)))
         height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if height < image.height and width < image.width:
-            top, left = rng.randint(0, image.height - height), rng.randint(0, image.width - width)
-            noise = np.random.default_rng(rng.getrandbits(64)).standard_normal((height, width, 3))
+        if height < side and width < side:
+            top, left = rng.randint(0, side - height), rng.randint(0, side - width)
+            height, width, top, left = (round(share * value) for value in (height, width, top, left))
+            noise = np.random.default_rng(rng.getrandbits(64)).standard_normal((max(1, height), max(1, width), 3))
             pixels = np.rint(MEAN + STD * noise).clip(0, 255).astype(np.uint8)
             image.paste(Image.fromarray(pixels), (left, top))
             break

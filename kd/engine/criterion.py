@@ -13,6 +13,7 @@ from kd.core.evaluation import Task
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Outputs
 from kd.engine.optim import Frozen
+from kd.models.classifier import at_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,16 @@ class Criterion(nn.Module):
 class Distillation(nn.Module):
     """Student and criterion as one module: DDP wraps it, and so also reduces what a loss learns (a projector)."""
 
-    def __init__(self, student: nn.Module, criterion: Criterion, task: Task, frozen: Frozen | None = None) -> None:
+    def __init__(
+        self, student: nn.Module, criterion: Criterion, task: Task, frozen: Frozen | None = None, image_size: int = 0
+    ) -> None:
         super().__init__()
         self.student, self.criterion, self.task, self.frozen = student, criterion, task, frozen
+        self.image_size = image_size  # of whole views, pixels; 0: those of a batch are taken as they are
 
     def forward(self, batch: Batch, teacher: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        student = self.student(batch.image)
+        with at_size(self.student, batch.image.shape[-1], self.image_size):
+            student = self.student(batch.image)
         return student.logits, self.criterion(student, teacher, batch)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kd.core.errors import Interrupted
 from kd.core.seeds import seed_from
-from kd.core.types import Batch, Plan, State
+from kd.core.types import Batch, Plan, Small, State
 from kd.engine.meter import Diverged, Meter, require_applied
 from kd.engine.run import Run, Scoring, Stopping
 from kd.engine.snapshot import average_buffers, restore, snapshot
@@ -26,7 +26,7 @@ def train(run: Run) -> State:
         from kd.engine.diagnosis import located  # most runs stay finite
 
         state, plan = error.at
-        with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as again:
+        with closing(steps_of(run, plan, state)) as again:
             raise located(run, error, next(again, [])) from None
 
 
@@ -41,7 +41,7 @@ def _train(run: Run) -> State:
         with run.span("sifting"):
             plan = run.sifter.plan(state.epoch, length.share(state))
         steps_in_epoch = plan.steps or len(plan.ids) // length.batch_size
-        with closing(steps_of(run, plan, state.epoch, state.step_in_epoch)) as steps:
+        with closing(steps_of(run, plan, state)) as steps:
             for micros in steps:
                 backend.seed(seed_from(run.seed, "step", state.step, backend.rank))
                 progress = length.progress(state, steps_in_epoch)
@@ -65,9 +65,11 @@ def _train(run: Run) -> State:
     return state
 
 
-def steps_of(run: Run, plan: Plan, epoch: int, start: int) -> Generator[list[Batch], None, None]:
-    """Yield the micro-batches of each step of an epoch from step `start` on: loaded, looked up, sent, sifted."""
-    loaded = run.loader.epoch(plan, run.length.view(epoch), start=run.sifter.first(start))
+def steps_of(run: Run, plan: Plan, state: State) -> Generator[list[Batch], None, None]:
+    """Yield the micro-batches of each step of an epoch that is left: loaded, looked up, sent, sifted."""
+    view, start, steps = run.length.view(state.epoch), state.step_in_epoch, run.length.small_steps(state, plan)
+    small = Small(steps, run.teacher.unanswered(view, plan.ids)) if steps else None
+    loaded = run.loader.epoch(plan, view, run.sifter.first(start), small)
     sent = run.backend.put(run.teacher.lookup(loaded))
     batches = run.sifter.stream(sent, Scoring(run), start)
     while True:
@@ -146,7 +148,8 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
         return replace(state, unevaluated=True), False
     decisive = values[run.evaluator.decides]
     improved = decisive > state.best
-    no_better = 0 if improved else state.no_better + 1
+    small = run.length.share(state) < run.length.small_until  # `patience` begins where images have their size
+    no_better = 0 if improved or small else state.no_better + 1
     state = replace(state, best=max(state.best, decisive), no_better=no_better, unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)

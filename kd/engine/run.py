@@ -1,6 +1,7 @@
 """Everything that the loop needs, built and ready: contracts only. And the scoring pass that it lends to a sifter."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from kd.core.contracts import Backend, Loader, Sifter, Teacher
 from kd.core.errors import ModelError
 from kd.core.evaluation import Evaluator
 from kd.core.facts import Intervals
-from kd.core.types import Batch, State, TeacherOutputs
+from kd.core.types import Batch, Plan, State, TeacherOutputs
 from kd.engine.criterion import Distillation
 from kd.engine.optim import EMA, Schedule
 
@@ -74,6 +75,7 @@ class RunLength:
     views: int  # of an image; epoch e shows view `e mod views`. 0: a fresh one every epoch.
     every: Intervals
     patience: int = 0  # evaluations in a row without a better score that end the run; 0: none do
+    small_until: float = 0.0  # share of the run in which images are small
 
     def progress(self, state: State, steps_in_epoch: int) -> float:
         """Return the share of the run that is done in the middle of the next step, 0 to 1."""
@@ -86,6 +88,19 @@ class RunLength:
         if self.steps:
             return min(1.0, (state.step - state.step_in_epoch) / self.steps)
         return state.epoch / self.epochs
+
+    def small_steps(self, state: State, plan: Plan) -> int:
+        """Return how many first steps of the plan of an epoch show small images."""
+        candidates, begin = len(plan.ids) // self.batch_size, state.step - state.step_in_epoch
+        steps = plan.steps or candidates
+
+        def share(step: int) -> float:
+            return self.progress(replace(state, step=begin + step, step_in_epoch=step), steps)
+
+        number = bisect_left(range(steps), self.small_until, key=share)
+        if plan.steps:  # a step may have images of several steps of the plan: an epoch has one size
+            return candidates if 2 * number >= steps else 0
+        return number
 
     def gave_up(self, state: State) -> bool:
         return 0 < self.patience <= state.no_better
@@ -186,7 +201,7 @@ class Scoring:
             for batch in batches:
                 with self.run.span("teacher"):  # the step takes these outputs over
                     outputs = self.run.teacher(batch)
-                with backend.autocast(), shrunk(distillation.student, batch, shrink) as small:
+                with backend.autocast(), shrunk(batch, shrink) as small:
                     losses.append(distillation(small, outputs)[1]["per_image"].float())
                 # no `crc`: nothing is looked up again, and the host would read which rows are kept
                 scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs), crc=()))
@@ -202,19 +217,16 @@ class Scoring:
 
 
 @contextmanager
-def shrunk(student: Any, batch: Batch, times: int) -> Iterator[Batch]:
+def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
     """Give a batch whose images are so many times smaller, by the mean of their pixels, to a student that takes it."""
     if times == 1:
         yield batch
         return
-    small, size = F.avg_pool2d(batch.image.float(), times), student.input_size
+    small = F.avg_pool2d(batch.image.float(), times)
     small = small if batch.image.is_floating_point() else small.round()
-    student.input_size = size // times
     try:
         yield replace(batch, image=small.to(batch.image.dtype))
     except (AssertionError, RuntimeError) as error:
         wrong = f"is {times}, but the student takes no smaller images ({' '.join(str(error).split())[:120]})"
         remedy = "Set sifter.shrink=1, or for a ViT of timm student.args={dynamic_img_size: true}"
         raise ModelError("sifter.shrink", wrong, "1 for this student", remedy) from error
-    finally:
-        student.input_size = size

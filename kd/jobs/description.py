@@ -32,7 +32,7 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     checked = check(recipe)
     section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
     teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
-    data = teachers.data
+    data, small = teachers.data, section.progressive
     *whole, last = loop.length.planned(sifter_alone(loop, data, split))
     steps = loop.length.steps or sum(whole) + last
     epochs = len(whole) + (steps - sum(whole)) / last
@@ -52,6 +52,7 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
         f"batch     {split}",
         f"length    {steps} steps of {split.batch_size} images ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})",
+        *([f"          at {small.size} px until {small.until:.0%} of them"] if small.size else []),
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",

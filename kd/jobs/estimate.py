@@ -84,8 +84,8 @@ class Bench:
                     return bench
         return replace(bench, images=split.micro_batch)
 
-    def trial(self, module: Distillation | None = None, live: Teacher | None = None) -> Trial:
-        size = self.teachers.data.plan.image_size
+    def trial(self, module: Distillation | None = None, live: Teacher | None = None, size: int = 0) -> Trial:
+        size = size or self.teachers.data.plan.image_size
         return Trial(module or self.distillation, live or self.live, self.backend, size, self.images)
 
     @property
@@ -140,14 +140,16 @@ def measure(bench: Bench) -> dict[str, float]:
     """Time steps as the run makes them, but for compilers; return the milliseconds of an image by part of the run.
 
     `step` and `score` of the student, `teacher`, `fit` of a teacher, `load` in one process; 0: not part of the run, or
-    its images do not exist yet.
+    its images do not exist yet. `small step` and `small load` are those of `data.progressive`.
     """
-    model, plan = bench.teachers.model, bench.recipe
+    model, plan, size = bench.teachers.model, bench.recipe, bench.recipe.data.progressive.size
     with ExitStack() as stack:
         trial = stack.enter_context(bench.trial())
         work: dict[str, Work] = {"step": partial(trial.step, _adamw(bench.distillation)), "score": trial.score}
         if model is not None:
             work["teacher"] = trial.ask
+        if size:
+            work["small step"] = partial(stack.enter_context(bench.trial(size=size)).step, _adamw(bench.distillation))
         if plan.teacher.fits and isinstance(model, Classifier):
             ce = LossSection(kind="ce", options=registry.default_options("losses", "ce"))  # bce costs as much
             criterion = build_criterion([ce], [Dims(model.num_classes, 0, 0)], plan.loop.seed)
@@ -155,16 +157,19 @@ def measure(bench: Bench) -> dict[str, float]:
             fitted = Distillation(copy.deepcopy(model), criterion, task).to(bench.backend.device)
             work["fit"] = partial(stack.enter_context(bench.trial(fitted, NoTeacher())).step, _adamw(fitted))
         table = fastest(work, 0.0, rounds=2, budget_seconds=BUDGET_SECONDS)[1]
-    ms = {name: table.get(name, 0.0) / bench.images for name in ("step", "score", "teacher", "fit")}
-    return {**ms, "load": loading_ms(bench.teachers.data.views()[0])}
+    ms = {name: table.get(name, 0.0) / bench.images for name in ("step", "small step", "score", "teacher", "fit")}
+    shown = bench.teachers.data.views()[0]
+    return {**ms, "load": loading_ms(shown), "small load": loading_ms(shown.small) if shown.small is not None else 0.0}
 
 
 def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     """Return lines: how long the run takes in one process, how fast it is, and what it costs."""
     recipe, data, backend = bench.recipe, bench.teachers.data, bench.backend
-    run, load, length = bench.planned(recipe), ms["load"], recipe.loop.length
+    run, load, length, until = bench.planned(recipe), ms["load"], recipe.loop.length, recipe.data.progressive.until
     asking = bench.asking(run) * ms["teacher"]
-    distilling = run.cost(bench.costs(ms, asking)) / 1000
+    mean = {**ms, "step": (1 - until) * ms["step"] + until * ms["small step"]}
+    mean["load"] = (1 - until) * load + until * (ms["small load"] + bench.asking(run) * load)  # whole, for a teacher
+    distilling = run.cost(bench.costs(mean, asking)) / 1000
     fits = {
         target: bench.planned(fit).cost(bench.costs({**ms, "step": ms["fit"]})) / 1000
         for fit, target in fit_folders(recipe.teacher, data.fingerprint).values()
@@ -172,7 +177,7 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     steps, alone, fewer = bench.steps(recipe), 0.0, 0
     if recipe.baseline is not None:
         baseline = resolve(recipe.baseline)
-        alone, fewer = bench.planned(baseline).cost(bench.costs(ms)) / 1000, bench.steps(baseline)
+        alone, fewer = bench.planned(baseline).cost(bench.costs(mean)) / 1000, bench.steps(baseline)
     every = length.every.evaluate or steps / run.epochs
     times = max(1.0, steps / every) + (max(1.0, fewer / every) if alone else 0) + 1  # one before step 1
     scoring = times * bench.costs(ms).per_image(forward=1.0, step=0.0) + ms["teacher"]
@@ -186,7 +191,9 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     if asking:
         share = min(1.0, asking * run.cost(TEACHER) / 1000 / distilling)
         text += f"; the teacher takes {100 * share:.0f} % of the distillation"
+    small = f"at {recipe.data.progressive.size} px, until {until:.0%}, student"
     shown = {"student": ms["step"], "teacher": ms["teacher"], "loading": load}
+    shown |= {small: ms["small step"], "loading then": ms["small load"]}
     each = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value)
     precision = "bfloat16" if backend.autocast_dtype is not None else "float32"
     device = torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores"

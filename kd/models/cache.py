@@ -212,12 +212,19 @@ class CachedTeacher:
                 text = "teacher.cache: view %d: %d records are of images that have changed; they are computed again"
                 log.warning(text, view, changed)
 
+    def unanswered(self, view: int, ids: Tensor) -> Tensor:
+        return torch.from_numpy(~self.store.whole(view, ids.tolist()))
+
     def _found(self, batch: Batch) -> tuple[Batch, int]:  # with its stored outputs, and the number of changed images
         ids = batch.ids.tolist()
         parts, whole, stale = self.store.parts(batch.view, ids, batch.crc)
         outputs = self.store.codec.unpack(parts)
         wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
         missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
+        if missing and batch.small and batch.whole is None:
+            wrong = f"'{self.store.folder}', view {batch.view}: image {missing[0][1]} has changed since its record"
+            allowed = "Records of the images as they are, while data.progressive shows small ones"
+            raise ModelError(WHERE, wrong, allowed, "Compute them again with kd-cache")
         if not whole.all():
             gaps = torch.from_numpy(np.flatnonzero(~whole))
             outputs = outputs.map(lambda tensor: tensor.index_fill(0, gaps, 0))

@@ -199,10 +199,14 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     last = Exception()
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
-    for sized in ({},) if "img_size" in args or stored else ({"img_size": image_size}, {}):
+    tries = [{}] if "img_size" in args or stored else [{"img_size": image_size}, {}]
+    if spec.any_size and "dynamic_img_size" not in args:  # of timm's ViTs; others refuse it
+        tries = [{**one, "dynamic_img_size": True} for one in tries] + tries
+    for sized in tries:
         try:
             with without_meta_warnings():
-                return timm.create_model(source, **{"pretrained": pretrained, **args, **sized}), bool(sized)
+                made = timm.create_model(source, **{"pretrained": pretrained, **args, **sized})
+            return made, "img_size" in sized
         except Exception as error:  # timm raises many types, all caused by name, arguments or config.json
             last = error
             if not isinstance(error, TypeError):

@@ -41,6 +41,7 @@ class Spec:
     pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
     free_size: bool = False
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
+    any_size: bool = False  # it must take images of other sizes too
     exact_head: bool = False  # the pretrained head must have these very classes in this order; otherwise it is replaced
     images: DatasetSpec | None = None  # for a teacher that answers by an image's name
     task: Task | None = None

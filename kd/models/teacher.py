@@ -30,6 +30,9 @@ class Uncached:
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         yield from batches
 
+    def unanswered(self, view: int, ids: Tensor) -> Tensor:
+        return torch.ones(len(ids), dtype=torch.bool)
+
     def flush(self) -> None: ...
 
     def validation(self, test: bool = False) -> Any:
@@ -81,7 +84,7 @@ class LiveTeacher(Uncached):
         return other
 
     def _forward(self, batch: Batch) -> list[Outputs]:
-        image, size = batch.image, self.micro_batch or batch.image.shape[0]
+        image, size = batch.image if batch.whole is None else batch.whole, self.micro_batch or batch.image.shape[0]
         # torch_xla does not support views in inference mode
         frozen = torch.no_grad() if image.device.type == "xla" else torch.inference_mode()
         asked: Any = [image.split(size)]
@@ -103,6 +106,9 @@ class NoTeacher(Uncached):
 
     def __call__(self, batch: Batch) -> Outputs:
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
+
+    def unanswered(self, view: int, ids: Tensor) -> Tensor:
+        return torch.zeros(len(ids), dtype=torch.bool)
 
 
 @torch.no_grad()

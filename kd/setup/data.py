@@ -136,13 +136,18 @@ class Data:
 
     def views(self) -> tuple[Views, Views]:
         """Return the views of both splits, of the stored pixels where there is a store."""
-        plan, augment = self.plan, self.plan.augment
-        train, val = self.stored or (self.train, self.val)
-        mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability) if augment.mixes else None
-        common: Any = {"size": plan.image_size, "seed": self.plan.seed, "on_corrupt": plan.on_corrupt}
+        plan, val = self.plan, self.stored[1] if self.stored else self.val
         crop = Evaluate(plan.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
-        shown = train_transform(plan.image_size, augment)
-        return Views(train, shown, mixing=mixing, **common), Views(val, crop, **common)
+        train = self._training(plan.image_size)
+        train.small = self._training(plan.progressive.size) if plan.progressive.size else None
+        return train, Views(val, crop, plan.image_size, plan.seed, on_corrupt=plan.on_corrupt)
+
+    def _training(self, size: int) -> Views:
+        plan, augment = self.plan, self.plan.augment
+        mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability) if augment.mixes else None
+        shown = replace(train_transform(size, augment), drawn=plan.image_size)
+        train = self.stored[0] if self.stored else self.train
+        return Views(train, shown, size, plan.seed, mixing, plan.on_corrupt, plan.image_size)
 
 
 def open_sources(plan: DataPlan) -> Data:
@@ -285,7 +290,8 @@ def loaders(
     train = _local(shown, _share(backend, split.batch_size, split.accumulate), section, backend, timeout_seconds)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
     # Both at once: an evaluation may take place in the middle of an epoch.
-    needed = train.batch_bytes(section.image_size) + val.batch_bytes(section.image_size)
+    sizes = section.image_size, section.progressive.size
+    needed = sum(map(train.batch_bytes, filter(None, sizes))) + val.batch_bytes(section.image_size)
     require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
     return train, val
 

@@ -15,6 +15,7 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
+    Progressive,
     RunSection,
     SifterSection,
     StudentSection,
@@ -66,6 +67,7 @@ class StudentPlan(StudentSection):
     features: tuple[str, ...]  # names of the features that a loss reads
     seed: int
     where: str = "student"  # config path of its section, for messages; in a fit that of the teacher
+    small: int = 0  # smaller images that it must take too, pixels; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class Recipe:
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
     """Resolve a configuration; `path` is the run folder, where it is not `run.folder`/`run.name`."""
-    run, read, task = config.run, reads(config.losses), build_task(config.task)
-    views = config.data.views or config.teacher.cache.views
+    run, data, read, task = config.run, config.data, reads(config.losses), build_task(config.task)
+    views = data.views or config.teacher.cache.views
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
     keys = flatten(configuration.to_dict(config, values=True))
     record = Record(
@@ -119,7 +121,9 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
         features=read.features,
     )
     loop = LoopPlan(
-        length=RunLength(run.epochs, run.steps, config.data.batch_size, views, run.every, run.patience),
+        length=RunLength(
+            run.epochs, run.steps, data.batch_size, views, run.every, run.patience, data.progressive.until
+        ),
         optimizer=config.optimizer,
         tuning=config.student.tuning,
         sifter=config.sifter,
@@ -129,10 +133,15 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     return Recipe(
         record=record,
         backend=config.backend,
-        data=DataPlan(**{**values_of(config.data), "views": views}, seed=run.seed, folder=run.folder),
+        data=DataPlan(**{**values_of(data), "views": views}, seed=run.seed, folder=run.folder),
         teacher=teacher,
         student=StudentPlan(
-            **values_of(config.student), losses=config.losses, task=task, features=read.features, seed=run.seed
+            **values_of(config.student),
+            losses=config.losses,
+            task=task,
+            features=read.features,
+            seed=run.seed,
+            small=data.progressive.size,
         ),
         loop=loop,
         price=config.price,
@@ -158,8 +167,10 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             keep=1,
             patience=fit.patience,
         ),
-        # Fresh views each epoch, whatever the student will see: `data.views` must not choose another teacher.
-        data=replace(config.data, batch_size=fit.batch_size or config.data.batch_size, views=0),
+        # Fresh whole views each epoch, whatever the student will see: neither key must choose another teacher.
+        data=replace(
+            config.data, batch_size=fit.batch_size or config.data.batch_size, views=0, progressive=Progressive()
+        ),
         task=task,
         student=StudentSection(
             kind=section.kind,
@@ -282,8 +293,9 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
     found = {}
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
-        keys, kind = resolve(fit).record.keys, "student.kind"  # `module:function` names the kind
-        counts = {key: value for key, value in keys.items() if not is_free(key, kind) or key == "run.every.evaluate"}
+        keys = resolve(fit).record.keys
+        never = "student.kind", "data.progressive."  # `module:function` names the kind; a fit sees whole views
+        counts = {key: value for key, value in keys.items() if not is_free(key, *never) or key == "run.every.evaluate"}
         if counts["data.store"] == "disk":  # `kd-sweep` needs one; it keeps the same pixels
             counts["data.store"] = "ram"
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)

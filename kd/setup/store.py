@@ -94,7 +94,8 @@ def _require_room(
 
 def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
     """Keep the first `number` views of each image in memory, if there is room. All ranks must call it."""
-    total = number * len(views) * record_bytes(view_bytes(views)) / 2**20
+    sizes = (record_bytes(view_bytes(one)) for one in (views, views.small) if one is not None)
+    total = number * len(views) * sum(sizes) / 2**20
     left = torch.tensor([free_mib()], dtype=torch.float32, device=backend.device)
     backend.broadcast_([left])
     if total * backend.local_world_size > left.item():

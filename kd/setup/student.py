@@ -21,6 +21,7 @@ from kd.engine.criterion import Criterion, Distillation, Term
 from kd.engine.optim import Frozen, groups, scaled
 from kd.models.classifier import (
     Classifier,
+    at_size,
     feature_shapes,
     head_parameters,
     layer_groups,
@@ -28,17 +29,19 @@ from kd.models.classifier import (
     trained_network,
 )
 from kd.models.spec import Spec
-from kd.models.teacher import require_repeatable
+from kd.models.teacher import FAILURES, require_repeatable
 from kd.parts import registry
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
 from kd.setup.recipe import StudentPlan
 from kd.setup.teacher import Setting, Teachers
 
 
-def build_student(plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True) -> Classifier:
+def build_student(
+    plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True, any_size: bool = False
+) -> Classifier:
     """Build the student; its random weights follow from the seed, and it has no others unless `weights`."""
     torch.manual_seed(seed_from(plan.seed, "student"))
-    spec = student_spec(plan, classes)
+    spec = replace(student_spec(plan, classes), any_size=any_size)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
     made = {"spec": spec, "image_size": image_size, "features": plan.features}
     student = registry.build("networks", plan.kind, plan.options, "student.kind", **made)
@@ -117,12 +120,37 @@ def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False
     data = teachers.data
     with torch.device("meta") if meta else nullcontext():
         weights = not meta or bool(plan.checkpoint)  # a file may not fit; other weights do
-        student = build_student(plan, data.classes, data.plan.image_size, weights)
+        student = build_student(plan, data.classes, data.plan.image_size, weights, any_size=plan.small > 0)
+        require_size(plan, student, data.plan.image_size)
     frozen = tune(plan, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
     criterion = build_criterion(plan.losses, dims, plan.seed, shares, data.labelled_share())
-    return Distillation(student, criterion, plan.task, frozen)
+    return Distillation(student, criterion, plan.task, frozen, data.plan.image_size)
+
+
+def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> None:
+    """Require a student to take images of `data.progressive.size`; the error names those that it takes."""
+
+    @torch.no_grad()
+    def takes(side: int) -> bool:
+        pixels = torch.zeros(2, 3, side, side, dtype=torch.uint8, device=next(student.parameters()).device)
+        try:
+            with at_size(student, side, image_size):
+                student(pixels)
+        except FAILURES as error:
+            return isinstance(error, NotImplementedError)  # no shapes on the meta device: the run itself will tell
+        return True
+
+    training = student.training
+    student.eval()
+    if plan.small and not takes(plan.small):
+        sides = ", ".join(str(side) for side in range(8, image_size) if takes(side))
+        wrong = f"is {plan.small}, but '{plan.model}' takes no images of {plan.small} px"
+        allowed = f"Sizes that it takes: {sides}" if sides else f"It takes {image_size} px alone"
+        remedy = "Choose one of them" if sides else "Leave data.progressive out, or choose another student"
+        raise ModelError("data.progressive.size", wrong, allowed, remedy)
+    student.train(training)
 
 
 def choose_student(setting: Setting, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:

@@ -27,11 +27,15 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], pre
     return max((one[name].double() - other[name].double()).abs().max().item() for name in names)
 
 
-def test_two_ranks_of_two_micros_are_one_rank_of_four(plain):
+SMALL = ("data.progressive.size=8", "data.progressive.until=0.5")
+
+
+@pytest.mark.parametrize("more", [(), SMALL], ids=["plain", "small images first"])
+def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, more):
     # SGD: an update is proportional to the gradient, so a sum in another order stays at float32's rounding. AdamW
     # divides by the gradient's size and turns the rounding noise of parameters whose gradient is 0 in theory (the key
     # bias of attention) into whole steps; it is compared by its losses below.
-    sgd = (MICROS, "optimizer.kind=sgd", "optimizer.lr=0.05", "student.args.drop_rate=0")
+    sgd = (MICROS, "optimizer.kind=sgd", "optimizer.lr=0.05", "student.args.drop_rate=0", *more)
     one, two = plain(1, *sgd), plain(2, *sgd)
     assert "1 ranks x 4 micros x 3" in one.world.logs[0]
     assert "2 ranks x 2 micros x 3" in two.world.logs[0]

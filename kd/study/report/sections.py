@@ -69,7 +69,7 @@ def curves(runs: Sequence[RunRecord]) -> str:
     """Draw the loss, the scores and the learning rate over the steps."""
     loss, rate = ([_line(run.name, color(i), run.train, key) for i, run in enumerate(runs)] for key in ("loss", "lr"))
     columns = dict.fromkeys(column for run in runs for column in run.scores.columns)
-    cards = [_chart("Training loss", loss, ""), *(_score_chart(column, runs) for column in columns)]
+    cards = [_chart("Training loss", loss, "", runs), *(_score_chart(column, runs) for column in columns)]
     cards.append(_chart("Learning rate", rate, ""))
     return section("Learning", "", f'<div class="grid">{"".join(cards)}</div>' if any(cards) else "")
 
@@ -88,7 +88,7 @@ def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
     named = [(name, values[column.key]) for name, values in teachers if column.key in values]
     for name, value in named[:2] if last else ():
         series.append(Series(name, "--c4", [0, last], [value, value], dashed=True))
-    return _chart(f"Validation {column.title}", series, column.unit)
+    return _chart(f"Validation {column.title}", series, column.unit, runs)
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
@@ -97,12 +97,18 @@ def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) ->
     return Series(name, color, [float(row["step"]) for row in finite], [float(row[key]) for row in finite])
 
 
-def _chart(title: str, series: Sequence[Series], unit: str) -> str:
+def _chart(title: str, series: Sequence[Series], unit: str, runs: Sequence[RunRecord] = ()) -> str:
+    """Draw lines, and an upright one where each of the `runs` began to show its images at full size."""
     series = [one for one in series if one.x]
     if not series:
         return ""
     if all(len(one.x) < 3 or one.dashed for one in series):  # two evaluations make no curve: the last one counts
         return card(title, bars([(one.name, [(one.y[-1], one.color)]) for one in series], unit))
+    values = [value for one in series for value in one.y]
+    for i, run in enumerate(runs):
+        if size := run.keys.get("data.progressive.size"):
+            at = float(run.keys["data.progressive.until"]) * run.steps
+            series.append(Series(f"{run.name}: {size} px", color(i), [at, at], [min(values), max(values)], dashed=True))
     names = legend([(one.name, one.color) for one in series]) if len(series) > 1 else ""
     return card(title, lines(series, (350, 220), "step", unit), names)
 

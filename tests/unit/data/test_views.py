@@ -1,7 +1,9 @@
 """One image, one view, one seed: the same bits whoever asks, in whatever order."""
 
+import itertools
 import random
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from PIL import Image
 
 from kd.core.types import Loading
-from kd.data.views import Evaluate, Mixing, Train, Views, mix
+from kd.data.views import Evaluate, Mixing, Train, Views, erase, mix
 from kd.parts.datasets.imagefolder import Options, build
 
 AUGMENTS = {
@@ -53,6 +55,46 @@ def test_a_view_does_not_depend_on_who_asks(source, name):
     for id in ids:
         other.load(id, 4)  # another view in between
         assert bits(other.load(id, 3)) == first[id]
+
+
+@pytest.mark.parametrize("name", [*AUGMENTS, "erased", "erased and cut"])
+def test_a_small_view_is_the_whole_one_of_fewer_pixels(tmp_path, name):
+    """Its pixels are near the means of 2 x 2 of the whole view, which another crop, flip, box or partner is not."""
+    for number in range(6):  # smooth, and no two alike
+        rows, columns = np.mgrid[0:96, 0:80] / 80
+        picture = np.stack([rows, columns, np.abs(np.sin(3 * rows + number * columns))], -1)
+        (tmp_path / "train" / f"c{number % 2}").mkdir(parents=True, exist_ok=True)
+        file = tmp_path / "train" / f"c{number % 2}" / f"{number}.png"
+        Image.fromarray((255 * np.minimum(picture, 1)).astype(np.uint8)).save(file)
+    transform, mixing = AUGMENTS.get(name, AUGMENTS["cutmix" if "cut" in name else "plain"])
+    share = 1.0 if "erased" in name else 0.0
+    common = {"seed": 7, "mixing": mixing, "drawn": 32}
+    source = build(Options(root=str(tmp_path)), "train", None)
+    whole, small = (
+        Views(source, replace(transform, size=side, erase=share, drawn=32), side, **common) for side in (32, 16)
+    )
+    gaps, others = [], []
+    for id, view in itertools.product(range(6), range(8)):
+        one, two, other = whole.load(id, view), small.load(id, view), whole.load(id, view + 100)
+        assert (one.label, one.partner_label, one.lam, one.crc) == (two.label, two.partner_label, two.lam, two.crc)
+        means, otherwise = (torch.nn.functional.avg_pool2d(each.pixels.float(), 2) for each in (one, other))
+        gaps.append((means - two.pixels).abs().median().item())
+        others.append((otherwise - two.pixels).abs().median().item())
+    assert np.quantile(gaps, 0.9 if name == "policy" else 1.0) <= 5  # a policy may sharpen or posterize
+    assert np.median(others) > 4 * max(1.0, np.median(gaps))
+
+
+def test_an_erased_box_is_the_same_share_of_a_small_view():
+    grey = {side: Image.new("RGB", (side, side), (9, 9, 9)) for side in (64, 32)}
+    for seed in range(40):
+        states, boxes = [], []
+        for side, image in grey.items():
+            rng = random.Random(seed)
+            changed = np.asarray(erase(image, rng, 64)).mean(-1) != 9
+            boxes.append([edge / side for axis in changed.nonzero() for edge in (axis.min(), axis.max() + 1)])
+            states.append(rng.getstate())
+        assert states[0] == states[1]  # what is drawn next is the same too
+        assert np.abs(np.subtract(*boxes)).max() <= 1.5 / 32
 
 
 @pytest.mark.parametrize("name", AUGMENTS)

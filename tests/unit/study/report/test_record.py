@@ -204,6 +204,15 @@ def test_two_evaluations_make_no_curve():
     assert "<polyline" in curves([RunRecord("one", {}, {}, [], rows, [], SINGLE_LABEL)])
 
 
+def test_curves_mark_where_images_took_their_size():
+    rows = [{"step": step, "accuracy": 0.1 * step} for step in (1, 2, 3)]
+    train, keys = [{"step": 3, "loss": 1.0}], {"data.progressive.size": 32, "data.progressive.until": 0.6}
+    for settings, marks in ({}, 0), ({"data.progressive.size": 0}, 0), (keys, 1):
+        page = curves([RunRecord("one", settings, {}, train, rows, [], SINGLE_LABEL)])
+        assert page.count("one: 32 px</span>") == marks
+        assert page.count("line dashed") == marks
+
+
 def test_the_page_has_the_table_of_graphs():
     speed = {"1": {"p50_ms": 3.0, "p99_ms": 4.0, "images_per_second": 300.0, "memory_mb": 90.0}}
     one = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": [0.85, 0.93], "agreement": 1.0, "bytes": 9}

@@ -1,0 +1,201 @@
+"""Small images in the first part of a run: which steps have them, what a teacher sees, resume, caches, sifters."""
+
+import io
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from test_cached import curve, keys, taught
+from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
+
+from kd import config
+from kd.core.errors import ModelError
+from kd.core.facts import Intervals
+from kd.core.types import Plan, State
+from kd.engine.loop import train
+from kd.engine.run import RunLength
+from kd.jobs import cache as job
+from kd.jobs.check import check
+from kd.jobs.description import describe
+from kd.jobs.estimate import Bench, estimate, measure
+from kd.setup.build import distributed
+from kd.setup.data import open_sources
+from kd.setup.recipe import fit_folders, resolve
+from kd.study.finished import best_student
+
+SMALL = ("data.progressive.size=8", "data.progressive.until=0.6", "run.every.log=1", "data.augment.crop=0.5")
+RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3", "sifter.beta_value=0.5")
+MIXED = ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.erase=0.5")
+
+
+def sides(module: torch.nn.Module) -> list[int]:
+    """Return a list that grows by the side of each batch of images that a module is given."""
+    seen: list[int] = []
+    module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[-1]))
+    return seen
+
+
+def test_the_student_sees_small_images_first_and_its_teacher_whole_ones(make):
+    """36 images in batches of 8, 4 epochs: the middles of the first 10 of 16 steps lie before 0.6 of the run."""
+    made = make(*SMALL, "run.epochs=4", "run.every.evaluate=16", "data.micro_batch=4")
+    student = made.run.distillation.student.network
+    seen, teacher = sides(student), sides(made.run.teacher.model.network)
+    train(made.run)
+    trained = [side for side in seen if side == 8]
+    assert seen[:20] == trained == [8] * 20
+    assert set(seen[20:]) == {16}
+    assert set(teacher) == {16}
+    assert made.run.distillation.student.input_size == 16
+
+
+@pytest.mark.parametrize(("epochs", "steps", "expected"), [(4, 0, [4, 4, 2, 0]), (1, 0, [2]), (0, 10, [4, 2, 0])])
+def test_the_share_of_the_run_decides_step_by_step(epochs, steps, expected):
+    length = RunLength(epochs, steps, 8, 0, Intervals(), small_until=0.6)
+    plan = Plan(torch.arange(32), torch.ones(32))
+    found = []
+    for epoch in range(len(expected)):
+        begun = State(step=4 * epoch, epoch=epoch)
+        resumed = replace(begun, step=begun.step + 3, step_in_epoch=3)
+        assert length.small_steps(begun, plan) == length.small_steps(resumed, plan)
+        found.append(length.small_steps(begun, plan))
+        middles = [length.progress(replace(begun, step=4 * epoch + at, step_in_epoch=at), 4) for at in range(4)]
+        assert found[-1] == sum(middle < 0.6 for middle in middles)
+    assert found == expected
+    assert replace(length, small_until=0.0).small_steps(State(), plan) == 0
+
+
+@pytest.mark.parametrize("mixing", [(), MIXED], ids=["plain", "mixed"])
+def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings, steady, tmp_path, mixing):
+    own = (*SMALL, *mixing, f"teacher.model={steady}", "data.batch_size=12", "run.epochs=4")
+    live = make(*own, "data.views=2")
+    train(live.run)
+    filling = make(*own, *keys(tmp_path / "one"))
+    train(filling.run)
+    job.cache(config.load(settings, [*own, *keys(tmp_path / "two")]))
+    ahead = make(*own, *keys(tmp_path / "two"), "data.store=views")
+    train(ahead.run)
+    assert curve(live) == curve(filling) == curve(ahead)
+    assert all(same(weights(live.run), weights(other.run)) for other in (filling, ahead))
+    assert taught(filling) == [12.0] * 6 + [0.0] * 6
+    assert taught(ahead) == [0.0] * 12
+
+
+SIFTERS = {
+    "none": (),
+    "history": ("sifter.kind=history", "sifter.keep=0.5"),
+    "relative, live": RELATIVE,
+    "relative, cached": (*RELATIVE, "teacher.cache.views=2"),
+}
+
+
+@pytest.mark.parametrize("name", SIFTERS)
+def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(make, tmp_path, name):
+    overrides = (*SMALL, "run.epochs=4", "run.every.checkpoint=1", *SIFTERS[name])
+    cache = "teacher.cache.path={}/cache"  # each run fills its own
+    whole = make(*overrides, cache.format(tmp_path / "whole"), folder=tmp_path / "whole")
+    seen = sides(whole.run.distillation.student.network)
+    last = train(whole.run)
+    assert {8, 16} == set(seen)
+    for at in (3, last.step - 2):
+        folder = tmp_path / f"killed {at}"
+        killed = make(*overrides, cache.format(folder), folder=folder, logger=StopAfter(at))
+        with pytest.raises(Stop):
+            train(killed.run)
+        killed.store.close()
+        resumed = make(*overrides, cache.format(folder), folder=folder)
+        train(resumed.run)
+        assert same(weights(resumed.run), weights(whole.run)), at
+        found, expected = (
+            [{k: v for k, v in row.items() if k != "teacher_images"} for row in without_clocks(read_rows(one))]
+            for one in (folder, tmp_path / "whole")
+        )
+        assert found == expected
+
+
+def test_an_epoch_of_a_scoring_sifter_has_one_size(make):
+    made = make(*SMALL, *RELATIVE, "run.epochs=3", "run.every.evaluate=99")
+    seen = sides(made.run.distillation.student.network)
+    train(made.run)
+    training = seen[: seen.index(16)]
+    assert set(training) == {8}
+    assert 8 not in seen[len(training) :]
+
+
+def test_an_image_that_changed_while_images_are_small_ends_the_run(make, photos, settings, tmp_path):
+    """Its stored answer no longer holds, and its teacher would be asked about the small view."""
+    data = tmp_path / "photos"
+    shutil.copytree(photos, data)
+    own = (*SMALL, f"data.root={data}", *keys(tmp_path / "cache", views=1))
+    job.cache(config.load(settings, own))
+    file = data / "train" / "fig" / "03.jpg"
+    size = file.stat().st_size
+    quality = next(q for q in range(89, 0, -1) if len(_jpeg(file, q)) <= size)
+    file.write_bytes(_jpeg(file, quality).ljust(size, b"\0"))
+    with pytest.raises(ModelError, match=r"teacher\.cache\.path: .* has changed since its record.*kd-cache"):
+        train(make(*own, "run.epochs=4").run)
+
+
+def _jpeg(file, quality: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.open(file).rotate(180).save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()
+
+
+def test_patience_begins_where_images_have_their_size(make):
+    own = ("run.epochs=8", "run.patience=1", "optimizer.lr=1e-12")  # no evaluation is better than the first
+    assert train(make(*own).run).epoch == 2
+    assert train(make(*own, *SMALL).run).epoch == 5  # 0.6 of 8 epochs are 4.8
+
+
+def test_a_vit_takes_other_sizes_and_its_export_is_as_ever(make, settings, tmp_path):
+    """Position embeddings are resampled in training alone: the folder holds a network of one size."""
+    made = make(*SMALL, folder=tmp_path / "run")
+    train(made.run)
+    recipe = resolve(config.load(settings, SMALL))
+    exported, _ = best_student(made.store, recipe.student, recipe.data, ["apple", "fig", "pear"])
+    assert not exported.network.dynamic_img_size
+    pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
+    trained = made.run.distillation.student.eval()
+    torch.testing.assert_close(trained(pixels).logits, exported.eval()(pixels).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.progressive.size=12",), r"size: is 12, but .* takes no images of 12 px\. Sizes that it takes: 8\."),
+        (("student.args.dynamic_img_size=false",), r"takes no images of 8 px\. It takes 16 px alone"),
+    ],
+    ids=["a part of a patch", "a network of one size"],
+)
+def test_sizes_that_a_student_cannot_take_are_refused_before_step_one(settings, make, overrides, words):
+    own = (*SMALL, *overrides)
+    for refuse in (lambda: check(resolve(config.load(settings, own))), lambda: make(*own)):
+        with pytest.raises(ModelError, match=words):
+            refuse()
+
+
+def test_a_fitted_teacher_is_the_same_one(settings):
+    settings["teacher"] = {**settings["teacher"], "model": "vit_tiny_patch16_224", "fit": {"epochs": 2}}
+    plain, small = (resolve(config.load(settings, own)) for own in ((), SMALL[:2]))
+    first, second = (fit_folders(recipe.teacher, "data") for recipe in (plain, small))
+    assert [path for _, path in first.values()] == [path for _, path in second.values()]
+    assert all(recipe.student.small == 0 and not recipe.data.progressive.size for recipe, _ in second.values())
+
+
+def test_a_check_estimates_both_parts(settings):
+    recipe = resolve(
+        config.load(settings, [*SMALL, "run.steps=100", "run.every.evaluate=100", *keys("cache", views=1)])
+    )
+    assert "at 8 px until 60% of them" in describe(recipe)
+    with distributed(recipe.backend) as backend:
+        bench = Bench.of(recipe, open_sources(recipe.data), backend)
+        found = measure(bench)
+        assert min(found["small step"], found["small load"]) > 0
+        known = {"step": 40.0, "small step": 10.0, "load": 4.0, "small load": 2.0, "score": 0.0, "teacher": 0.0}
+        speed = next(line for line in estimate(bench, {**known, "fit": 0.0}) if line.startswith("speed"))
+    once = 36 / 800  # images are also loaded whole where the teacher is run
+    each = 0.4 * (40 + 4) + 0.6 * (10 + 2 + once * 4)
+    assert f" {1000 / each:.0f} images/s; " in speed
+    assert "student 40.000, loading 4.000, at 8 px, until 60%, student 10.000, loading then 2.000 ms" in speed
