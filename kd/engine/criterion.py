@@ -1,7 +1,8 @@
 """The weighted sum of loss terms, and the one trainable module that a backend wraps."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from kd.core.evaluation import Task
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Outputs
 from kd.engine.optim import Frozen
-from kd.models.classifier import at_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,20 @@ class Distillation(nn.Module):
         with at_size(self.student, batch.image.shape[-1], self.image_size):
             student = self.student(batch.image)
         return student.logits, self.criterion(student, teacher, batch)
+
+
+@contextmanager
+def at_size(model: Any, side: int, image_size: int) -> Iterator[None]:
+    """Let a classifier take images of `side` pixels as smaller ones; those of `image_size` fill its input."""
+    own = getattr(model, "input_size", 0)
+    if not own or not image_size or side == image_size:
+        yield
+        return
+    model.input_size = round(own * side / image_size)
+    try:
+        yield
+    finally:
+        model.input_size = own
 
 
 def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:

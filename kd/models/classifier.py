@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -110,20 +109,6 @@ class Classifier(nn.Module):
             return self.project.out_features
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
         return int(width) if width else 0
-
-
-@contextmanager
-def at_size(model: Any, side: int, image_size: int) -> Iterator[None]:
-    """Let a classifier take images of `side` pixels as smaller ones; those of `image_size` fill its input."""
-    own = getattr(model, "input_size", 0)
-    if not own or not image_size or side == image_size:
-        yield
-        return
-    model.input_size = round(own * side / image_size)
-    try:
-        yield
-    finally:
-        model.input_size = own
 
 
 class Network(nn.Module):

@@ -17,11 +17,10 @@ from kd.core.contracts import Backend, Teacher
 from kd.core.errors import ModelError, raised
 from kd.core.seeds import seed_from
 from kd.core.types import Dims
-from kd.engine.criterion import Criterion, Distillation, Term
+from kd.engine.criterion import Criterion, Distillation, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
 from kd.models.classifier import (
     Classifier,
-    at_size,
     feature_shapes,
     head_parameters,
     layer_groups,
