@@ -17,7 +17,9 @@ FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contra
 	tests/unit/engine tests/unit/parts/tasks tests/unit/parts/sifters tests/unit/files/test_checkpoint.py \
 	tests/unit/models/test_cache.py tests/unit/models/test_load.py tests/unit/models/test_classifier.py \
 	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py
-PYTEST := -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# one worker more than cores: some tests wait for processes
+WORKERS := $(or $(KD_TEST_WORKERS),$(shell echo $$(($$(nproc 2>/dev/null || sysctl -n hw.ncpu) + 1))))
+PYTEST := -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: run test test-slow test-xla test-floor gpu soak compare proof bench lint clean

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pieces import slow
 
 from kd.parts.backends import cuda
 
@@ -45,13 +46,13 @@ def launched(command: tuple[str, ...], folder: Path) -> str:
     return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=True, env=env).stdout
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun", *(slow(name) for name in LAUNCHERS if name != "torchrun")])
 def test_a_launcher_of_two_processes_makes_a_world_of_two(launcher, tmp_path):
     text = launched(LAUNCHERS[launcher], tmp_path)
     assert text.count("<rank 0 local 0 of 2>") == text.count("<rank 1 local 1 of 2>") == 1
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [slow("1"), "2"])
 def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path, processes):
     """It was trained on one rank, and `zero` did nothing, without a word."""
     text = launched((*ACCELERATE, "--cpu", "--num_processes", processes), tmp_path)

@@ -70,6 +70,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path):
     assert bare == "3 folders have no image and are no class: train/fig, train/fruit/plum, train/nuts"
 
 
+@pytest.mark.slow  # pytest inside pytest
 @pytest.mark.skipif(not HEIF, reason="pillow-heif is not installed: the tests run as they are")
 def test_what_is_said_without_pillow_heif():
     """The tests that need its absence, in a process that does not find it."""
