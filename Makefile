@@ -6,6 +6,7 @@
 # make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
 # make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
 # make compare   kd against timm's train.py, accuracy over time: TIMM=FOLDER, a checkout of pytorch-image-models
+# make mutants  300 small mistakes in kd/, and which of them the tests miss; hours, resumable
 # make proof     what a teacher with pretrained weights adds, three seeds: DATA=FOLDER WEIGHTS=FOLDER; hours, resumable
 # make bench     repeat the measurements under benchmarks/
 
@@ -22,7 +23,7 @@ WORKERS := $(or $(KD_TEST_WORKERS),$(shell echo $$(($$(nproc 2>/dev/null || sysc
 PYTEST := -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-slow test-xla test-floor gpu soak compare proof bench lint clean
+.PHONY: run test test-slow test-xla test-floor gpu soak mutants compare proof bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -52,6 +53,10 @@ gpu:
 
 soak: $(VENV)/.dev
 	$(VENV)/bin/python tools/soak.py
+
+mutants: $(VENV)/.dev
+	$(VENV)/bin/python $(PIP) 'mutmut>=3.8'
+	$(VENV)/bin/python tools/mutants.py $(MUTANTS)
 
 ARGS ?= run.epochs=10
 # ARGS: other arguments of tools/compare.py, such as --config FILE, --seeds 0, or key=value of the configuration
