@@ -149,7 +149,7 @@ def configurations(scale: Scale, work: Path, given: argparse.Namespace) -> list[
     from kd.jobs.train import train as job
 
     rows = []
-    for name in ("vit_food", "vit_food101"):
+    for name in ("vit_food_scratch", "vit_food101"):
         content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
         data, learned, small = content["data"], content["student"], content["teacher"]
         kept = {key: data[key] for key in data.keys() & {"image_size", "batch_size", "micro_batch", "store", "augment"}}

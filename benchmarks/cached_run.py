@@ -21,7 +21,7 @@ import kd
 from _record import write
 from kd.jobs.cache import cache
 
-CONFIG = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
+CONFIG = Path(__file__).parent.parent / "configs" / "vit_food_scratch.yaml"
 PINS = (
     "run.baseline=false",
     "run.every.log=1",

@@ -1,6 +1,6 @@
 """Does an embedding student learn what its teacher sees? Nearest neighbours of teacher, student and random weights.
 
-One teacher is fitted on the labels of `configs/vit_food.yaml` (seed 0) and then used without its classifier. A student
+One teacher is fitted on the labels of `configs/vit_food_scratch.yaml` (seed 0) and then used without its classifier. A student
 of each seed learns its vectors, without labels; what stands in the run's manifest before step 1 are random weights.
 `recall` and `found` are of the student's projected vectors in an index of the teacher's.
 
@@ -20,7 +20,7 @@ from _record import write
 from kd import config
 from kd.jobs.train import teach
 
-CONFIG = Path(__file__).parent.parent / "configs" / "vit_food.yaml"
+CONFIG = Path(__file__).parent.parent / "configs" / "vit_food_scratch.yaml"
 LOSSES = "losses=[{kind: cosine}, {kind: relational}]"
 
 

@@ -1,6 +1,6 @@
 """Several dishes on a tray: mAP of a teacher, of its distilled student, and of that student on labels alone.
 
-The models are those of configs/vit_food.yaml, on trays of one or two dishes of food_mini. One teacher is fitted for all
+The models are those of configs/vit_food_scratch.yaml, on trays of one or two dishes of food_mini. One teacher is fitted for all
 seeds.
 
 Run: python benchmarks/multi_label.py [--seeds 0 1 2] [--steps 620] [--fit 1240]
@@ -19,7 +19,7 @@ import kd
 from _record import write
 from kd.jobs.train import teach
 
-CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "vit_food_scratch.yaml"
 LOSS = "losses=[{kind: binary_kl, temperature: 2.0}]"
 
 

@@ -29,7 +29,7 @@ from kd.jobs.cache import cache
 from kd.jobs.train import teach
 from kd.study.report.svg import Frame, Series, lines, standalone
 
-CONFIG = Path(__file__).parents[1] / "configs" / "vit_food.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "vit_food_scratch.yaml"
 PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
 VIEWS = 8
 ROWS = Path("runs", "patience.jsonl")

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xcit] [--seeds 0] [--part table client]
 
-Students: `xcit` is the one of configs/vit_food.yaml (64 px), `vit_ti` and `vit_s` have the shapes of ViT-Ti and ViT-S
+Students: `xcit` is the one of configs/vit_food_scratch.yaml (64 px), `vit_ti` and `vit_s` have the shapes of ViT-Ti and ViT-S
 (192 and 384 wide, 12 deep, 197 tokens) and `repvit` is repvit_m0_9; the last three learn labels of CIFAR-10 (JPEG
 folders) at 112, 112 and 64 px, for 500 and 300 steps and one epoch, and are scored on 5,000 images that are set aside.
 Part `table` trains each with each seed and exports it with `--compare`; in part `client` the table's client and another
@@ -43,7 +43,7 @@ losses: [{kind: ce}]
 VIT_TI = "{model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}}"
 VIT_S = "{model: vit_small_patch16_224, args: {patch_size: 8, embed_dim: 384, depth: 12, num_heads: 6}}"
 STUDENTS: dict[str, tuple[str, list[str]]] = {
-    "xcit": ("vit_food.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
+    "xcit": ("vit_food_scratch.yaml", ["run.baseline=false", "run.every.evaluate=0"]),
     "vit_ti": ("", [f"student={VIT_TI}", "data.image_size=112", "optimizer.lr=5e-4", "run.steps=500"]),
     "vit_s": ("", [f"student={VIT_S}", "data.image_size=112", "optimizer.lr=3e-4", "run.steps=300"]),
     "repvit": ("", ["student.model=repvit_m0_9", "data.image_size=64", "optimizer.lr=1e-3"]),

@@ -210,7 +210,7 @@ def main() -> None:
     """Make the runs that are missing; write CSV, table and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timm", required=True)
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "vit_food.yaml")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "vit_food_scratch.yaml")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=0, help="of each run; 0: what each chooses itself")
     parser.add_argument("--work", type=Path, default=None)

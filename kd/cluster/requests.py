@@ -184,7 +184,11 @@ def _not_brought(value: str, file: FileKey) -> str:
     if file.within and not own:
         outside = posixpath.normpath(value).split("/")[0] == ".."
         return f"'{value}' is outside of {file.within}, and no channel brings it" if outside else ""
-    looked_up = "://" in value or (file.or_name and not own and value[0] != "." and not os.path.exists(value))
+    looked_up = (
+        "://" in value
+        or value.startswith("pip:")
+        or (file.or_name and not own and value[0] != "." and not os.path.exists(value))
+    )
     if looked_up and not value.startswith("local-dir:"):
         return ""
     return f"'{value}' is a path of this machine; a training job does not see it"

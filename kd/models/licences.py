@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from kd.models import packages
 from kd.models.timm_folder import folder_config
 
 UNKNOWN, NONE = "unknown", "none: random weights"
@@ -16,7 +17,7 @@ def licence_of(model: str, checkpoint: str, pretrained: bool) -> str:
 
     They lie at `checkpoint`, or come with the name or folder `model` where they are `pretrained`.
     """
-    place = Path(checkpoint or model.removeprefix("local-dir:")).expanduser()
+    place = Path(packages.place(checkpoint) or model.removeprefix("local-dir:")).expanduser()
     if place.exists():
         return _of_folder(place if place.is_dir() else place.parent)
     if checkpoint or not pretrained or ":" in model:

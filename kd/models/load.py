@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError, did_you_mean
-from kd.models import timm_folder
+from kd.models import packages, timm_folder
 from kd.models.classifier import Classifier, Preprocessing
 from kd.models.spec import Spec
 
@@ -244,7 +244,7 @@ def read_tensors(spec: Spec) -> Any:
 
 
 def _weights_file(spec: Spec) -> Path:
-    path = Path(spec.checkpoint)
+    path = Path(packages.fetched(f"{spec.where}.checkpoint", spec.checkpoint))
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "")

@@ -213,13 +213,13 @@ class Session:
                 path.write_text(yaml.safe_dump(overlaid(yaml.safe_load(path.read_text()), PINNED)))
 
     def settings(self, text: str) -> None:
-        """Load a configuration, or a fragment over vit_food.yaml; if its first line is a file name, write it, tiny."""
+        """Load a configuration, or a fragment over vit_food_scratch.yaml; if its first line is a file name, write it, tiny."""
         written = yaml.safe_load(text.replace("FOLDER", "images"))
         if written.get("kind") == "Deployment":  # Kubernetes: what it starts
             (container,) = written["spec"]["template"]["spec"]["containers"]
             return check_arguments(["kd-serve", *container["args"]], self.command)
         whole = "student" in written
-        kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food")), written))
+        kd.load_config(written if whole else overlaid(yaml.safe_load(shipped("vit_food_scratch")), written))
         if name := re.match(r"# ([\w-]+\.yaml)\b", text):
             foreign = written.get("teacher", {}).get("kind", "timm") != "timm"  # the page makes that teacher itself
             pinned = {section: keys for section, keys in PINNED.items() if section != "teacher" or not foreign}
@@ -248,8 +248,9 @@ def shipped(name: str) -> str:
 def folder(photos: Path, distilled: Path) -> None:
     """Put into the current folder what the reader has: configs, images, and a finished run for deploy.md."""
     shutil.copytree(ROOT / "configs", "configs")
-    food = overlaid(overlaid(yaml.safe_load(shipped("vit_food")), PINNED), {"data": FEW_PICTURES})
-    Path("configs/vit_food.yaml").write_text(yaml.safe_dump(food))
+    food = overlaid(overlaid(yaml.safe_load(shipped("vit_food_scratch")), PINNED), {"data": FEW_PICTURES})
+    for name in ("vit_food", "vit_food_scratch"):  # the pages run the first; its weights come over a network
+        Path(f"configs/{name}.yaml").write_text(yaml.safe_dump(food))
     for name in ("images", "photos"):
         Path(name).symlink_to(photos)
     Path("runs").mkdir()

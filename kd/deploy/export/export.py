@@ -23,7 +23,7 @@ from kd.deploy.export.receipt import licences, receipt
 from kd.files.manifest import DIGITS
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
-from kd.models import runtimes
+from kd.models import packages, runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.timm_folder import export_files, is_timm
 from kd.setup.build import distributed
@@ -189,7 +189,7 @@ def _exported(subject: Subject, made: Made) -> str:
 
 def _origin(section: StudentSection) -> str:
     if section.checkpoint:
-        return f"started from the checkpoint '{Path(section.checkpoint).name}'"
+        return f"started from the {packages.title(section.checkpoint)}"
     if section.init == "pretrained":
         return f"started from the pretrained `{written(section.model)}`"
     return "trained from random initial weights"

@@ -12,6 +12,7 @@ from typing import Any
 from kd.core.text import table, written
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
+from kd.models import packages
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
 from kd.setup.recipe import Recipe
 from kd.study.finished import MAP_DATASET
@@ -73,7 +74,7 @@ def _source(recipe: Recipe, where: str) -> str:
     if where in recipe.teacher.fits:
         return "fitted on the labels" + (" from pretrained weights" if one.pretrained else "")
     if one.checkpoint:
-        return f"the file {Path(one.checkpoint).name}"
+        return f"the {packages.title(one.checkpoint)}"
     return f"kind {one.kind}, {'a folder' if Path(one.model.removeprefix('local-dir:')).is_dir() else NAMED}"
 
 
