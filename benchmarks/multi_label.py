@@ -1,7 +1,7 @@
 """Several dishes on a tray: mAP of a teacher, of its distilled student, and of that student on labels alone.
 
-The models are those of configs/vit_food_scratch.yaml, on trays of one or two dishes of food_mini. One teacher is fitted for all
-seeds.
+The models are those of configs/vit_food_scratch.yaml, on trays of one or two dishes of food_mini. One teacher is fitted
+for all seeds.
 
 Run: python benchmarks/multi_label.py [--seeds 0 1 2] [--steps 620] [--fit 1240]
 """

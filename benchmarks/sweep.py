@@ -1,4 +1,4 @@
-"""What does a sweep save? Nine runs of vit_food_scratch, three temperatures by three rates, as commands and by kd-sweep.
+"""What does a sweep save? Nine runs of vit_food_scratch, three temperatures by three rates, as commands and as a sweep.
 
 The CPU seconds of all processes of each: nine `kd-train` that each fit a teacher and run it in every step; one
 `kd-sweep`, with its two runs of other seeds, in the middle of them. `--shared`: also nine commands that share the
@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value for all")
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)
-    common = ["vit_food_scratch", f"run.epochs={given.epochs}", "run.baseline=false", "backend.threads=1", *given.overrides]
+    shared = ["run.baseline=false", "backend.threads=1"]
+    common = ["vit_food_scratch", f"run.epochs={given.epochs}", *shared, *given.overrides]
     data = open_sources(resolve(kd.load_config(common[0], common[1:])).data)
     for source in (data.train, data.val):
         source.prepare()

@@ -2,8 +2,8 @@
 
 Run: python benchmarks/variants.py --work FOLDER --cifar10 FOLDER [--students xcit] [--seeds 0] [--part table client]
 
-Students: `xcit` is the one of configs/vit_food_scratch.yaml (64 px), `vit_ti` and `vit_s` have the shapes of ViT-Ti and ViT-S
-(192 and 384 wide, 12 deep, 197 tokens) and `repvit` is repvit_m0_9; the last three learn labels of CIFAR-10 (JPEG
+Students: `xcit` is the one of configs/vit_food_scratch.yaml (64 px), `vit_ti` and `vit_s` have the shapes of ViT-Ti and
+ViT-S (192 and 384 wide, 12 deep, 197 tokens) and `repvit` is repvit_m0_9; the last three learn labels of CIFAR-10 (JPEG
 folders) at 112, 112 and 64 px, for 500 and 300 steps and one epoch, and are scored on 5,000 images that are set aside.
 Part `table` trains each with each seed and exports it with `--compare`; in part `client` the table's client and another
 one ask the same `kd-serve --threads 1` in turns, for each file.
