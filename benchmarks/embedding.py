@@ -1,8 +1,8 @@
 """Does an embedding student learn what its teacher sees? Nearest neighbours of teacher, student and random weights.
 
 One teacher fits the labels of `configs/vit_food_scratch.yaml` (seed 0) and is then used without its classifier. A
-student of each seed learns its vectors, without labels; what stands in the run's manifest before step 1 are random weights.
-`recall` and `found` are of the student's projected vectors in an index of the teacher's.
+student of each seed learns its vectors, without labels; what stands in the run's manifest before step 1 are
+random weights. `recall` and `found` are of the student's projected vectors in an index of the teacher's.
 
 Run: python benchmarks/embedding.py [--seeds 0 1 2] [--fit-epochs 3] [key=value ...]
 """

@@ -213,7 +213,7 @@ class Session:
                 path.write_text(yaml.safe_dump(overlaid(yaml.safe_load(path.read_text()), PINNED)))
 
     def settings(self, text: str) -> None:
-        """Load a configuration, or a fragment over vit_food_scratch.yaml; if its first line names a file, write it, tiny."""
+        """Load a configuration, or a fragment over vit_food_scratch; if its first line names a file, write it, tiny."""
         written = yaml.safe_load(text.replace("FOLDER", "images"))
         if written.get("kind") == "Deployment":  # Kubernetes: what it starts
             (container,) = written["spec"]["template"]["spec"]["containers"]
