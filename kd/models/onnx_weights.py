@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kd.core.errors import ModelError
+from kd.models.runtimes import require
 
 NAMES = {
     r"embeddings\.cls_token": "cls_token",
@@ -32,8 +33,7 @@ PARTS = {"query": ("query", "key", "value"), "q_proj": ("q_proj", "k_proj", "v_p
 
 def read(where: str, file: Path) -> dict[str, Tensor]:
     """Return the tensors of a graph by name; `where` is the config path for messages."""
-    import onnx
-
+    onnx = require("onnx", where)
     try:
         graph = onnx.load(str(file)).graph
         arrays = {one.name: onnx.numpy_helper.to_array(one) for one in graph.initializer}
