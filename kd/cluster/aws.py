@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from kd.core.errors import MissingExtra, RunError
+from kd.core.errors import MissingExtra, RunError, in_short
 from kd.files.storage import atomic_folder, refuse_unlisted
 
 LOGS = "/aws/sagemaker/TrainingJobs"
@@ -159,7 +159,7 @@ def _aws_errors(step: str, remedy: str = AGAIN) -> Iterator[None]:
     except Exception as error:
         if not type(error).__module__.startswith(("botocore.", "boto3.")):
             raise
-        raise RunError(step, " ".join(str(error).split()), "", remedy) from error
+        raise RunError(step, in_short(error), "", remedy) from error
 
 
 def write_archive(export: Path) -> Path:

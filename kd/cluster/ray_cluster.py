@@ -10,7 +10,7 @@ import ray
 from PIL import features
 from ray.exceptions import RayError
 
-from kd.core.errors import RunError
+from kd.core.errors import RunError, in_short
 from kd.core.host import versions
 
 
@@ -24,7 +24,7 @@ def connect(where: str) -> None:
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = in_short(error)
         raise RunError(where, f"there is no Ray cluster at RAY_ADDRESS={address} ({reason})", "", remedy) from error
     finally:
         if threading.current_thread() is threading.main_thread():

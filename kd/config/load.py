@@ -1,22 +1,24 @@
 """Read a configuration: YAML and overrides become one typed, checked `Config`, or all errors at once."""
 
 import dataclasses
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
 from kd.config.schema import BackendSection, Config
 from kd.config.tuning import allows, types_of
 from kd.config.validate import validate
-from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean
+from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, in_short
 from kd.core.text import Referenced, written
 from kd.parts import registry
 
@@ -92,13 +94,32 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
         raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
     try:
-        raw = OmegaConf.load(file)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        reason = " ".join(str(error).split())
+        raw = OmegaConf.load(io.StringIO(_keys_as_written(file.read_text(encoding="utf-8"))))
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        reason = in_short(error, 400)
         raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(types_of(Config))}", "Add them")
     return raw
+
+
+def _keys_as_written(text: str) -> str:
+    """Return YAML whose keys are texts as they are written: a class may be called no, null, 1e3 or 007."""
+    if not _ODD_KEY.search(text):
+        return text
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                key.tag, key.style = "tag:yaml.org,2002:str", '"'
+            todo.append(value)
+        todo += node.value if isinstance(node, yaml.SequenceNode) else ()
+    return yaml.serialize(root)
 
 
 def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
@@ -116,6 +137,9 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -
     return raw
 
 
+_ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
+"""A key that YAML may take for something other than a text."""
+
 OF_ANY_STUDENT = ("attention", "compile", "tuning")
 """Keys of a student that say how it is trained, whichever network it is."""
 
@@ -131,7 +155,7 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError])
         if isinstance(given, dict) and isinstance(before, dict) and _other_network(before, given):
             raw[key] = {name: before[name] for name in OF_ANY_STUDENT if name in before}
         OmegaConf.update(raw, key, given, merge=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, IndexError, TypeError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, TypeError) as error:
         reason = str(error).splitlines()[0]
         errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
 
@@ -145,7 +169,8 @@ def parse_value(override: str) -> Any:
     """Parse the value of `key=value` as YAML; references in it are left."""
     if override.endswith("=[]"):
         return []
-    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(["value=" + override.partition("=")[2]]), resolve=False)
+    text = _keys_as_written(override.partition("=")[2])
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     return parsed["value"]
 
 
@@ -215,6 +240,9 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
     except (OmegaConfBaseException, TypeError):  # a section where a list belongs is a TypeError
         errors.append(ConfigError(where, f"is {value!r}", allows(cls, key), "Change the value"))
+        return _INVALID
+    if annotation is str and isinstance(value, bool):
+        errors.append(ConfigError(where, f"is {value!r}: YAML reads a bare no, yes, on or off so", "Text", "Quote it"))
         return _INVALID
     bounds = allows(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)
     if bounds:

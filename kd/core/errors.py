@@ -7,6 +7,7 @@ Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to
 
 import difflib
 import os
+import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -100,8 +101,19 @@ FOREIGN: set[str] = set()  # files of parts from outside the repository, whereve
 
 def raised(error: BaseException) -> str:
     """Return `TYPE: message (FILE, line N, in NAME)`, the place where `own_line` knows it."""
-    text, line = " ".join(f"{type(error).__name__}: {error}".split()), own_line(error)
+    text, line = f"{type(error).__name__}: {in_short(error, 1000)}", own_line(error)
     return f"{text} ({line})" if line else text
+
+
+_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal: bold, colours
+_END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # of a sentence
+
+
+def in_short(error: object, most: int = 200) -> str:
+    """Return the first sentence of a foreign message: one line, without control characters, at most so many of them."""
+    text = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
+    text = " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    return text[:most].rstrip(" .:;,(") or type(error).__name__
 
 
 def own_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Backend, Loader, Sifter, Teacher
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.core.evaluation import Evaluator
 from kd.core.facts import Intervals
 from kd.core.types import Batch, Plan, State, TeacherOutputs
@@ -227,6 +227,6 @@ def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
     try:
         yield replace(batch, image=small.to(batch.image.dtype))
     except (AssertionError, RuntimeError) as error:
-        wrong = f"is {times}, but the student takes no smaller images ({' '.join(str(error).split())[:120]})"
+        wrong = f"is {times}, but the student takes no smaller images ({in_short(error, 120)})"
         remedy = "Set sifter.shrink=1, or for a ViT of timm student.args={dynamic_img_size: true}"
         raise ModelError("sifter.shrink", wrong, "1 for this student", remedy) from error

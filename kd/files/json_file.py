@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kd.core.errors import KdError, RunError
+from kd.core.errors import KdError, RunError, in_short
 
 Value = TypeVar("Value")
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -41,5 +41,5 @@ def parse_json(
     try:
         return build(json.loads(content))
     except DAMAGE as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = f"{type(error).__name__}: {in_short(error)}"
         raise kind(where, f"{subject} is damaged ({reason})", "", remedy) from error

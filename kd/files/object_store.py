@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import DataError, MissingExtra
+from kd.core.errors import DataError, MissingExtra, in_short
 from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -79,7 +79,7 @@ def _open(url: str, where: str) -> tuple[Any, str]:
         files = _store(protocol, os.getpid())
     except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec has never heard of
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
-        reason = " ".join(str(error).split())
+        reason = in_short(error)
         raise MissingExtra(where, f"'{url}' needs a package that is not installed ({reason})", "", remedy) from error
     return files, files._strip_protocol(url)
 
@@ -102,6 +102,6 @@ def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), di
     except Exception as error:
         if disk and isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = in_short(error)
         remedy = "Check the name, credentials and network, then run the same command again"
         raise DataError(where, f"'{url}': the store answers: {reason[:200]}", "", remedy) from error

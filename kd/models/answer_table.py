@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.files.storage import share
 
 ENDINGS = (".safetensors", ".npz", ".csv", ".tsv")
@@ -67,7 +67,7 @@ def read(path: str, where: str) -> AnswerTable:
     try:
         found = (_csv if ending in (".csv", ".tsv") else _binary)(file)
     except FAILURES as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = in_short(error)
         allowed = "logits or embeddings, with names; see docs/guide.md"
         raise ModelError(where, f"'{path}' cannot be read as answers ({reason})", allowed, "Write it anew") from error
     names, val_names = ([posixpath.normpath(name) for name in each] for each in (found.names, found.val_names))
@@ -194,7 +194,7 @@ def read_vectors(path: str, where: str) -> tuple[list[str], Tensor]:
         vectors = _tensor(found["vectors"])
         names = _texts(found.get("classes")) or json.loads(text.get("classes", "[]"))
     except FAILURES as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = in_short(error)
         allowed = "A .safetensors or .npz file with `vectors` [classes, width]"
         raise ModelError(where, f"'{path}' cannot be read ({reason})", allowed, "Check the path") from error
     if vectors.ndim != 2 or not vectors.is_floating_point() or not vectors.isfinite().all():

@@ -1,5 +1,6 @@
 """torch.compile, and the folder of its libraries: one of this process's own, which it may clear."""
 
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ def compile_forward(module: nn.Module) -> nn.Module:
     # the same bits as an uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
     import torch._dynamo.config as limits  # slow to import, so only where something is compiled
 
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found", on a CPU
     _own_folder()
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # in older torch
     setattr(limits, name, max(getattr(limits, name), GRAPHS))

@@ -16,12 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, did_you_mean
+from kd.core.errors import ModelError, did_you_mean, in_short
+from kd.core.text import nfc
 from kd.models import packages, timm_folder
 from kd.models.classifier import Classifier, Preprocessing
 from kd.models.spec import Spec
 
-FITTED = "Use a teacher fitted on this data, or `kd-teach` to fit one"
+FITTED = (
+    "Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit it to this data: "
+    "teacher.pretrained=true with teacher.fit.epochs"
+)
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
@@ -239,7 +243,9 @@ def read_tensors(spec: Spec) -> Any:
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ModelError(where, f"'{file}' is not whole safetensors ({error})", "", "Write the file anew") from error
+        raise ModelError(
+            where, f"'{file}' is not whole safetensors ({in_short(error)})", "", "Write the file anew"
+        ) from error
     return tensors, timm_folder.folder_classes(file.parent, where)
 
 
@@ -274,7 +280,7 @@ def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> N
     """Require the model's class names to be the data's, in the same order."""
     _check_count(where, len(names), classes)
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
-        if name != expected:
+        if nfc(name) != nfc(expected):
             same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
             wrong = f"class {i} is '{name}', the data's is '{expected}'{same_set}"
             allowed = "Classes and their order must be the data's"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.errors import MissingExtra, ModelError
+from kd.core.errors import MissingExtra, ModelError, in_short
 from kd.core.host import signal_stack
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
@@ -161,7 +161,7 @@ def open_session(source: Path | bytes, threads: int, where: str, spin: bool = Fa
 
 
 def _no_graph(where: str, source: Path | bytes, error: Exception) -> ModelError:
-    reason, name = " ".join(str(error).split())[:200], "it" if isinstance(source, bytes) else f"'{source}'"
+    reason, name = in_short(error), "it" if isinstance(source, bytes) else f"'{source}'"
     return ModelError(where, f"{name} is no graph that onnxruntime can run ({reason})", "", "Export it anew")
 
 
@@ -254,7 +254,7 @@ def require(name: str, option: str, extra: str = "") -> Any:
 
 
 def _failed(tool: str, error: Exception) -> ModelError:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+    reason = in_short(error)
     remedy = "Export with --no-onnx: timm and Hugging Face load that folder"
     return ModelError("student.model", f"{tool} cannot express this network ({reason})", "", remedy)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
@@ -137,7 +137,7 @@ def _unanswered(repository: str) -> str:
             HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision or None, timeout=HUB_SECONDS)
             outcome.append("")
         except Exception as error:
-            outcome.append(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            outcome.append(f"{type(error).__name__}: {in_short(error)}")
 
     thread = Thread(target=ask, daemon=True)  # a name server may be slower than any timeout
     thread.start()
@@ -161,7 +161,7 @@ def unpickled(path: Path, where: str) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error
     except Exception as error:  # the unpickler raises many types, all caused by the file
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = in_short(error)
         allowed = "Tensors by name: torch.save(model.state_dict(), path); other pickles may run code and are refused"
         raise ModelError(where, f"'{path}' cannot be read as weights ({reason})", allowed, "Save it anew") from error
     while isinstance(content, dict) and (inside := next((k for k in WRAPPERS if isinstance(content.get(k), dict)), "")):

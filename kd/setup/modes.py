@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kd.config.schema import QUANTIZED, RUNTIMES
+from kd.core import errors
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import KdError, ModelError
 from kd.core.types import Batch, Outputs
@@ -90,7 +91,7 @@ def in_short(error: Any) -> str:
     """Return the message of an error, short enough for one line."""
     if isinstance(error, KdError):
         return error.wrong
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    return f"{type(error).__name__}: {errors.in_short(error)}"
 
 
 class Trial:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.core.scores import Scored
@@ -157,7 +157,7 @@ class _Workbench:
             self.makers[name]()
         except Exception as error:  # of any type: runtimes and NNCF have their own
             self._remove(name)
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            why = f"{type(error).__name__}: {in_short(error)}"
             self.made.lines.append(f"left out: {name}, because writing it failed ({why})")
             self.failures[name] = f"cannot be written ({why})"
         return self.failures.get(name, "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import MissingExtra, ModelError
+from kd.core.errors import MissingExtra, ModelError, in_short
 from kd.core.host import signal_stack
 from kd.deploy.serve.responses import Bands, bands
 from kd.deploy.shift import Reference
@@ -77,7 +77,7 @@ def describe(folder: Path, file: str = "") -> Description:
     except KeyError as error:
         raise invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     except DAMAGE as error:
-        raise invalid_export(f"'{folder}' has a damaged manifest.json or config.json ({first_line(error)})") from error
+        raise invalid_export(f"'{folder}' has a damaged manifest.json or config.json ({in_short(error)})") from error
     if file not in files or file not in GRAPHS:
         graphs = ", ".join(sorted(GRAPHS.keys() & files.keys())) or "no graph at all"
         remedy = f"Export anew: kd-export RUN {GRAPHS[file].option if file in GRAPHS else ''}".rstrip()
@@ -164,11 +164,6 @@ def invalid_export(wrong: str) -> ModelError:
     return ModelError(WHERE, wrong, "A folder as `kd-export` wrote it", "Export anew: kd-export RUN")
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of a runtime's message, at most 200 characters."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedGraph(Description):
     """A loaded export."""
@@ -182,7 +177,7 @@ class LoadedGraph(Description):
             try:
                 shape = self.engine(grey).shape
             except Exception as error:  # runtimes have their own, unrelated error types
-                raise invalid_export(f"the graph fails on a grey image ({first_line(error)})") from error
+                raise invalid_export(f"the graph fails on a grey image ({in_short(error)})") from error
             if shape != (1, self.output.width):
                 wrong = f"the graph returns {shape}, but manifest.json says {self.output.width} {self.output.name}"
                 raise invalid_export(wrong)
@@ -202,7 +197,7 @@ def load(description: Description, threads: int, slots: int) -> LoadedGraph:
     except MissingExtra:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
-        raise invalid_export(f"'{description.file}' cannot be loaded ({first_line(error)})") from error
+        raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
     return LoadedGraph(**{field.name: getattr(description, field.name) for field in fields(description)}, engine=engine)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from kd.core.errors import ConfigError, ModelError
+from kd.core.errors import ConfigError, ModelError, in_short
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.deploy.export import defer, graphs, parity, variants
@@ -60,7 +60,7 @@ def verify(options: VerifyOptions) -> Claims:
         wrong = f"'{folder}' cannot be read ({error.strerror}: '{error.filename}')"
         raise ModelError("export", wrong, "", "Make it readable") from error
     except DAMAGE as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = f"{type(error).__name__}: {in_short(error)}"
         raise invalid_export(f"'{folder}' is damaged, or was written by an older kd ({reason})") from error
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
-from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError
+from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError, in_short
 from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
@@ -189,7 +189,7 @@ def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.de
         except KdError:
             raise
         except Exception as error:  # whatever a module of somebody else raises
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = f"{type(error).__name__}: {in_short(error)}"
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
             wrong = f"fails on an image of train, {pixels}: {reason}"
             remedy = "Resize in the transform, or in the module"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kd.core.errors import CorruptImage, DataError
+from kd.files.tables import DELIMITERS, read_text, table
 from kd.parts import registry
 from kd.setup.data import Data, DataPlan, open_sources
 
@@ -79,14 +80,17 @@ def _class_folders(folder: Path, inner: list[str]) -> Keys:
 def _tables(folder: Path, inner: list[str]) -> Keys | None:
     """Return the keys of tables beside images, if the first line of the one of training names an image."""
     tables: dict[str, Path] = {}
-    for path in sorted(folder.iterdir(), reverse=True):
-        words = {*re.split("[^a-z]+", path.stem.lower())}
+    splits = [name for name in inner if any(name.lower() in names for names in SPLITS.values())]
+    inside = [file for name in splits for file in (folder / name).glob("*.csv")]  # as Roboflow exports them
+    for path in [*sorted(inside), *sorted(folder.iterdir(), reverse=True)]:
+        words = {*re.split("[^a-z]+", (path.stem if path.parent == folder else path.parent.name).lower())}
         if path.suffix in (".csv", ".tsv", ".json"):
             tables[next((split for split, names in SPLITS.items() if words & {*names}), "")] = path
     first = tables.get("train") or tables.get("")
     for root in [folder, *(folder / name for name in inner[:MOST_ROOTS])] if first else []:
         with suppress(*NO_TABLE):
-            kind, more = _table(first, root)  # type: ignore[arg-type]
+            assert first
+            kind, more = _table(first, root if first.parent == folder else first.parent)
             ending = "labels" if kind == "multilabel" else "list"
             lists = {
                 split: os.path.relpath({**tables, "train": first}[split], root) for split in ("train", *tables) if split
@@ -105,8 +109,8 @@ def _table(path: Path, root: Path) -> tuple[str, Keys]:
     if path.suffix == ".json":
         name, labels = next(iter(json.loads(path.read_text(encoding="utf-8")).items()))
         return {True: "multilabel"}[isinstance(labels, list) and is_image(name)], {}
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        header, *rows = [row for row in csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",") if row]
+    header, lines = table(read_text(path), DELIMITERS[path.suffix])
+    rows = [row for _, row in lines]
     image = next(i for i, cell in enumerate(rows[0]) if is_image(cell.strip()))
     others = [i for i in range(len(header)) if i != image]
     if image == 0 and len(others) > 1 and {cell.strip() for row in rows for cell in row[1:]} <= {"0", "1", ""}:

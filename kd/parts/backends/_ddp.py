@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.core.errors import BackendError, KdError
+from kd.core.errors import BackendError, KdError, in_short
 from kd.core.host import bf16_units
 from kd.core.types import Batch
 from kd.parts.backends import _optimizers as states
@@ -61,7 +61,7 @@ class DDPBackend:
             self._join()
             self._joined = True
         except (dist.DistError, RuntimeError, ValueError) as error:
-            reason, waited = " ".join(str(error).split())[:200], f"{self.timeout.total_seconds():g} s"
+            reason, waited = in_short(error), f"{self.timeout.total_seconds():g} s"
             wrong = f"the ranks that {self.launch.launcher} started did not connect within {waited} ({reason})"
             remedy = "Start all ranks with the same command, and check that they can reach that address"
             raise BackendError("backend", wrong, "All ranks must reach MASTER_ADDR:MASTER_PORT", remedy) from error

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from kd.core.errors import BackendError, MissingExtra
+from kd.core.errors import BackendError, MissingExtra, in_short
 from kd.parts.backends._ddp import DDPBackend, select_gpu
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
@@ -59,7 +59,7 @@ class SMDDP(DDPBackend):
         try:
             dist.all_gather_into_tensor(gathered, one)
         except RuntimeError as error:
-            wrong = f"is true, but this release of smddp refuses the all-gather that sharding needs ({error})"
+            wrong = f"is true, but this release of smddp refuses the all-gather that sharding needs ({in_short(error)})"
             remedy = "Install a newer release, set backend.kind=cuda, or teacher.shard=false"
             raise BackendError("teacher.shard", wrong, "AWS documents it for P4d and P4de", remedy) from error
 
@@ -70,7 +70,7 @@ def build(options: Options, precision: str, timeout_seconds: float) -> DDPBacken
         importlib.import_module(LIBRARY)
     except ImportError as error:
         if options.fallback == "none":
-            wrong = f"is 'smddp', but the library {LIBRARY} cannot be imported ({error})"
+            wrong = f"is 'smddp', but the library {LIBRARY} cannot be imported ({in_short(error)})"
             allowed = "AWS ships it in PyTorch containers for P4d and P4de, not on PyPI"
             remedy = "Run in such a container, or set backend.fallback=nccl, or backend.kind=cuda"
             raise MissingExtra("backend.kind", wrong, allowed, remedy) from error

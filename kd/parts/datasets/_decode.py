@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from kd.core.errors import CorruptImage, DataError, did_you_mean
+from kd.core.errors import CorruptImage, DataError, did_you_mean, in_short
 from kd.core.facts import DatasetFacts
 from kd.core.text import class_order, nfc
 from kd.core.types import Decoded, Label
@@ -94,7 +94,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
     except MemoryError:
         raise  # of the machine, not of the image
     except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
-        detail = str(error) or type(error).__name__
+        detail = in_short(error)
         verb = "is truncated" if "truncated" in detail.lower() or isinstance(error, EOFError) else "cannot be decoded"
         raise refuse(subject, where, f"the image {verb} ({detail})") from error
 

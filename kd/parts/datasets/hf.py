@@ -6,21 +6,24 @@ Needs the extra: `pip install 'kd[hf]'`.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, MissingExtra, did_you_mean
-from kd.core.facts import file_key
+from kd.core.errors import DataError, MissingExtra, did_you_mean, in_short
+from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
 from kd.files.pixels import Least
 from kd.parts.datasets import _decode as images
 
 WHERE = "data.path"
 ROWS = 10_000  # rows whose sizes are looked up at a time
-facts = partial(images.facts_of, test="test_split")
+
+
+def facts(options: "Options") -> DatasetFacts:
+    """Return what others must know of it."""
+    return images.facts_of(options, "test_split", "set" if options.label_keys else "class")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,12 @@ class Options:
     label_key: str = ""
     """Column of the labels; empty: the only class-label column."""
 
+    label_keys: tuple[str, ...] = ()
+    """Columns of 0 and 1, one a class, in place of `label_key`: an image then has several labels."""
+
     def __post_init__(self) -> None:
+        if self.label_keys and (self.label_key or len({*self.label_keys}) < max(2, len(self.label_keys))):
+            raise ValueError("label_keys must name two columns or more, each once, and label_key none")
         if not self.path:
             raise ValueError("path is empty; it must be a dataset name or a folder")
         images.check_splits(self, "split")
@@ -91,15 +99,19 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     table = splits[split_name]
     image_key = _column(hub, table.features, "image_key", options.image_key)
     names, own = images.Repeated([""], np.zeros(len(table), np.int32)), []
-    if labels != "none":
+    if options.label_keys and labels != "none":
+        order, label = options.label_keys, _sets(table, options.label_keys, labels == "some")
+    elif labels != "none":
         label_key = _column(hub, table.features, "label_key", options.label_key)
         written = enumerate(table.with_format(None)[label_key])
         raw = images.Repeated.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
         names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
-    order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
+    if labels == "none" or not options.label_keys:
+        order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
     rows = np.arange(len(table))
     if shared:
-        rows = images.part((str(row).encode() for row in rows), label, options.val_fraction, split)
+        alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
+        rows = images.part((str(row).encode() for row in rows), alike, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
     return HuggingFace(table, rows, label[rows], order, split_name, image_key)
 
@@ -145,8 +157,7 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     try:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
     except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        wrong = f"'{options.path}' cannot be loaded ({type(error).__name__}: {lines[0][:200]})"
+        wrong = f"'{options.path}' cannot be loaded ({type(error).__name__}: {in_short(error)})"
         allowed = "A folder, or a name on the hub with data.name where it has several configurations"
         remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
         raise DataError(WHERE, wrong, allowed, remedy) from error
@@ -154,13 +165,16 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
 
 
 SIZES = (8, 16, 32, 64)  # bits of an integer that may be a label
-KINDS = ("string", "large_string", *(f"{sign}int{bits}" for sign in ("", "u") for bits in SIZES))
+INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in SIZES)
+KINDS = ("string", "large_string", "bool", "float32", "float64", *INTEGERS)
 
 
 def _column(hub: Any, features: Any, option: str, key: str) -> str:
     """Return the column of an option; without a name for it, the only one that says that it is such a column."""
     image = option == "image_key"
     own = [name for name, one in features.items() if isinstance(one, hub.Image if image else hub.ClassLabel)]
+    if image:  # as Hugging Face writes an image, without its note that it is one
+        own += [name for name, one in features.items() if isinstance(one, dict) and {*one} == {"bytes", "path"}]
     if not key and len(own) == 1:
         return own[0]
     if not key:
@@ -183,4 +197,21 @@ def _written(value: Any, row: int, key: str, some: bool) -> str:
             return ""
         wrong = f"row {row} has no label in the column '{key}' ({value!r})"
         raise DataError("data.label_key", wrong, "", "Choose a labelled split")
-    return str(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def _sets(table: Any, keys: Sequence[str], some: bool) -> np.ndarray:
+    """Return the labels of the rows of columns of 0 and 1, int8 [N, C]; -1 for a row without any."""
+    if absent := [key for key in keys if key not in table.features]:
+        remedy = did_you_mean(absent[0], table.features) or "Choose among them"
+        allowed = f"Columns: {', '.join(table.features)}"
+        raise DataError("data.label_keys", f"there is no column '{absent[0]}'", allowed, remedy)
+    columns = table.with_format(None).select_columns(list(keys))[:]
+    cells = np.array([[-1 if cell is None else cell for cell in columns[key]] for key in keys], np.float64).T
+    bare = (cells == -1).all(1)
+    wrong = np.argwhere(((cells != 0) & (cells != 1) & ~bare[:, None]) | (bare[:, None] & (not some)))
+    if len(wrong):
+        row, column = wrong[0]
+        found = f"row {row} has {'no value' if cells[row, column] == -1 else cells[row, column]} in '{keys[column]}'"
+        raise DataError("data.label_keys", found, "0 or 1", "Correct it, or choose columns of 0 and 1")
+    return cells.astype(np.int8)

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from kd.core.errors import DataError
-from kd.core.facts import file_key
+from kd.core.errors import DataError, did_you_mean
+from kd.core.facts import DatasetFacts, file_key
+from kd.core.text import class_order, nfc
 from kd.core.types import Decoded
 from kd.files.pixels import Least
 from kd.files.shards import Shard, content, find, members, read
@@ -27,7 +28,11 @@ MAX_LABEL = 2**20  # bytes of a label member
 SIDE = ("txt", "md", "json", "csv", "tsv", "yaml", "yml", "xml", "html", "pdf", "index", "idx", "license", "readme")
 """Endings of members without an image that say something of the shard, such as a readme. Nothing is said of them."""
 REMEDY = "; a key ends at the first dot of a name: write img_4-final.jpg for img_4.final.jpg, or set data.image_keys"
-facts = partial(images.facts_of, test="test")
+
+
+def facts(options: "Options") -> DatasetFacts:
+    """Return what others must know of it."""
+    return images.facts_of(options, "test", "set" if options.label_sets else "class")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,8 @@ class Options:
     """Ending of the label member: an integer or a class name as text, or JSON with `label_field`."""
     label_field: str = ""
     """The key of the label in the JSON member; empty for a text member."""
+    label_sets: bool = False
+    """Whether an image has several labels, or none: the label is a JSON list of class names or integers."""
     class_names: str = file_key("")
     """File of the class names in order, one a line or a JSON list. Empty: integers are the names, or text is sorted."""
     copies: str = "runs/shards"
@@ -60,7 +67,7 @@ class Options:
             raise ValueError("image_keys and label_key must name member endings, such as 'jpg;png' and 'cls'")
         if self.label_key.lower() in _endings(self.image_keys):
             raise ValueError(f"label_key '{self.label_key}' is one of image_keys; they must differ")
-        if self.label_key.lower().endswith("json") and not self.label_field:
+        if self.label_key.lower().endswith("json") and not self.label_field and not self.label_sets:
             raise ValueError(f"label_key '{self.label_key}' is JSON and label_field is empty; name the label's key")
 
 
@@ -131,6 +138,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
         raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
+    if options.label_sets and labels != "none":
+        order, label = _sets(index.labels, names, classes, where)
+        return WebDataset(index, label, order, where)
     class_of, own = images.name_labels(index.labels, names)
     order, label = images.label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(index, label, order, where)
@@ -184,14 +194,41 @@ def _hidden(ending: str, sample: Collection[str], wanted: Collection[str]) -> bo
 
 def _label(data: bytes, name: str, options: Options, where: str) -> str:
     try:
-        value = json.loads(data)[options.label_field] if options.label_field else data.decode().strip()
+        parsed = options.label_field or options.label_sets
+        value: Any = json.loads(data) if parsed else data.decode().strip()
+        value = value[options.label_field] if options.label_field else value
+        if options.label_sets and isinstance(value, list) and all(type(one) in (str, int) for one in value):
+            return json.dumps(sorted({nfc(str(one)) for one in value}))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         wanted = f"JSON with the key '{options.label_field}'" if options.label_field else "text"
+        wanted = "a JSON list" if options.label_sets and not options.label_field else wanted
         wrong = f"the label of '{name}' is {data[:60]!r}"
         raise DataError(where, wrong, f"Allowed: {wanted}", "Set data.label_field") from error
-    if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
-        raise DataError(where, f"the label of '{name}' is {value!r}", "An integer or a class name", "Repair the shard")
+    if value == "" or isinstance(value, bool) or not isinstance(value, str | int) or options.label_sets:
+        allowed = "A JSON list of names or integers" if options.label_sets else "An integer or a class name"
+        remedy = "Set data.label_sets=true" if isinstance(value, list) else "Repair the shard"
+        raise DataError(where, f"the label of '{name}' is {value!r}", allowed, remedy)
     return str(value)
+
+
+def _sets(
+    raw: images.Repeated, names: Sequence[str], classes: Sequence[str] | None, where: str
+) -> tuple[Sequence[str], np.ndarray]:
+    """Return the class order and the labels of each image, int8 [N, C]; -1 where it has no label member."""
+    written = [json.loads(text) if text else None for text in raw.texts]
+    own = list(names) or class_order({name for one in written for name in one or ()})
+    order = own if classes is None else list(classes)
+    position = {name: place for place, name in enumerate(order)}
+    position |= {str(place): place for place, name in enumerate(names) if str(place) not in position}
+    rows = np.zeros((len(written), len(order)), np.int8)
+    for row, labels in zip(rows, written, strict=True):
+        if unknown := sorted({*(labels or ())} - {*position}):
+            remedy = did_you_mean(unknown[0], order) or "Rename it"
+            wrong = f"an image has the label '{unknown[0]}', which no training image has"
+            raise DataError(where, wrong, f"Allowed: {images.first_few(order)}", remedy)
+        row[:] = -1 if labels is None else row
+        row[[position[label] for label in labels or ()]] = 1
+    return order, rows[raw.of]
 
 
 def _class_names(path: str) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kd.core.errors import ModelError
 from kd.core.facts import file_key
+from kd.core.text import nfc
 from kd.models.classifier import Pick
 from kd.models.load import check_classes
 from kd.models.spec import Spec
@@ -58,7 +59,7 @@ def read_names(path: str, where: str) -> list[str]:
         names = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(where, f"'{path}' cannot be read ({error})", "A text file, one class a line", "") from error
-    names = [name.strip() for name in names]
+    names = [nfc(name.strip()) for name in names]
     while names and not names[-1]:
         names.pop()
     twice = next((name for name, count in Counter(names).items() if not name or count > 1), None)
@@ -80,7 +81,8 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
     if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
         wrong = f"has {count} classes, the data has {len(spec.classes)}"
         raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
-    names = read_names(file, where) if file else list(own)
+    own = [nfc(name) for name in own]
+    names = read_names(file, where) if file else own
     if file and len(names) != count and set(names) <= set(own):
         return _chosen(where, names, own, spec.classes)
     if names and len(names) != count:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.core.facts import NetworkFacts
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier, Network, main_output
@@ -44,7 +44,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     try:
         inner = function(**spec.args)
     except TypeError as error:
-        raise ModelError(f"{spec.where}.args", f"'{spec.model}' refuses them ({error})", "", "Correct them") from error
+        raise ModelError(
+            f"{spec.where}.args", f"'{spec.model}' refuses them ({in_short(error)})", "", "Correct them"
+        ) from error
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")

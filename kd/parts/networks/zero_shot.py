@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.core.facts import file_key
 from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
@@ -133,7 +133,7 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
         with quiet(hub):
             tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
     except Exception as error:  # transformers raises many types, all caused by the folder
-        wrong = f"'{spec.model}' has no tokenizer that can be loaded ({' '.join(str(error).split())[:150]})"
+        wrong = f"'{spec.model}' has no tokenizer that can be loaded ({in_short(error, 150)})"
         allowed = "Its tokenizer beside the model, or a file of vectors"
         remedy = f"Add it to the folder, or set {spec.where}.vectors"
         raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kd import config
-from kd.core.errors import RunError
+from kd.core.errors import RunError, in_short
 from kd.core.text import redact, table
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
@@ -64,7 +64,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = f"{type(error).__name__}: {in_short(error)}"
         wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({reason})"
         remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
         raise RunError("run", wrong, "", remedy) from error

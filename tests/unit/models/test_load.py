@@ -184,7 +184,8 @@ def test_another_number_of_classes_is_never_a_random_head(stored, how):
     message = classes_refused(stored, (*CLASSES, "quince"), how)
     assert message == (
         f"teacher.{how}: has 3 classes, the data has 4. Both must be equal: a new head would be random. "
-        "Use a teacher fitted on this data, or `kd-teach` to fit one."
+        "Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit it to this data: "
+        "teacher.pretrained=true with teacher.fit.epochs."
     )
 
 

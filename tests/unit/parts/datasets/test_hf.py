@@ -134,7 +134,7 @@ def test_columns(tmp_path):
         DataError, match=r"data\.label_key: there is no column 'labl'. Allowed: label, coarse. Did you mean 'label'"
     ):
         build(Options(path=path, label_key="labl"), "train", None)
-    with pytest.raises(DataError, match=r"data\.label_key: the column 'note' does not hold class labels"):
+    with pytest.raises(DataError, match=r"data\.label_key: 2 labels are numbers with a fraction, such as 0\.5"):
         build(Options(path=path, label_key="note"), "train", None)
     with pytest.raises(DataError, match=r"data\.image_key: the column 'note' does not hold images. Allowed: image"):
         build(Options(path=path, label_key="label", image_key="note"), "train", None)
