@@ -246,6 +246,36 @@ def test_sifting(photos, tmp_path, monkeypatch):
     assert row["cpu_seconds"] > 0
 
 
+def test_small_first(photos, tmp_path, monkeypatch):
+    import small_first
+
+    made = timm.create_model("tf_efficientnet_lite0").state_dict()
+    torch.save({f"other.{i}": tensor for i, tensor in enumerate(made.values())}, tmp_path / "lite0-0.pth")
+    overlay = {"pretrained_cfg_overlay": {"input_size": [3, 32, 32]}}
+    sections = {
+        "run": {"steps": 4},
+        "data": {**small_first.PLAIN, "batch_size": 8, "eval_batch": 5},
+        "student": {"args": {"classes": 2}},
+        "teacher": {"args": overlay, "min_accuracy": 0},
+    }
+    monkeypatch.setattr(
+        small_first, "KINDS", {"cifar10": small_first.Kind("few_labels", "cifar", 2, 8, "lite0", sections)}
+    )
+    monkeypatch.setattr(small_first, "FIT", {"steps": 1, "batch_size": 4})
+    (tmp_path / "rows.jsonl").touch()  # else the rows of the committed CSV are the first ones
+    words = ["--cifar", photos, "--weights", tmp_path, "--work", tmp_path, "--only", "cifar10-1/2 until 0.6-0"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/small_first.py", *map(str, words)])
+    small_first.main()
+    small_first.main()  # nothing is made twice
+    (row,) = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (row["images"], row["steps"]) == (32, 4)
+    assert row["cpu_seconds"] > 0
+    rows = [{**row, "arm": arm, "cpu_seconds": seconds} for arm, seconds in (("start", 10.0), ("full", 50.0))]
+    half = {**row, "cpu_seconds": 30.0}
+    fewer = small_first.keys_of("fewer for 1/2 until 0.6", {"run": {"steps": 100}}, [*rows, half], "cifar10", 0)
+    assert fewer == ["run.steps=50"]  # half of the time beside the start
+
+
 def test_sweep(ran, tmp_path):
     axes = {"losses.0.temperature": ("1", "2")}
     rows = ran("sweep", "--epochs", "1", "--folder", tmp_path / "sweep", *SHORT, "teacher.fit.epochs=1", AXES=axes)
