@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import platform
+import resource
 import signal
 import sys
 import threading
@@ -42,6 +43,11 @@ def bf16_units(root: Path = Path("/")) -> bool:
             if name.strip() in ("flags", "Features"):
                 return bool(BF16_FLAGS & set(flags.split()))
     return False
+
+
+def peak_mib() -> float:
+    """Return the largest resident memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def cpu_seconds() -> float:

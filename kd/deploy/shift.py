@@ -121,6 +121,7 @@ class Reference:
     bounds: Mapping[str, Sequence[float]]  # Q numbers, each with T bounds
     tally: Tally
     calibrated: bool = False  # whether the mean confidence is an estimate of the accuracy
+    right: int = -1  # of the images; -1: not all of them have labels
     index: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +163,8 @@ class Reference:
         }
         halves = {name: _sparse(row) for name, row in zip(self.names, self.tally.labels.T, strict=True) if row.any()}
         facts = {"images": self.tally.images, "calibrated": self.calibrated, "confidence": self.tally.confidence}
-        return {**facts, "labels": halves, "numbers": values}
+        right = {"right": self.right} if self.right >= 0 else {}
+        return {**facts, **right, "labels": halves, "numbers": values}
 
     @staticmethod
     def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
@@ -186,6 +188,9 @@ class Reference:
                 raise ValueError(f"validation has other counts of {name} than of labels")
         if made.tally.images != made.tally.labels.sum() or not 0 <= made.tally.confidence <= made.tally.images:
             raise ValueError(f"validation has {made.tally.images} images, other counts, or a sum of confidences beyond")
+        made.right = int(record.get("right", -1))
+        if not -1 <= made.right <= made.tally.images:
+            raise ValueError(f"validation has {made.right} right answers of {made.tally.images}")
         return made
 
     def compare(self, tally: Tally) -> ShiftResult:
@@ -200,9 +205,17 @@ class Reference:
         lines = list(found.lines)
         if self.calibrated and tally.images:
             usual = self.tally.confidence / self.tally.images
-            text = f"expected accuracy {found.confidence:.1%} by the mean confidence, {usual:.1%} on validation"
+            text = f"mean confidence {found.confidence:.1%}, {usual:.1%} on validation"
+            if self.right >= 0:
+                measured = f"{self.right / self.tally.images:.1%} of {self.tally.images} validation images"
+                measured += " were right, and they chose the checkpoint"
+                text = f"expected accuracy {self.expected(found.confidence):.1%}: {measured}; {text}"
             lines.insert(0, text)
         return tuple(lines)
+
+    def expected(self, confidence: float) -> float:
+        """Return the accuracy on validation, moved by the difference of mean confidences (arXiv:2107.03315)."""
+        return min(1.0, max(0.0, (self.right - self.tally.confidence) / self.tally.images + confidence))
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
         came, ours = tally.labels.sum(0), self.tally.labels.sum(0)

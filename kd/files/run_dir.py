@@ -6,6 +6,7 @@ Rank 0 writes; every rank reads (several machines need a shared file system for 
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,8 @@ from kd.files import checkpoint, storage
 from kd.files.json_file import object_of, read_json
 
 BASELINE = "labels_only"  # folder of the baseline inside a run folder; "_" and a number, where its length is given
+
+BILLED = ("billable_seconds", "began")  # of manifest.json: seconds of all starts; when this one began, 0: it has ended
 
 
 class RunDir:
@@ -45,8 +48,11 @@ class RunDir:
         if self._lock is None:
             self._enter()
         if not self._folders():
+            known: dict[str, Any] = {}
+            with suppress(RunError):  # what a start made that was killed before its first checkpoint
+                known = self.manifest() if self.stored_config() == config else {}
             storage.write_text(self.config_file, config)
-            storage.write_json(self.path / "manifest.json", {})
+            storage.write_json(self.path / "manifest.json", {key: known[key] for key in BILLED if key in known})
 
     @property
     def config_file(self) -> Path:

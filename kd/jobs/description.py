@@ -29,6 +29,11 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
     """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images
     and count the memory of a step.
     """
+    return "\n".join(described(recipe, path, answers)[0])
+
+
+def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
+    """Return these lines, the last one of memory, and the MiB that are counted for the largest phase."""
     checked = check(recipe)
     section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
     teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
@@ -56,9 +61,9 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
-        _memory(checked, steps=answers),
     ]
-    return "\n".join(lines)
+    text, mib = _memory(checked, steps=answers)
+    return [*lines, text], mib
 
 
 def _skew(labels: torch.Tensor) -> list[str]:
@@ -116,7 +121,7 @@ def _millions(model: Any) -> str:
     return f"{count_parameters(model) / 1e6:.2f} M parameters"
 
 
-def _memory(checked: Checked, steps: bool) -> str:
+def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
     """Say what the largest phase takes, and the others; `steps`: the peak of a step is counted, which takes seconds."""
     mib, teachers, phases, num_ranks = {}, checked.teachers, checked.phases, checked.split.world_size
     section = phases["distillation"].teacher
@@ -138,7 +143,7 @@ def _memory(checked: Checked, steps: bool) -> str:
     largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
     others = "".join(f", {one:.0f} in {name}" for name, one in rest)
     what = "optimizer and the peak of a step" if steps else "gradients and optimizer; activations come on top"
-    return f"memory    {largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, {what}"
+    return f"memory    {largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, {what}", largest[1]
 
 
 # ---------------------------------------------------------------------------------------- the memory of a step, counted

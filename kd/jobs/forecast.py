@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +20,12 @@ from kd.config.schema import RUNTIMES, TeacherSection
 from kd.config.validate import installed
 from kd.core.contracts import Backend, Source, TeacherModel
 from kd.core.errors import CorruptImage, DataError, NotPrepared
+from kd.core.host import cores, peak_mib
 from kd.core.text import quoted
 from kd.core.types import Costs
 from kd.data.loader import most_skipped
 from kd.files.storage import write_text
-from kd.jobs.description import describe
+from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of
 from kd.models.classifier import count_attention
 from kd.parts import registry
@@ -48,24 +48,39 @@ FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 on one busy core (`benchmarks/compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
 WORTH = 4.0
 """Such a form is timed where its work in the run is this many times its cost: it must then save a quarter to pay."""
+LATER_MIB = 100
+"""What a run takes beyond its first steps: evaluations, checkpoints, a fitted teacher's export, the report. Five small
+runs took 89 to 114 MiB more than a check of them had then (`benchmarks/forecast_*.csv`)."""
 MARGIN = 0.05
 """Share of the time that a candidate must save in all turns but one: less is within what a neighbour does to them."""
 
-Found = tuple[list[str], list[str]]  # `key: value   # reason` of keys that pay; what cannot be run here, and why
+
+class Found(NamedTuple):
+    """What a comparison found."""
+
+    keys: list[str]  # `key: value   # reason` of those that pay
+    failed: list[str]  # what cannot be run here, and why
+    works: tuple[Work, ...] = ()  # as it is, and the best; none: nothing was compared
+
 
 log = logging.getLogger("kd")
 
 
 def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> str:
     """Check a recipe, look for damaged and repeated images, among all if `everything`, and time a few steps."""
-    checked, data = describe(recipe, path, answers=True), open_sources(recipe.data)
+    (checked, counted), data = described(recipe, path, answers=True), open_sources(recipe.data)
     most = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
-    lines = [checked, *look(data.splits, most, recipe.record.path, everything, data.plan.bits)]
+    lines = [*checked, *look(data.splits, most, recipe.record.path, everything, data.plan.bits)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures"])
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, data, backend)
         ms = measure(bench)
+        peak, on_cpu = peak_mib() + LATER_MIB, backend.device.type == "cpu"
+        if on_cpu:
+            peak += counted * (1 - bench.images / bench.split.micro_batch)
+        told, own = f"memory    {peak:.0f} MiB at the peak of the process", checked[-1].removeprefix("memory    ")
+        lines[len(checked) - 1] = f"{told}, of it {own}" if on_cpu else f"{told}; of the device {own}"
         return "\n".join([*lines, *estimate(bench, ms), *advise(bench, ms)])
 
 
@@ -175,27 +190,37 @@ def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     """Time what keys at `auto` and `off` leave open, and return lines for a person."""
     recipe, made, run = bench.recipe, list[Found](), bench.planned(bench.recipe)
     facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
-    if not facts.compiles:
-        made += [compare_teachers(bench, bench.asking(run) * run.cost(TEACHER) * ms["teacher"] / 1000)]
-        made += [compare_students(bench, run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000)]
-    lines = [line for keys, _ in made for line in keys]
-    lines += compare_threads(bench) if facts.cpu and not facts.threads else []
-    head = (
-        f"keys      nothing else that was timed in turns on {bench.images} images is {100 * MARGIN:.0f} % faster here"
+    with ExitStack() as stack:
+        if not facts.compiles:
+            asked = bench.asking(run) * run.cost(TEACHER) * ms["teacher"] / 1000
+            made += [compare_teachers(bench, asked)]
+            made += [compare_students(bench, run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000, stack)]
+        timed = [one.works for one in (made if bench.asking(run) > 0.5 else made[1:]) if one.works]  # most steps
+        plain, best = ([works[i] for works in timed] for i in (0, -1))
+        lines, most = [line for one in made for line in one.keys], torch.get_num_threads()
+        stack.callback(torch.set_num_threads, most)
+        threads, more = most, list[str]()
+        if timed and facts.cpu and not facts.threads:
+            threads, more = compare_threads(most, best)
+        lines += more
+        if len(lines) > 1 and timed:
+            times = twice({"plain": stepping(most, plain), "all": stepping(threads, best)})[1]
+            lines = [*lines, f"# all of these together: {times:.2f} times as fast"] if times > 1 else []
+    load = (
+        f"timed twice, in turns, on {bench.images} images, with a load of {os.getloadavg()[0]:.1f} on {cores()} cores"
     )
+    head = f"keys      nothing else is {100 * MARGIN:.0f} % faster here, {load}"
     if lines:
-        head = (
-            f"keys      faster here, timed in turns on {bench.images} images; paste what follows at the end of the file"
-        )
+        head = f"keys      faster here, {load}; paste what follows at the end of the file"
     sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
-    return [head, *lines, *(f"          {text}" for _, failed in made for text in failed), *sifted]
+    return [head, *lines, *(f"          {text}" for one in made for text in one.failed), *sifted]
 
 
 def compare_teachers(bench: Bench, seconds: float) -> Found:
     """Time the teacher's forward in other modes; `seconds` is what the run gives to it."""
     section, model, backend = bench.recipe.teacher, bench.teachers.model, bench.backend
     if model is None or model.runtime != "torch" or section.exported(cpu=True):
-        return [], []
+        return Found([], [])
     stages = torch_stages(section.precision, section.attention, count_attention(model))
     if section.compile == "off":
         stages.append([*exported_forms(section, model, backend), {"compiled": True}])
@@ -209,49 +234,53 @@ def compare_teachers(bench: Bench, seconds: float) -> Found:
     return compared(replace(teacher_mode(section, model, backend), compiled=False), stages, work, seconds, "teacher")
 
 
-def compare_students(bench: Bench, seconds: float) -> Found:
+def compare_students(bench: Bench, seconds: float, stack: ExitStack) -> Found:
     """Time the student's training step in other modes; `seconds` is what the run gives to it."""
     plan, distillation, backend = bench.recipe.student, bench.distillation, bench.backend
     precision = bench.recipe.backend.precision
     rule = torch_mode(precision, plan.attention, False, distillation, backend)
     stages = torch_stages(precision, plan.attention, count_attention(distillation))
     stages += [[{"compiled": True}]] if plan.compile == "off" else []
-    with ExitStack() as stack:
+    stack.callback(apply_mode, rule, distillation, backend)
 
-        def work(mode: ExecutionMode) -> Work:
-            module = copy.deepcopy(distillation) if mode.compiled else distillation  # compiling cannot be undone
-            trial = stack.enter_context(bench.trial(module))
+    def work(mode: ExecutionMode) -> Work:
+        module = copy.deepcopy(distillation) if mode.compiled else distillation  # compiling cannot be undone
+        trial = stack.enter_context(bench.trial(module))
 
-            def step() -> torch.Tensor:
-                apply_mode(mode, module, backend)
-                return trial.step()
-
-            return step
-
-        found = compared(rule, stages, work, seconds, "student")
-    apply_mode(rule, distillation, backend)
-    return found
-
-
-def compare_threads(bench: Bench) -> list[str]:
-    """Time a step with all threads, half of them, a quarter, ... 1."""
-    most, asking = torch.get_num_threads(), bench.asking(bench.planned(bench.recipe)) > 0.5  # what most steps do
-    with bench.trial() as trial:
-
-        def step(threads: int) -> torch.Tensor:
-            torch.set_num_threads(threads)
-            if bench.teachers.model is not None and asking:
-                trial.ask()
+        def step() -> torch.Tensor:
+            apply_mode(mode, module, backend)
             return trial.step()
 
-        candidates = [most >> halved for halved in range(most.bit_length())]
-        try:
-            best, table = fastest({number: partial(step, number) for number in candidates}, margin=MARGIN)
-        finally:
-            torch.set_num_threads(most)
-    if best == most:
-        return []
-    return [f"backend.threads: {best}   # {table[most] / table[best]:.2f} times {most} threads"]
+        return step
+
+    return compared(rule, stages, work, seconds, "student")
+
+
+def compare_threads(most: int, works: Sequence[Work]) -> tuple[int, list[str]]:
+    """Time a step in the best modes with all threads, half of them, a quarter, ... 1."""
+    candidates = {most >> halved: stepping(most >> halved, works) for halved in range(most.bit_length())}
+    number, times = twice(candidates)
+    reason = f"{times:.2f} times as fast as {most} threads"
+    return number, [f"backend.threads: {number}   # {reason}"] if number != most else []
+
+
+def stepping(threads: int, works: Sequence[Work]) -> Work:
+    """Return what makes a step on so many threads."""
+
+    def step() -> torch.Tensor:
+        torch.set_num_threads(threads)
+        return [work() for work in works][-1]
+
+    return step
+
+
+def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
+    """Return which is faster than the first in two comparisons, and how many times by the second; else the first, 1."""
+    plain, winner = next(iter(candidates)), fastest(candidates, MARGIN)[0]
+    if winner == plain:
+        return plain, 1.0
+    found, table = fastest({name: candidates[name] for name in (plain, winner)}, MARGIN)
+    return (winner, table[plain] / table[winner]) if found == winner else (plain, 1.0)
 
 
 def torch_stages(precision: str, attention: str, layers: int) -> list[list[dict[str, Any]]]:
@@ -283,8 +312,9 @@ def compared(
     `seconds` of the run are this work: a compiled or exported form must save more of them than it costs a start.
     """
     lines, failed = [], []
+    plain = fast = work(best)
     for stage in stages:
-        runs, costs = {best: work(best)}, {best: 0.0}
+        runs, costs = {best: fast}, {best: 0.0}
         for mode in (replace(best, **change) for change in stage):
             cost = FORM_SECONDS["compiled" if mode.compiled else mode.kernel] if mode.rebuilt else 0.0
             if mode == best or seconds < WORTH * cost:
@@ -295,9 +325,9 @@ def compared(
                 runs[mode] = made
             except Exception as error:  # compilers, exporters and runtimes fail in their own ways
                 failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
-        winner, table = fastest(runs, margin=MARGIN)
-        if winner != best and seconds * (1 - table[winner] / table[best]) > costs[winner]:
-            reason = f"{section}: {winner} is {table[best] / table[winner]:.2f} times as fast as {best}"
+        winner, times = twice(runs)
+        if winner != best and seconds * (1 - 1 / times) > costs[winner]:
+            reason = f"{section}: {winner} is {times:.2f} times as fast as {best}"
             reason += f", after {costs[winner]:.0f} s at each start" if costs[winner] else ""
             keys = {}
             if winner.precision != best.precision:
@@ -307,8 +337,8 @@ def compared(
             if winner.compiled:
                 keys[f"{section}.compile"] = '"on"'
             lines += [f"{key}: {value}   # {reason}" for key, value in keys.items()]
-            best = winner
-    return lines, failed
+            best, fast = winner, runs[winner]
+    return Found(lines, failed, (plain, fast))
 
 
 def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,11 @@ from kd import config
 from kd.config import Config
 from kd.core.contracts import Backend
 from kd.core.errors import ConfigError, FolderInUse, RunError
+from kd.core.host import peak_mib
 from kd.core.scores import Trained
 from kd.core.text import redact, written
-from kd.files.run_dir import RunDir
-from kd.files.storage import write_text
+from kd.files.run_dir import BILLED, RunDir
+from kd.files.storage import read_rows, write_text
 from kd.jobs.check import check
 from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
@@ -87,18 +88,28 @@ def opened(
             folder = RunDir(recipe.record.path, backend.rank)
             if started is not None:
                 folder = stack.enter_context(open_run(recipe.record, backend.rank))
-                stack.enter_context(billed(folder, started))
+                fits = fit_folders(recipe.teacher, data.fingerprint).values()
+                stack.enter_context(billed(folder, started, [fit.record.path for fit, _ in fits]))
             yield Setting(obtain(recipe.teacher, data, backend), backend, recipe.backend), folder
 
 
 @contextmanager
-def billed(folder: RunDir, started: float) -> Iterator[None]:
-    """Record how long all starts took since their commands began, which a rented machine costs; not killed ones."""
-    before = float(folder.manifest().get("billable_seconds", 0.0))
+def billed(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterator[None]:
+    """Record how long all starts took since their commands began, which a rented machine costs.
+
+    One that was killed counts up to the last row of the machine or of its steps, in its folder or that of its `fits`.
+    """
+    known, now = folder.manifest(), time.perf_counter
+    before, began = (float(known.get(key, 0.0)) for key in BILLED)
+    paths = (folder.path, *fits) if began else ()
+    files = [file for path in paths for kind in ("monitor", "timeline") for file in path.rglob(f"{kind}_*.jsonl")]
+    ends = [float(row["time"]) for file in files for row in read_rows(file)[-1:]]
+    before += max([0.0, *(end - began for end in ends)])
+    folder.record(billable_seconds=round(before, 3), began=round(time.time() - now() + started, 3))
     try:
         yield
     finally:
-        folder.record(billable_seconds=round(before + time.perf_counter() - started, 3))
+        folder.record(billable_seconds=round(before + now() - started, 3), began=0.0, peak_mib=round(peak_mib()))
 
 
 @contextmanager

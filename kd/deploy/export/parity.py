@@ -53,7 +53,10 @@ class GraphOutputs:
         logits_NC = self.outputs[name].double()
         best = (logits_NC.softmax(1) if task.logits == "softmax" else logits_NC.sigmoid()).max(1)
         found = zip(best.indices.tolist(), best.values.tolist(), self.measures, strict=True)
-        return Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
+        made = Reference.of(classes, ((label, (score, *numbers)) for label, score, numbers in found), calibrated)
+        if task.logits == "softmax" and bool((self.labels >= 0).all()):
+            made.right = int((best.indices == self.labels).sum())
+        return made
 
     def scores(self, name: str, task: Task) -> GraphScores:
         return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)

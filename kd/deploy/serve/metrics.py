@@ -103,9 +103,9 @@ def _answers(watch: ShiftWatch) -> list[str]:
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
         lines += [f'kd_confidence_bucket{{le="{end}"}} {count}' for end, count in zip(ends, counts, strict=True)]
         lines += [f"kd_confidence_sum {watch.all.confidence:.6f}", f"kd_confidence_count {counts[-1]}"]
-    if reference.calibrated and found.images:
-        text = "Mean confidence of the last window, calibrated on validation images."
-        lines += _metric("kd_expected_accuracy", "gauge", text, f" {found.confidence:.6f}")
+    if reference.calibrated and reference.right >= 0 and found.images:
+        text = "Accuracy on validation images, moved by what the mean confidence of the last window differs."
+        lines += _metric("kd_expected_accuracy", "gauge", text, f" {reference.expected(found.confidence):.6f}")
     values = {"appearance": found.appearance, "labels": found.labels}
     text = "-log10 of the p-value that the last images are like those of validation; 6 or more is an alarm."
     lines += _metric("kd_shift", "gauge", text, *(f'{{of="{name}"}} {value:.3f}' for name, value in values.items()))

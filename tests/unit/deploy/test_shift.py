@@ -133,6 +133,7 @@ def test_a_watch_says_when_it_begins_and_ends():
 def test_the_record_is_json_and_says_the_same():
     rng = np.random.default_rng(5)
     of = reference(rng, 300)
+    of.right = 240
     text = json.dumps(of.record(), sort_keys=True)
     read = Reference.read(json.loads(text), NAMES)
     assert read.calibrated
@@ -140,10 +141,14 @@ def test_the_record_is_json_and_says_the_same():
     assert np.array_equal(read.tally.labels, of.tally.labels)
     drawn = tally(of, answers(rng, 100))
     assert read.compare(drawn) == of.compare(drawn)
-    assert read.notes(drawn) == (
-        f"expected accuracy {drawn.confidence / 100:.1%} by the mean confidence, "
-        f"{of.tally.confidence / 300:.1%} on validation",
-    )
+    expected = 0.8 + drawn.confidence / 100 - of.tally.confidence / 300
+    (note,) = read.notes(drawn)
+    assert note.startswith(f"expected accuracy {expected:.1%}: 80.0% of 300 validation images were right")
+    assert note.endswith(f"mean confidence {drawn.confidence / 100:.1%}, {of.tally.confidence / 300:.1%} on validation")
+    read.right = -1  # an export of before, or images without labels: no accuracy was measured
+    assert "accuracy" not in read.notes(drawn)[0]
+    with pytest.raises(ValueError, match="301 right answers of 300"):
+        Reference.read({**of.record(), "right": 301}, NAMES)
     assert len(text) < 5000
     with pytest.raises(KeyError):
         Reference.read(json.loads(text), ["another", *NAMES[1:]])
