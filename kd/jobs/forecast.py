@@ -49,8 +49,7 @@ on one busy core (`benchmarks/compile_*.csv`); a ViT-S is exported in 9 s, and a
 WORTH = 4.0
 """Such a form is timed where its work in the run is this many times its cost: it must then save a quarter to pay."""
 LATER_MIB = 100
-"""What a run takes beyond its first steps: evaluations, checkpoints, a fitted teacher's export, the report. Five small
-runs took 89 to 114 MiB more than a check of them had then (`benchmarks/forecast_*.csv`)."""
+"""What evaluations, checkpoints, a teacher's export and the report add to first steps (`benchmarks/forecast_*.csv`)."""
 MARGIN = 0.05
 """Share of the time that a candidate must save in all turns but one: less is within what a neighbour does to them."""
 

@@ -206,13 +206,7 @@ class RunRecord:
 
     @property
     def cost(self) -> float:
-        """US dollars of all starts, with the teacher's fit, evaluations and the baseline."""
         return self.per_hour * self.billable / 3600
-
-    @property
-    def training_cost(self) -> float:
-        """US dollars of the student's own steps."""
-        return self.per_hour * self.seconds / 3600
 
 
 def total(parts: Iterable[float | None]) -> float | None:
@@ -327,14 +321,12 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
 def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return a table of runs: throughput, billable time, cost, saving against the first with a price.
 
-    The arithmetic is that of SageMaker's comparisons: cost = price an hour x billable seconds / 3600. An epoch's cost,
-    and saving = 1 - cost / cost of the first run, are of the student's own steps.
+    The arithmetic is SageMaker's: cost = price an hour x billable seconds / 3600. The student's own steps alone are an
+    epoch's cost, and saving = 1 - cost / cost of the first run.
     """
-    first = next((run for run in runs if run.training_cost), None)
-    rows = []
-    for run in runs:
-        own = run.training_cost
-        saved = 1 - own / first.training_cost if first and own and run is not first else None
+    costs = [run.per_hour * run.seconds / 3600 for run in runs]
+    rows, first = [], next((number for number, cost in enumerate(costs) if cost), 0)
+    for number, (run, own) in enumerate(zip(runs, costs, strict=True)):
         score, epochs = run.decides, len(run.epochs) or (run.train[-1]["epoch"] if run.train else 0)
         value = float(run.counted.get(score.key, 0.0))
         gained = 100 * value if score.unit == "%" else 0.0
@@ -345,11 +337,10 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
                 "billable": clock(run.billable),
                 "USD/h": f"{run.per_hour:.3f}" if run.per_hour else "-",
                 "USD": money(run.cost) if run.cost else "-",
-                "training USD": money(own) if own else "-",
                 "USD an epoch": money(own / epochs) if own and epochs else "-",
                 "USD a point": money(run.cost / gained) if run.cost and gained else "-",
                 "score": score.with_title(value, run.samples.get(score.key)) if run.best else "-",
-                "saving": f"{100 * saved:.1f} %" if saved is not None else "-",
+                "saving": f"{100 * (1 - own / costs[first]):.1f} %" if own and number != first else "-",
             }
         )
     return rows
