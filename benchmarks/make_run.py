@@ -1,0 +1,99 @@
+"""The first run, three seeds: distilled against the same student on labels alone, for the same CPU time.
+
+Run: python benchmarks/make_run.py [--seeds 0 1 2] [--work FOLDER] [--threads 1] [key=value ...]
+
+Each seed draws its own labels and so fits its own teacher. `smoothing` is the baseline of the run itself: label
+smoothing 0.1, fresh views, and the length of the configuration, which is that of equal CPU time. Two more ways that a
+user would try are `half length` and `strong augmentation` (rand-augment, larger jitter). `all labels` is the run of
+seed 0 with every label, with a fit and a baseline in proportion. CPU seconds are of training, without evaluations:
+those of the fit, of the student with its new outputs, and of labels alone. Runs that have ended are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from _record import write
+from kd import config
+from kd.files.run_dir import RunDir
+from kd.setup.recipe import fit_folders, resolve
+
+ALONE = ["data.labels=all", "teacher.model=", "teacher.checkpoint=", "teacher.pretrained=false", "teacher.fit.steps=0"]
+ALONE += ["teacher.cache.views=0", "data.store=ram", "losses=[{kind: ce, label_smoothing: 0.1}]", "run.baseline=false"]
+ALONE += ["run.baseline_steps=0"]
+STRONG = ["data.augment.policy=rand-m9-mstd0.5", "data.augment.jitter=0.4"]
+FULL = ["data.labels=all", "data.labels_per_class=0", "teacher.fit.steps=120", "teacher.fit.evaluate=120"]
+
+
+def train(name: str, work: Path, overrides: list[str]) -> tuple[RunDir, config.Config]:
+    """Run `kd-train vit_food` in a process of its own, and return its folder and configuration."""
+    keys = [f"run.name={name}", f"run.folder={work}", *overrides]
+    subprocess.run([sys.executable, "-m", "kd", "train", "vit_food", *keys], check=True)
+    return RunDir(work / name), config.load("vit_food", keys)
+
+
+def row(seed: int, arm: str, folder: RunDir, distilled: RunDir | None, fit: float = 0.0) -> dict[str, Any]:
+    """Return the last score of a run and what its training took; `gain` of `distilled` over it on the same images."""
+    scored, last = folder.scored(), folder.metrics("train")[-1]
+    assert scored is not None
+    own = scored.samples["accuracy"]
+    other = None if distilled is None else distilled.scored()
+    gain = "" if other is None else own_difference(other.samples["accuracy"].right, own.right)
+    return {
+        "seed": seed,
+        "arm": arm,
+        "steps": last["step"],
+        "fit_cpu_seconds": fit,
+        "cpu_seconds": last["cpu_seconds"],
+        "cpu_seconds_in_all": round(fit + last["cpu_seconds"], 3),
+        "accuracy": round(100 * scored.row["accuracy"], 2),
+        "teacher_accuracy": round(100 * scored.row["teacher_accuracy"], 2) if distilled is None else "",
+        "gain": gain,
+    }
+
+
+def own_difference(one: Any, other: Any) -> float:
+    """Return how many percent points more of the same images `one` has right."""
+    return round(100 * float(one.mean() - other.mean()), 2)
+
+
+def of_a_seed(seed: int, work: Path, shared: list[str], arm: str = "") -> list[dict[str, Any]]:
+    """Return the rows of one run and its baselines; `arm` "all labels": with every label."""
+    name, full = f"seed{seed}" + ("_full" if arm else ""), FULL if arm else []
+    keys = [*full, f"run.seed={seed}", *shared]
+    folder, settings = train(name, work, keys)
+    fits = fit_folders(resolve(settings).teacher, folder.manifest()["data"]).values()
+    fit = sum(RunDir(one.record.path).metrics("train")[-1]["cpu_seconds"] for one, _ in fits)
+    end = f", {arm}" if arm else ""
+    rows = [row(seed, f"distilled{end}", folder, None, fit), row(seed, f"smoothing{end}", folder.alone(), folder)]
+    steps = settings.run.baseline_steps
+    ways = {} if arm else {"half length": (steps // 2, []), "strong augmentation": (steps, STRONG)}
+    for way, (count, more) in ways.items():
+        length = [f"run.steps={count}", f"run.every.evaluate={-(-count // 2)}"]
+        own, _ = train(f"{name}_{way.split()[0]}", work, [f"run.seed={seed}", *ALONE, *length, *more, *shared])
+        rows.append(row(seed, way, own, folder))
+    return rows
+
+
+def main() -> None:
+    """Make the runs that are missing and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--work", type=Path, default=Path("runs/make_run"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    given = parser.parse_args()
+    shared = [f"backend.threads={given.threads}", *given.overrides]
+    rows = [one for seed in given.seeds for one in of_a_seed(seed, given.work, shared)]
+    rows += of_a_seed(given.seeds[0], given.work, [*shared, "run.baseline_steps=3400"], "all labels")
+    print(json.dumps(rows, indent=1))
+    write("make-run", f"python benchmarks/make_run.py {' '.join(sys.argv[1:])}", rows)
+
+
+if __name__ == "__main__":
+    main()
