@@ -52,6 +52,8 @@ def check(recipe: Recipe) -> Checked:
         find(name)
     data = listed = open_sources(section)
     split = split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.train))
+    if recipe.baseline is not None:  # it learns from labelled images alone
+        split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.with_labels().train))
     folders = fit_folders(plan, data.fingerprint).items()
     fits = {f"the fit of {where}": fit for where, (fit, target) in folders if not is_fitted(target)}
     phases = {"distillation": recipe, **fits}

@@ -201,7 +201,7 @@ def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, w
     assert Path(other_length).parent.parent == tmp_path / "teachers"
 
 
-def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, written, command, tmp_path):
+def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, written, command, refused, tmp_path):
     """In the same folder: the student is not trained again, and its teacher's fit counts though it was found."""
     path = written(
         run={"baseline": True}, data={"labels": "some", "labels_per_class": 8}, teacher={"cache": {"views": 1}}
@@ -217,6 +217,8 @@ def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, wr
     assert manifest["images"] == 24  # those with a label alone
     steps = re.search(r"`run.baseline_steps=(\d+)` gives a verdict", first.out)
     assert steps is not None
+    few = ("data.labels_per_class=2", "teacher.fit.batch_size=4", "--check")
+    assert refused("train", path, *few).startswith("data.batch_size: is 8, but the training split has 6 images")
     many = 4 * int(steps[1])  # in so short a run the first steps weigh too much
     again = command("train", path, f"run.baseline_steps={many}")
     assert again.code == 0, again

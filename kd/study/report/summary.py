@@ -80,9 +80,7 @@ def differences(
     return [*lines, "", note, ""] if lines else []
 
 
-ENOUGH = (
-    0.9  # share of distillation's cost that labels alone must have had: CPU times of equal work differ by some percent
-)
+ENOUGH = 0.9  # share of the cost that labels alone must have had: CPU times of equal work differ by some percent
 
 
 def clock_of(run: RunRecord) -> str:
