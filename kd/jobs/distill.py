@@ -196,7 +196,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
     lines.append(memory(recipe.loop.optimizer.zero, run, known.get("modes", {})))
     if run.backend.rank == 0 and (store := getattr(run.teacher, "store", None)) is not None:
         count = sum(int(store.whole(view, range(store.num_images)).sum()) for view in range(max(1, run.length.views)))
-        folder.record(answers={**known["answers"], "count": count}, at_hand=at_hand(store, run, state, folder))
+        folder.record(answers={**known["answers"], "count": count}, at_hand=at_hand(count, run, state, folder))
     broken = unreadable((data.train, data.val), run, known)
     if broken:
         folder.record(unreadable=broken)
@@ -205,15 +205,12 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
     return [line for line in lines if line]
 
 
-def at_hand(store: Any, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
-    """Return how many stored outputs a run used that it did not compute, and what they took; None: nothing tells."""
-    used = min(state.images, store.num_images * max(1, run.length.views))
+def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
+    """Return how many of so many stored outputs a run used but did not compute, and what they took; None: unknown."""
     own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train")) * run.backend.world_size
-    outputs, each = max(0, used - round(own)), store.seconds_each()
-    return {
-        "outputs": outputs,
-        "cpu_seconds": outputs * each if each is not None and outputs else None if outputs else 0.0,
-    }
+    outputs = max(0, min(state.images, stored) - round(own))
+    each = run.teacher.store.seconds_each() if outputs else 0.0  # type: ignore[attr-defined]
+    return {"outputs": outputs, "cpu_seconds": None if each is None else outputs * each}
 
 
 def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:

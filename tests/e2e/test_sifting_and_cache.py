@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ def test_a_sifted_run_reports_what_it_saved(written, command, tmp_path):
     assert re.search(r"A sifted epoch took -?\d+\.\d % less time than this run's own full ones", report)
 
 
-def test_a_filled_cache_runs_no_teacher(written, command):
+def test_a_filled_cache_runs_no_teacher(written, command, tmp_path):
     filled = command("cache", written(), *VIEWS)
     assert filled.code == 0, filled
     assert re.search(r"holds 72 records, 0 are missing; the teacher ran on 72 images in \d", filled.out)
@@ -35,6 +36,16 @@ def test_a_filled_cache_runs_no_teacher(written, command):
     assert trained.code == 0, trained
     assert "teacher_images 0 " in trained.out
     assert not re.search(r"teacher_images [1-9]", trained.out)
+    (cache,) = (tmp_path / "runs" / "caches").iterdir()
+    costs = [json.loads(line) for line in (cache / "costs.jsonl").read_text().splitlines()]
+    assert sum(row["outputs"] for row in costs) == 72
+    spent = sum(row["cpu_seconds"] for row in costs)
+    found = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())["at_hand"]
+    assert found == {"outputs": 72, "cpu_seconds": pytest.approx(spent)}  # what was stored earlier was not for nothing
+    (cache / "costs.jsonl").unlink()
+    assert command("train", written(), *VIEWS, "run.name=again").code == 0
+    found = json.loads((tmp_path / "runs" / "again" / "manifest.json").read_text())["at_hand"]
+    assert found == {"outputs": 72, "cpu_seconds": None}
 
 
 def test_another_run_s_cache_is_refused_by_name(written, command, refused, tmp_path):

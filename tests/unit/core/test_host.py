@@ -175,3 +175,21 @@ def test_a_run_on_a_cpu_does_not_touch_freed_pages_anew():
     pages = 10 * 4 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
     assert faults() < pages / 20
     assert faults(MALLOC_MMAP_THRESHOLD_="131072") > pages / 2  # the user's choice stands
+
+
+BURN = "import time; b = time.process_time()\nwhile time.process_time() < b + 0.3: pass\nprint(flush=True); input()"
+
+
+def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_and_after():
+    before = host.cpu_seconds()
+    child = subprocess.Popen([sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    running = host.cpu_seconds()
+    assert 0.3 <= running - before < 2
+    child.communicate(b"\n")
+    assert host.cpu_seconds() >= running - 0.02  # clocks of the system tick a hundred times a second
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert host.cpu_seconds() - running >= 0.17
