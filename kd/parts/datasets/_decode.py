@@ -185,7 +185,7 @@ def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str
     return raw._replace(texts=[name_of.get(text, text) for text in raw.texts]), order
 
 
-WHOLE, BROKEN = re.compile(r"(-?[0-9]+)\.0*"), re.compile(r"-?[0-9]*[.,][0-9]*[1-9][0-9]*")  # numbers with a fraction
+WHOLE, BROKEN = re.compile(r"(-?[0-9]+)[.,]0*"), re.compile(r"-?[0-9]*[.,][0-9]*[1-9][0-9]*")  # numbers with a fraction
 
 
 def as_classes(raw: Repeated, where: str) -> Repeated:
