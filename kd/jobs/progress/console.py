@@ -91,7 +91,8 @@ class Console:
             self._evaluated = state.step
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
         if self._bar is None:
-            left = f"({100 * self._progress:.0f} %, {left}) " if (left := self._left(state.step)) else ""
+            left = f"{100 * self._progress:.0f} %" + (f", {left}" if (left := self._left(state.step)) else "")
+            left = f"({left}) " if self._progress else ""
             print(f"{self.title} | step {state.step} {left}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")
