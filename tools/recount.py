@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -236,7 +237,7 @@ class Recount:
         ends, steps = [0.0, *(row["seconds"] for row in self.epochs)], [0, *(row["step"] for row in self.epochs)]
         asked = [
             sum(row["teacher_images"] for row in self.train if begin < row["step"] <= end) / self.epochs[i]["trained"]
-            for i, (begin, end) in enumerate(zip(steps, steps[1:], strict=False))
+            for i, (begin, end) in enumerate(itertools.pairwise(steps))
         ]
         most = self.manifest["images"] // self.manifest["batch_size"] * self.manifest["batch_size"]
         for i, row in enumerate(self.epochs):

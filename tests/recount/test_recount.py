@@ -82,10 +82,8 @@ def changed_numbers(run: Path) -> set[str]:
     text, unnoticed = (run / "report.md").read_text(), set()
     for number in re.finditer(r"\d\.\d", text):
         line = text[text.rfind("\n", 0, number.start()) + 1 : text.find("\n", number.end())]
-        if (
-            line.startswith("Next:")
-            or (re.match(r"\| teacher", line)
-            and " M " in text[number.start() : number.end() + 4])
+        if line.startswith("Next:") or (
+            re.match(r"\| teacher", line) and " M " in text[number.start() : number.end() + 4]
         ):
             continue
         (run / "report.md").write_text(
