@@ -4,9 +4,9 @@ Run: python benchmarks/make_run.py [--seeds 0 1 2] [--work FOLDER] [--threads 1]
 
 Each seed draws its own labels and so fits its own teacher. `smoothing` is the baseline of the run itself: label
 smoothing 0.1, fresh views, and the length of the configuration, which is that of equal CPU time. Two more ways that a
-user would try are `half length` and `strong augmentation` (rand-augment, larger jitter). `all labels` is the run of
-seed 0 with every label, with a fit and a baseline in proportion. CPU seconds are of training, without evaluations:
-those of the fit, of the student with its new outputs, and of labels alone. Runs that have ended are not made again.
+user would try are `half length` and `strong augmentation` (rand-augment, larger jitter), for the seeds `--ways`. `all
+labels` is the run of the first seed with every label. CPU seconds are of training, without evaluations: those of the
+fit, of the student with its new outputs, and of labels alone. Runs that have ended are not made again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALONE = ["data.labels=all", "teacher.model=", "teacher.checkpoint=", "teacher.pr
 ALONE += ["teacher.cache.views=0", "data.store=ram", "losses=[{kind: ce, label_smoothing: 0.1}]", "run.baseline=false"]
 ALONE += ["run.baseline_steps=0"]
 STRONG = ["data.augment.policy=rand-m9-mstd0.5", "data.augment.jitter=0.4"]
-FULL = ["data.labels=all", "data.labels_per_class=0", "teacher.fit.steps=120", "teacher.fit.evaluate=120"]
+FULL = ["data.labels=all", "data.labels_per_class=0"]
 
 
 def train(name: str, work: Path, overrides: list[str]) -> tuple[RunDir, config.Config]:
@@ -62,8 +62,8 @@ def own_difference(one: Any, other: Any) -> float:
     return round(100 * float(one.mean() - other.mean()), 2)
 
 
-def of_a_seed(seed: int, work: Path, shared: list[str], arm: str = "") -> list[dict[str, Any]]:
-    """Return the rows of one run and its baselines; `arm` "all labels": with every label."""
+def of_a_seed(seed: int, work: Path, shared: list[str], arm: str = "", ways: bool = True) -> list[dict[str, Any]]:
+    """Return the rows of one run and its baselines, two more ways with `ways`; `arm` "all labels": with every label."""
     name, full = f"seed{seed}" + ("_full" if arm else ""), FULL if arm else []
     keys = [*full, f"run.seed={seed}", *shared]
     folder, settings = train(name, work, keys)
@@ -72,8 +72,8 @@ def of_a_seed(seed: int, work: Path, shared: list[str], arm: str = "") -> list[d
     end = f", {arm}" if arm else ""
     rows = [row(seed, f"distilled{end}", folder, None, fit), row(seed, f"smoothing{end}", folder.alone(), folder)]
     steps = settings.run.baseline_steps
-    ways = {} if arm else {"half length": (steps // 2, []), "strong augmentation": (steps, STRONG)}
-    for way, (count, more) in ways.items():
+    tried = {"half length": (steps // 2, []), "strong augmentation": (steps, STRONG)} if ways else {}
+    for way, (count, more) in tried.items():
         length = [f"run.steps={count}", f"run.every.evaluate={-(-count // 2)}"]
         own, _ = train(f"{name}_{way.split()[0]}", work, [f"run.seed={seed}", *ALONE, *length, *more, *shared])
         rows.append(row(seed, way, own, folder))
@@ -84,13 +84,14 @@ def main() -> None:
     """Make the runs that are missing and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ways", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path("runs/make_run"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args()
     shared = [f"backend.threads={given.threads}", *given.overrides]
-    rows = [one for seed in given.seeds for one in of_a_seed(seed, given.work, shared)]
-    rows += of_a_seed(given.seeds[0], given.work, [*shared, "run.baseline_steps=3400"], "all labels")
+    rows = [one for seed in given.seeds for one in of_a_seed(seed, given.work, shared, ways=seed in given.ways)]
+    rows += of_a_seed(given.seeds[0], given.work, shared, "all labels", ways=False)
     print(json.dumps(rows, indent=1))
     write("make-run", f"python benchmarks/make_run.py {' '.join(sys.argv[1:])}", rows)
 

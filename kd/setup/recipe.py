@@ -12,6 +12,7 @@ from kd.config.reads import build_task, reads
 from kd.config.schema import (
     BackendSection,
     Config,
+    DataSection,
     LossSection,
     OptimizerSection,
     PriceSection,
@@ -167,9 +168,9 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             keep=1,
             patience=fit.patience,
         ),
-        # Fresh whole views each epoch, whatever the student will see: neither key must choose another teacher.
+        # Fresh whole views each epoch, whatever the student will see: no such key must choose another teacher.
         data=replace(
-            config.data, batch_size=fit.batch_size or config.data.batch_size, views=0, progressive=Progressive()
+            in_fresh_views(config.data), batch_size=fit.batch_size or config.data.batch_size, progressive=Progressive()
         ),
         task=task,
         student=StudentSection(
@@ -192,12 +193,17 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
     )
 
 
+def in_fresh_views(data: DataSection) -> DataSection:
+    """Return the same images, in a new view each epoch: none that could be kept is shown twice."""
+    return replace(data, views=0, store="none" if data.store == "views" else data.store)
+
+
 def labels_only(config: Config) -> Config:
     """Return the run on labels alone at its best simple way: same student and batches, fresh views, label smoothing."""
     run = replace(config.run, baseline=False, baseline_steps=0, steps=config.run.baseline_steps)
     return replace(
         config,
-        data=replace(config.data, views=0),
+        data=in_fresh_views(config.data),
         run=replace(run, patience=0 if run.steps else run.patience),
         teacher=TeacherSection(options=default_options("networks", "timm")),
         losses=on_labels(config.task, label_smoothing=SMOOTHING),

@@ -204,7 +204,9 @@ def test_a_teacher_is_reused_by_content_and_fitted_anew_for_other_data(fitted, w
 def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, written, command, refused, tmp_path):
     """In the same folder: the student is not trained again, and its teacher's fit counts though it was found."""
     path = written(
-        run={"baseline": True}, data={"labels": "some", "labels_per_class": 8}, teacher={"cache": {"views": 1}}
+        run={"baseline": True},
+        data={"labels": "some", "labels_per_class": 8, "store": "views"},
+        teacher={"cache": {"views": 1}},
     )
     first = command("train", path)
     assert first.code == 0, first
@@ -219,6 +221,7 @@ def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, wr
     assert steps is not None
     few = ("data.labels_per_class=2", "teacher.fit.batch_size=4", "--check")
     assert refused("train", path, *few).startswith("data.batch_size: is 8, but the training split has 6 images")
+    assert command("report", run / "labels_only").code == 0  # a baseline's own configuration can be read
     many = 4 * int(steps[1])  # in so short a run the first steps weigh too much
     again = command("train", path, f"run.baseline_steps={many}")
     assert again.code == 0, again
