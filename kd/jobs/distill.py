@@ -196,7 +196,9 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
     lines.append(memory(recipe.loop.optimizer.zero, run, known.get("modes", {})))
     if run.backend.rank == 0 and (store := getattr(run.teacher, "store", None)) is not None:
         count = sum(int(store.whole(view, range(store.num_images)).sum()) for view in range(max(1, run.length.views)))
-        folder.record(answers={**known["answers"], "count": count}, at_hand=at_hand(count, run, state, folder))
+        found = [at_hand(count, run, state, folder), *([known["at_hand"]] if "at_hand" in known else [])]
+        most = max(found, key=lambda one: one["outputs"])  # the cache may be gone where a run is entered again
+        folder.record(answers={**known["answers"], "count": count}, at_hand=most)
     broken = unreadable((data.train, data.val), run, known)
     if broken:
         folder.record(unreadable=broken)

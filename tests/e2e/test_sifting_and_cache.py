@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,10 @@ def test_a_filled_cache_runs_no_teacher(written, command, tmp_path):
     assert command("train", written(), *VIEWS, "run.name=again").code == 0
     found = json.loads((tmp_path / "runs" / "again" / "manifest.json").read_text())["at_hand"]
     assert found == {"outputs": 72, "cpu_seconds": None}
+    shutil.rmtree(cache)
+    assert command("train", written(), *VIEWS).code == 0  # of a run that has ended
+    found = json.loads((tmp_path / "runs" / "tiny" / "manifest.json").read_text())["at_hand"]
+    assert found == {"outputs": 72, "cpu_seconds": pytest.approx(spent)}
 
 
 def test_another_run_s_cache_is_refused_by_name(written, command, refused, tmp_path):
