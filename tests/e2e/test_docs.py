@@ -360,7 +360,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     assert len(first) == 3
     (strong,), (half,) = (rows("make-run", arm=arm, seed="0") for arm in ("strong augmentation", "half length"))
     assert float(alone_first[0]["accuracy"]) >= max(float(strong["accuracy"]), float(half["accuracy"])), "the best way"
-    assert all(float(b["cpu_seconds"]) >= float(a["cpu_seconds_in_all"]) for a, b in zip(first, alone_first, strict=True))
+    assert all(
+        float(b["cpu_seconds"]) >= float(a["cpu_seconds_in_all"]) for a, b in zip(first, alone_first, strict=True)
+    )
     ran = rows("compare_cifar10", epoch="20")
     arms = [[row for row in ran if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in ran)]
     timm, live, cached = (total(arm, "training_seconds") for arm in arms)
