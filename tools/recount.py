@@ -197,7 +197,7 @@ class Recount:
             for line in file.read_text().splitlines() if file.is_file() else ():
                 cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
                 heads = cells if cells and not heads else heads if cells else []
-                if not re.search(r"\d", line) or cells == heads:
+                if not re.search(r"\d", line) or (cells and cells == heads):
                     continue
                 if cells and heads[0] == "model":
                     self.table(line, dict(zip(heads, cells, strict=True)))
@@ -209,7 +209,7 @@ class Recount:
 
     def table(self, line: str, cells: Mapping[str, str]) -> None:
         name, folder = cells["model"], self.alone if "labels only" in cells["model"] else self.run
-        expected, scores = [], self.model(name)
+        expected, scores = dict[str, str](), self.model(name)
         for column in self.columns:
             value = scores.value(column["key"])
             if column["title"] not in cells or value is None:
@@ -222,14 +222,23 @@ class Recount:
                 ends = " ({} to {})".format(
                     *(percent(end)[:-2] if column["unit"] == "%" else f"{end:.4f}" for end in clipped)
                 )
-            expected.append(text + ends)
+            expected[column["title"]] = text + ends
         if "training images/s" in cells and not name.startswith("teacher"):
             last = rows_of(folder, "train")[-1]
-            expected.append(f"{last['images'] / last['seconds']:.0f}")
-            expected.append(f"{parameters(self.run, self.scored['step']) / 1e6:.2f} M")
-        elif cells.get("parameters", "-") != "-":
+            expected["training images/s"] = f"{last['images'] / last['seconds']:.0f}"
+            if cells.get("training, CPU time", "-") != "-":
+                expected["training, CPU time"] = clock(last["cpu_seconds"])
+            expected["parameters"] = f"{parameters(self.run, self.scored['step']) / 1e6:.2f} M"
+        elif cells.get("training, CPU time", "-") != "-":
+            self.left[f"{name}: {cells['training, CPU time']} of its fit"] = "its folder is shared with other runs"
+        if name.startswith("teacher") and cells.get("parameters", "-") != "-":
             self.left[f"{name}: {cells['parameters']} parameters"] = "needs the teacher's weights"
-        self.check(line, *expected)
+        self.cells(line, cells, expected)
+
+    def cells(self, line: str, cells: Mapping[str, str], expected: Mapping[str, str]) -> None:
+        """Compare the cells of a row."""
+        other = {title: text for title, text in expected.items() if cells[title] != text}
+        (self.wrong if other else self.right).append(f"{line}   [recounted: {other}]" if other else line)
 
     @property
     def warm(self) -> Iterator[tuple[int, float, bool, bool]]:
@@ -250,13 +259,12 @@ class Recount:
             row["trained"] / self.manifest["images"],
             row["effective"] * row["trained"] / row["candidates"],
         )
-        said = (
-            f"{row['trained']:.0f}",
-            percent(kept),
-            f"{effective:.0f}",
-            f"{seconds:.1f}{'' if is_warm else ' (cold)'}",
-        )
-        self.check(line, *(f" {one} |" for one in said))
+        expected = {
+            "trained": f"{row['trained']:.0f}",
+            "kept": percent(kept),
+            "effective sample size": f"{effective:.0f}",
+        }
+        self.cells(line, cells, expected | {"seconds": f"{seconds:.1f}{'' if is_warm else ' (cold)'}"})
 
     def ratio(self) -> tuple[float, float] | None:
         """Return the time of a warm sifted epoch as a share of a warm full one's, and the run in full epochs."""
@@ -348,19 +356,22 @@ class Recount:
         """Compare the last sentence: the difference, and the time of each part where its rows are known."""
         difference = self.model("student").minus(self.model("labels only"), self.decides["key"])
         assert difference is not None
-        alone = rows_of(self.alone, "train")[-1]
-        expected = [self.points(difference)]
-        expected += (
-            [f"labels alone {clock(alone['cpu_seconds'])} ({clock(alone['seconds'])})"]
-            if "cpu_seconds" in alone
-            else []
-        )
-        last = self.train[-1]
-        expected += [f"{clock(last['cpu_seconds'])} ({clock(last['seconds'])})"] if "cpu_seconds" in last else []
+        alone, last, expected = rows_of(self.alone, "train")[-1], self.train[-1], [self.points(difference)]
+        if "cpu_seconds" in alone and "CPU time" in line:
+            had, own = alone["cpu_seconds"], last["cpu_seconds"]
+            expected += [
+                f"labels alone {clock(had)} ({clock(alone['seconds'])})",
+                f"{clock(own)} ({clock(last['seconds'])})",
+            ]
+            if "the teacher's fit" not in line:
+                cost = own + self.manifest.get("at_hand", {}).get("cpu_seconds", 0.0)
+                verdict = f"({clock(cost)} against {clock(had)})", f"they had {clock(had)} of {clock(cost)}"
+                expected.append(verdict["No verdict" in line])
         word = {"Distillation paid": "better", "Distillation did not pay": "worse", "Not shown": "no difference shown"}
         said = next((one for start, one in word.items() if line.startswith(start)), difference_word(difference))
         self.check(f"{line} [{said}]", *expected, f"[{difference_word(difference)}]")
-        self.left["the teacher's fit in the verdict"] = "its folder is shared with other runs: see metrics.jsonl there"
+        if "the teacher's fit" in line:
+            self.left["the teacher's fit in the verdict"] = "its folder is shared with other runs: metrics.jsonl there"
 
     def files(self) -> None:
         """Compare what manifest.json of the export says of files and of validation images."""

@@ -24,7 +24,7 @@ def made(photos, teacher, tmp_path_factory) -> tuple[Path, Path]:
         "teacher": {**given(teacher), "cache": {"views": 2, "path": str(folder / "answers")}}
     }
     run = train(config.load(settings, ["run.epochs=2", "data.test_fraction=0.4", "data.augment.mixup=0"])).folder
-    return folder, export(run, folder / "export", ExportOptions()).folder
+    return folder, export(run, folder / "export", ExportOptions(onnx=False)).folder
 
 
 def whole_records(file: Path, label: str, size: int) -> int:
