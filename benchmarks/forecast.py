@@ -151,11 +151,15 @@ def main() -> None:
         _, peak = kd(args.kd, "train", str(config), *keys, log=folder.with_suffix(".log"))
         expected, found = forecast(told), came(folder, peak)
         for what, value in found.items():
-            error = 100 * (expected[what] / value - 1) if what in expected and value else ""
+            error: float | str = ""
+            if what in expected and value:
+                error = 100 * (expected[what] / value - 1)
+                if what == "sifting saves %":  # of the time that is left
+                    error = 100 * ((100 - expected[what]) / (100 - value) - 1)
             cells = {
                 "told": expected.get(what, "nothing"),
                 "came": round(value, 2),
-                "error %": error if error == "" else round(error, 1),
+                "error_percent": error if isinstance(error, str) else round(error, 1),
             }
             rows.append({"code": args.label, "run": name, "what": what, **cells})
             print(rows[-1], flush=True)
