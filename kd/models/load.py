@@ -1,31 +1,29 @@
 """Any timm model by name, local folder, safetensors file or hub id; a class count that does not fit is an error."""
 
 import json
-import math
-import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from kd.core.errors import ModelError, did_you_mean, in_short
+from kd.core.errors import ModelError, did_you_mean
 from kd.core.text import nfc
-from kd.models import packages, timm_folder
+from kd.models import checkpoints, timm_folder
+from kd.models.checkpoints import Weights
 from kd.models.classifier import Classifier, Preprocessing
+from kd.models.fitting import Taken, config_of, take
 from kd.models.spec import Spec
 
 FITTED = (
     "Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit it to this data: "
-    "teacher.pretrained=true with teacher.fit.epochs"
+    "teacher.pretrained=true with teacher.fit.epochs; or learn its features: losses=[{kind: cosine}]"
 )
+LUMA = (0.299, 0.587, 0.114)  # the share of red, green and blue in the grey of a photograph (ITU-R BT.601, as Pillow's)
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
@@ -33,9 +31,9 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if not spec.logits:
         spec = replace(spec, exact_head=False)
     source = _source(spec)
-    weights = read_tensors(spec)
+    weights = checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint) if spec.checkpoint else None
     pretrained = spec.pretrained and weights is None
-    own = _own_classes(spec, source, weights) if spec.classes is None else None
+    own, taken = _own_classes(spec, source, weights, image_size) if spec.classes is None else (None, None)
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
     network, sized = _create(spec, source, pretrained, image_size, count)
@@ -46,11 +44,12 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         spec.require_meaning(content.get("problem_type") or "")
     if pretrained and spec.classes:
         _settle_pretrained_head(spec, network)
-    if weights is not None:
-        _load_weights(spec, network, *weights)
+    steps = _load_weights(spec, network, weights, taken) if weights is not None else ()
     config = timm_folder.data_config(network)
+    if spec.exact_head and spec.args.get("in_chans") == 1:
+        steps = (*steps, _see_grey(spec, network, config))
     described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
-    free = sized if getattr(network, "pretrained_cfg", {}).get("fixed_input_size") else spec.free_size
+    free = sized if config_of(network).get("fixed_input_size") else spec.free_size
     made = Classifier(
         _laid_out(network),
         num_classes=len(classes),
@@ -61,8 +60,7 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         architecture=_architecture(spec, source),
         classes=classes,
     )
-    if spec.by_order and weights is not None:
-        made.notes = (f"the tensors of '{spec.checkpoint}' were taken by their order, whatever their names",)
+    made.notes = (f"'{spec.checkpoint or spec.model}': {'; '.join(steps)}",) if steps else ()
     made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made
 
@@ -86,25 +84,11 @@ def _preprocessing(config: dict[str, Any]) -> Preprocessing:
     return Preprocessing("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
 
 
-def identify(where: str, file: Path, model: str = "") -> tuple[str, bool]:
-    """Return the network of timm that a file of weights belongs to, and whether its tensors have other names.
-
-    Tried are `model`, or the networks whose names are in the file's name. Weights under other names are more often
-    those of a network `tf_...` than of its twin, since they were converted from TensorFlow.
-    """
-    import timm
-
-    plain = partial(re.sub, "[^a-z0-9]", "")
-    weights, stem = read_tensors(Spec(where, "", {}, (), checkpoint=str(file))), plain(file.stem.lower())
-    near = [model] if model else [name for name in timm.list_models() if plain(name.removeprefix("tf_")) in stem]
-    for by_order in (False, True):
-        for name in sorted(near, key=lambda name: ((plain(name) in stem) == by_order, -len(name))):
-            spec = Spec(where, name, {}, (), checkpoint=str(file), by_order=by_order)
-            with suppress(ModelError), torch.device("meta"):
-                _load_weights(spec, _create(spec, _source(spec), False, 224, 0)[0], *weights)
-                return name, by_order
-    wrong = f"'{file}' holds the weights of no network of timm whose name is in the file's name"
-    raise ModelError(where, wrong, "NAME=FILE, where NAME has a fitting network", f"Tried: {', '.join(near) or 'none'}")
+def built_bare(where: str, model: str) -> tuple[nn.Module, list[str]]:
+    """Return a network of timm as its name stands for it, without weights, and the names of its classifier."""
+    spec = Spec(where, model, {}, None)
+    network, _ = _create(spec, _source(spec), False, 0, 0)
+    return network, _head_names(network)
 
 
 def _source(spec: Spec) -> str:
@@ -136,7 +120,7 @@ def _source(spec: Spec) -> str:
 def require_weights(spec: Spec) -> None:
     """Require the weights that `load` would read: a file that is there, or one in reach; nothing is downloaded."""
     if spec.checkpoint:
-        _weights_file(spec)
+        checkpoints.located(f"{spec.where}.checkpoint", spec.checkpoint)
     else:
         _require_source(spec, _source(spec), spec.pretrained)
 
@@ -162,32 +146,30 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
     return {"model": content.get("architecture"), "args": {**content.get("model_args", {}), **spec.args}}
 
 
-def _own_classes(spec: Spec, source: str, weights: Any) -> list[str] | None:
-    """Return the names of a model's own classes, from its folder or its checkpoint; None: timm knows their number."""
-    import timm
-
-    tensors, names = weights or ({}, None)
-    folder = Path(source.removeprefix("local-dir:"))
-    names = names or (timm_folder.folder_classes(folder) if source.startswith("local-dir:") else None)
-    if names:
-        return names
-    config = None if source.startswith("local-dir:") or ":" in source else timm.get_pretrained_cfg(source)
-    heads = [f"{getattr(config, 'classifier', None) or 'head'}.weight", "head.weight", "fc.weight", "classifier.weight"]
-    count = next((tensors[name].shape[0] for name in heads if name in tensors), 0)
-    if spec.by_order and tensors:  # the last one is the classifier's bias
-        count = next(reversed(tensors.values())).shape[0]
-    if not count and spec.pretrained and not tensors:
-        return None  # timm builds the head that belongs to the weights
+def _own_classes(
+    spec: Spec, source: str, weights: Weights | None, image_size: int
+) -> tuple[list[str] | None, Taken | None]:
+    """Return the names of a model's own classes, and the tensors that were read for them; None: timm knows."""
+    names = weights.classes if weights is not None else None
+    names = names or (timm_folder.folder_classes(Path(source.removeprefix("local-dir:"))) if ":" in source else None)
+    if names or (spec.pretrained and weights is None):
+        return names, None  # without a file timm builds the head that belongs to the weights
+    taken, count = None, 0
+    if weights is not None:
+        with torch.device("meta"):  # the classifier's name is the network's; its rows are the file's
+            bare = _create(spec, source, False, image_size, 0)[0]
+        taken = _take(spec, bare, weights)
+        count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
     if not count:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
         remedy = "Choose such a teacher, or take losses on features"
         raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
-    return [f"class_{label}" for label in range(count)]
+    return [f"class_{label}" for label in range(2 if count == 1 and spec.softmax else count)], taken
 
 
 def _numbered(network: nn.Module) -> list[str]:
-    names = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
+    names = config_of(network).get("label_names")
     return list(names or [f"class_{label}" for label in range(int(getattr(network, "num_classes", 0)))])
 
 
@@ -203,7 +185,7 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     last = Exception()
     # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
-    tries = [{}] if "img_size" in args or stored else [{"img_size": image_size}, {}]
+    tries = [{}] if "img_size" in args or stored or not image_size else [{"img_size": image_size}, {}]
     if spec.any_size and "dynamic_img_size" not in args:  # of timm's ViTs; others refuse it
         tries = [{**one, "dynamic_img_size": True} for one in tries] + tries
     for sized in tries:
@@ -230,39 +212,10 @@ def without_meta_warnings() -> Iterator[None]:
         yield
 
 
-def read_tensors(spec: Spec) -> Any:
-    """Read the checkpoint: tensors by name and the class names written beside them, where there are any."""
-    if not spec.checkpoint:
-        return None
-    file, where = _weights_file(spec), f"{spec.where}.checkpoint"
-    if file.suffix != ".safetensors":
-        return timm_folder.unpickled(file, where), timm_folder.folder_classes(file.parent, where)
-    if spec.by_order:
-        wrong = f"'{file}' is safetensors, which keep no order, but {spec.where}.weights is by_order"
-        raise ModelError(where, wrong, "A .pth file", f"Name that, or leave {spec.where}.weights out")
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            where, f"'{file}' is not whole safetensors ({in_short(error)})", "", "Write the file anew"
-        ) from error
-    return tensors, timm_folder.folder_classes(file.parent, where)
-
-
-def _weights_file(spec: Spec) -> Path:
-    path = Path(packages.fetched(f"{spec.where}.checkpoint", spec.checkpoint))
-    file = path / "model.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if spec.where.startswith("teacher") else "")
-        allowed = "A .safetensors or .pth file, or a folder with model.safetensors"
-        raise ModelError(f"{spec.where}.checkpoint", f"no file '{file}'", allowed, remedy)
-    return file
-
-
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
     """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on."""
     # A student of other classes gets zeros: timm's random head starts an EfficientNet at a cross-entropy of 9.4.
-    classes, config = spec.classes or (), getattr(network, "pretrained_cfg", None) or {}
+    classes, config = spec.classes or (), config_of(network)
     count, names = config.get("num_classes"), config.get("label_names")
     folder = Path(spec.model.removeprefix("local-dir:"))
     names = names or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
@@ -295,48 +248,60 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
         raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
-def _load_weights(spec: Spec, network: nn.Module, tensors: dict[str, Tensor], names: list[str] | None) -> None:
-    where, classes = f"{spec.where}.checkpoint", spec.classes or names or ()
-    own = network.state_dict()
-    tensors = timm_folder.unwrapped(tensors, own)
-    if spec.by_order:
-        free = ["pos_embed", *_head_names(network)]  # these are looked at below
-        tensors = timm_folder.in_order(where, spec.model, own, tensors, free, 0 if spec.logits else 2)
-    if not spec.logits:  # without those of a classifier, as timm's configuration of the network names it
-        heads = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or "head"
-        prefixes = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
-        tensors = {name: t for name, t in tensors.items() if name in own or not name.startswith(prefixes)}
-    tensors = _at_this_size(tensors, own, network)
-    head = next((name for name in _head_names(network) if name in tensors), None)
-    if head is not None and spec.exact_head and spec.classes:
-        _check_count(where, tensors[head].shape[0], classes)
+def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
+    """Load a file's tensors, with its classifier or, for a student of other classes, with zeros; say what was done."""
+    where, names, classes = weights.where, weights.classes, spec.classes or weights.classes or ()
+    taken, own, heads = taken or _take(spec, network, weights), network.state_dict(), _head_names(network)
+    tensors, steps = taken.tensors, taken.steps
+    head = next((name for name in heads if name in tensors), None)
+    if spec.exact_head and head is None and heads[0] in own:
+        raise ModelError(where, f"'{weights.file}' has no classifier", "Weights with one for losses on logits", FITTED)
+    if spec.exact_head and head is not None and spec.softmax and len(tensors[head]) == 1 and len(own[head]) == 2:
+        tensors |= {name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]]) for name in heads if name in own}
+        steps = (*steps, f"its one logit z became [0, z]: '{[*classes, 'class_1', 'class_1'][1]}' has z")
+    elif spec.exact_head and head is not None and spec.classes:
+        _check_count(where, len(tensors[head]), classes)
     if names is not None and spec.exact_head:
         check_classes(where, names, classes)
     if not spec.exact_head and spec.logits:  # weights of other classes: the student gets a head of zeros
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
-        fresh = {name: torch.zeros_like(own[name]) for name in _head_names(network) if name in own}
+        fresh = {name: torch.zeros_like(own[name]) for name in heads if name in own}
         same = names is None or list(names) == list(classes)
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
-    timm_folder.require_same_tensors(where, spec.model, own, tensors)
     with without_meta_warnings():
         network.load_state_dict(tensors)
+    return steps
 
 
-def _at_this_size(tensors: dict[str, Tensor], own: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Resample the position embedding of a vision transformer that was trained on another image size, as timm does."""
-    given, needed = tensors.get("pos_embed"), own.get("pos_embed")
-    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
-    if given is None or needed is None or grid is None or given.ndim != 3 or given.shape[1] == needed.shape[1]:
-        return tensors
-    from timm.layers import resample_abs_pos_embed
+def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
+    """Let a network of one channel take colours: its first layer sees the grey of what it is given."""
+    # Normalization is alike for all channels then, so that the sum of normalized colours is the normalized grey.
+    first = config_of(network).get("first_conv")
+    layer = dict(network.named_modules()).get(first if isinstance(first, str) else "")
+    if not isinstance(layer, nn.Conv2d) or layer.in_channels != 1:
+        wrong = f"has in_chans=1, but the first layer of '{spec.model}' is no convolution of one channel"
+        raise ModelError(f"{spec.where}.args", wrong, "A network that begins with one", "Leave in_chans out")
+    shares = torch.tensor(LUMA, device=layer.weight.device).view(1, 3, 1, 1)
+    layer.weight, layer.in_channels = nn.Parameter(layer.weight.detach() * shares), 3
+    for key in ("mean", "std"):
+        own = config[key] if len(config[key]) == 3 else [config[key][0]] * 3
+        config[key] = [sum(share * one for share, one in zip(LUMA, own, strict=True))] * 3
+    return f"it sees the grey of a photograph, with mean {config['mean'][0]:.3f} and std {config['std'][0]:.3f}"
 
-    kept = 0 if getattr(network, "no_embed_class", False) else int(getattr(network, "num_prefix_tokens", 1))
-    if math.isqrt(given.shape[1] - kept) ** 2 != given.shape[1] - kept:
-        return tensors
-    return {**tensors, "pos_embed": resample_abs_pos_embed(given, list(grid), num_prefix_tokens=kept)}
+
+def _take(spec: Spec, network: nn.Module, weights: Weights) -> Taken:
+    name = config_of(network).get("architecture") or spec.model
+    return take(weights, network, name, spec.weights, _head_names(network), not spec.logits)
 
 
 def _head_names(network: nn.Module) -> list[str]:
-    head = getattr(network, "get_classifier", lambda: None)()
-    prefix = next((name for name, module in network.named_modules() if module is head), "head")
-    return [f"{prefix}.weight", f"{prefix}.bias"]
+    """Return the names of the weights, and then of the biases, of the layers whose outputs are the logits."""
+    count = getattr(network, "num_classes", 0)
+    found = getattr(network, "get_classifier", lambda: None)()
+    heads = {id(layer) for one in (found if isinstance(found, tuple) else (found,)) if one for layer in one.modules()}
+    names = {
+        name
+        for name, layer in network.named_modules()
+        if id(layer) in heads and count in (getattr(layer, "out_features", 0), getattr(layer, "out_channels", 0))
+    }
+    return [f"{name}.{kind}" for kind in ("weight", "bias") for name in sorted(names) or ["head"]]

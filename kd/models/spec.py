@@ -37,7 +37,7 @@ class Spec:
     """The data's, in order. None: its images have no labels, and the model's own are taken. Empty: features alone are
     needed, and no classifier."""
     checkpoint: str = ""  # a .safetensors file or a folder
-    by_order: bool = False  # the checkpoint's tensors have other names, and stand in the order of the network's own
+    weights: str = "by_name"  # which of the checkpoint's tensors are taken, and how, as `student.weights` says it
     pretrained: bool = False  # load the weights that come with the name, the folder or the hub id
     free_size: bool = False
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
@@ -46,6 +46,11 @@ class Spec:
     images: DatasetSpec | None = None  # for a teacher that answers by an image's name
     task: Task | None = None
     """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
+
+    @property
+    def softmax(self) -> bool:
+        """Whether its logits are those of one class an image: one logit z stands for [0, z] then."""
+        return self.task is None or self.task.logits == "softmax"
 
     @property
     def logits(self) -> bool:

@@ -1,22 +1,18 @@
 """A model as a folder that timm loads: its config.json, how it is written, and whether weights are there and fit."""
 
-import argparse
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError, in_short
 from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
-WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "net")
-"""Keys under which the tensors of a .pth file may lie."""
 PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
 """What logits answer, in the words of transformers, and what an image has."""
 
@@ -143,61 +139,6 @@ def _unanswered(repository: str) -> str:
     thread.start()
     thread.join(HUB_SECONDS)
     return outcome[0] if outcome else f"no answer within {HUB_SECONDS:g} s"
-
-
-def unwrapped(tensors: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without the prefixes of DataParallel and torch.compile, which the module itself does not have."""
-    for prefix in ("module.", "_orig_mod.", "module."):
-        if all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in own):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def unpickled(path: Path, where: str) -> dict[str, Tensor]:
-    """Read a .pth file, whose tensors may lie in a wrapper; no code of it runs."""
-    try:
-        torch.serialization.add_safe_globals([argparse.Namespace])  # lies beside many weights; it only holds values
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ModelError(where, f"no file '{path}'", "A .pth or .safetensors file", "Check the path") from error
-    except Exception as error:  # the unpickler raises many types, all caused by the file
-        reason = in_short(error)
-        allowed = "Tensors by name: torch.save(model.state_dict(), path); other pickles may run code and are refused"
-        raise ModelError(where, f"'{path}' cannot be read as weights ({reason})", allowed, "Save it anew") from error
-    while isinstance(content, dict) and (inside := next((k for k in WRAPPERS if isinstance(content.get(k), dict)), "")):
-        content = content[inside]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ModelError(where, f"'{path}' holds no tensors by name", "A state_dict", "Save model.state_dict()")
-    return content
-
-
-def in_order(
-    where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], free: Sequence[str], more: int
-) -> dict[str, Tensor]:
-    """Give tensors of other names a model's own, by their places; each has the model's shape, those of `free` any."""
-    # Up to `more` tensors may stand behind them: those of a classifier that the model is built without.
-    if not 0 <= len(tensors) - len(own) <= more:
-        wrong = f"has {len(tensors)} tensors, '{model}' has {len(own)}"
-        raise ModelError(where, wrong, "With weights: by_order, as many", "Correct model or args")
-    for i, (name, foreign) in enumerate(zip(own, tensors, strict=False)):
-        needed, given = tuple(own[name].shape), tuple(tensors[foreign].shape)
-        if needed != given and name not in free:
-            wrong = f"tensor {i + 1}, '{foreign}', has the shape {given}, '{name}' of '{model}' has {needed}"
-            raise ModelError(where, wrong, "With weights: by_order, equal shapes in order", "Correct model or args")
-    return dict(zip(own, tensors.values(), strict=False))
-
-
-def require_same_tensors(where: str, model: str, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Require that a checkpoint holds the tensors of a model."""
-    both = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
-    problems = {
-        "missing": sorted(own.keys() - tensors.keys()),
-        "unexpected": sorted(tensors.keys() - own.keys()),
-        "other shape": [f"{name} {tuple(tensors[name].shape)} != {tuple(own[name].shape)}" for name in both],
-    }
-    listed = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in problems.items() if items)
-    if listed:
-        raise ModelError(where, f"the weights are not those of '{model}' ({listed})", "", "Correct model or args")
 
 
 def cached() -> dict[str, Path]:

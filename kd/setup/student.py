@@ -57,7 +57,7 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
         args=plan.args,
         classes=classes if plan.task.logits else (),
         checkpoint=plan.checkpoint,
-        by_order=plan.weights == "by_order",
+        weights=plan.weights,
         pretrained=plan.init == "pretrained",
         free_size=plan.init == "scratch",
         task=None if plan.kind == "timm" else plan.task,

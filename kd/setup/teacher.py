@@ -21,7 +21,7 @@ from kd.core.types import Batch
 from kd.data.views import Views
 from kd.models.classifier import Ensemble, set_attention
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher, NoTeacher, require_repeatable
+from kd.models.teacher import LiveTeacher, NoTeacher, is_on_meta, require_repeatable
 from kd.parts import registry
 from kd.setup.data import BatchSplit, Data, split_batch
 from kd.setup.modes import ExecutionMode, noise, require, torch_mode
@@ -113,7 +113,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         args=section.args,
         classes=classes,
         checkpoint=section.checkpoint,
-        by_order=section.weights == "by_order",
+        weights=section.weights,
         pretrained=not section.checkpoint,
         exact_head=True,
         images=data.images(),
@@ -122,7 +122,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     if isinstance(weights, Path):
         own = section.kind != "timm"  # of such a network the folder has the weights alone
         found = {"checkpoint": str(weights)} if own else {"model": str(weights), "args": {}, "checkpoint": ""}
-        spec = replace(spec, **found, pretrained=True, by_order=False)
+        spec = replace(spec, **found, pretrained=True, weights="by_name")
     elif weights != REAL:
         free = where in plan.fits and not section.pretrained
         spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
@@ -265,6 +265,24 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) 
     return error, (
         f"{mode}; its logits differ from torch float32's by {largest:.2g} at most, {error['of_std']:.2g} of their "
         f"standard deviation ({len(images)} validation images)"
+    )
+
+
+@torch.no_grad()
+def spread_text(teachers: Teachers) -> str:
+    """Say how a teacher predicts validation images, which shows wrong weights without labels; "" if it cannot."""
+    model: Any = teachers.model
+    if model.reads_ids or is_on_meta(model) or not len(teachers.data.val):
+        return ""
+    shown = teachers.data.shown(teachers.data.val)
+    logits_BC = model.eval()(pixels_of(readable(shown.source)[0], shown)).logits.float()
+    if logits_BC.shape[1] < 2:
+        return ""
+    entropy = torch.distributions.Categorical(logits=logits_BC).entropy().mean().item() / np.log(logits_BC.shape[1])
+    several = len(logits_BC.argmax(1).unique())
+    return (
+        f"; on {len(logits_BC)} images it predicts {several} of {logits_BC.shape[1]} classes, its logits have the "
+        f"standard deviation {logits_BC.std().item():.2g}, its probabilities {entropy:.0%} of the largest entropy"
     )
 
 

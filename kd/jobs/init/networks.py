@@ -10,7 +10,8 @@ import torch
 
 from kd.core.errors import ModelError
 from kd.files.json_file import read_json
-from kd.models.load import identify, load, require_weights
+from kd.models.load import load, require_weights
+from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.models.teacher import count_parameters
 from kd.models.timm_folder import cached, folder_classes, takes_any_size
@@ -70,8 +71,8 @@ def named(where: str, text: str) -> tuple[dict[str, Any], str]:
     if not Path(file).is_file():
         require_weights(Spec(where, text, {}, (), pretrained=True))
         return {"model": text}, ""
-    model, by_order = identify(where, Path(file), model)
-    why = f"whose tensors {Path(file).name} has" + (" in this order, under other names" if by_order else "")
+    model, by_order, why = identify(where, Path(file), model)
+    log.info("%s: %s", file, why)
     return {"model": model, "checkpoint": file, **({"weights": "by_order"} if by_order else {})}, why
 
 

@@ -69,6 +69,13 @@ def read_names(path: str, where: str) -> list[str]:
     return names
 
 
+class Binary(nn.Module):
+    """Make two logits, 0 and z, of the one logit z of a teacher's second class: their softmax is its sigmoid."""
+
+    def forward(self, logit_B1: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(logit_B1), logit_B1], 1)
+
+
 Named = tuple[tuple[str, ...], nn.Module]
 
 
@@ -78,6 +85,9 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
     # `count` logits, or those of `own` that stand for the data's classes. Without labels in the data the teacher's are
     # taken.
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
+    if count == 1 and not own and spec.where != "student" and spec.softmax:
+        names, pick = named(spec, 2, own, file)
+        return names, nn.Sequential(Binary(), pick)
     if spec.where == "student" and spec.classes is not None and count != len(spec.classes):
         wrong = f"has {count} classes, the data has {len(spec.classes)}"
         raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
@@ -130,14 +140,21 @@ def require_one_output(spec: Spec, features: Collection[str], kind: str) -> None
 
 def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     where = f"{spec.where}.model"
-    if answer_BC.ndim != 2 or answer_BC.shape[1] < 2:
+    if answer_BC.ndim != 2 or answer_BC.shape[1] < (1 if spec.softmax and spec.where != "student" else 2):
         shape = "x".join(str(size) for size in answer_BC.shape)
-        raise ModelError(where, f"answers with the shape {shape}", "Logits [images, classes], two classes or more", "")
+        allowed = "Logits [images, classes], two classes or more; of a teacher also one, of the second of two classes"
+        raise ModelError(where, f"answers with the shape {shape}", allowed, "")
     if answer_BC.is_meta:  # its shape alone is known
         return
     if not answer_BC.isfinite().all():
         raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
     assert spec.task is not None
+    if answer_BC.shape[1] == 1:  # one logit may have any value
+        if meaning == "probabilities" and ((answer_BC < 0) | (answer_BC > 1)).any():
+            raise ModelError(
+                f"{spec.where}.outputs", "is probabilities, but some are outside of 0..1", "", "Set logits"
+            )
+        return
     if wrong := spec.task.refuse(answer_BC):
         raise ModelError(where, wrong, "Answers of the task that the losses are for", "Take another teacher, or losses")
     shares = spec.task.are_probabilities(answer_BC)
@@ -151,7 +168,13 @@ def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
     task = spec.task
     if meaning == "logits" or task is None:
         return torch.Tensor.float
-    return lambda answer_BC: task.from_probabilities(answer_BC.float())
+
+    def change(answer_BC: Tensor) -> Tensor:
+        if answer_BC.shape[1] == 1:
+            return torch.logit(answer_BC.float(), eps=1e-7)  # as near to 0 and 1 as float32 has numbers on both sides
+        return task.from_probabilities(answer_BC.float())
+
+    return change
 
 
 def found_function(spec: Spec) -> Any:

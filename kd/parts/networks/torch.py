@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError, in_short
 from kd.core.facts import NetworkFacts
 from kd.core.types import Outputs
+from kd.models.checkpoints import read
 from kd.models.classifier import Classifier, Network, main_output
-from kd.models.load import read_tensors, without_meta_warnings
+from kd.models.fitting import take
+from kd.models.load import without_meta_warnings
 from kd.models.spec import Spec
 from kd.models.teacher import FAILURES, fails
-from kd.models.timm_folder import require_same_tensors, unwrapped
 from kd.parts.networks import _shared as shared
 from kd.parts.networks._shared import Options
 
@@ -51,11 +52,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
     if spec.checkpoint:  # all of it; a .pth is read without running code
-        own = inner.state_dict()
-        tensors = unwrapped(read_tensors(spec)[0], own)
-        require_same_tensors(f"{spec.where}.checkpoint", spec.model, own, tensors)
+        taken = take(read(f"{spec.where}.checkpoint", spec.checkpoint), inner, spec.model, spec.weights)
         with without_meta_warnings():
-            inner.load_state_dict(tensors)
+            inner.load_state_dict(taken.tensors)
     size = options.input_size or image_size
     architecture = {"function": spec.model, "args": spec.args, "source": _source(function), "outputs": options.outputs}
     described: dict[str, Any] = {"input_size": size, "mean": options.mean, "std": options.std}

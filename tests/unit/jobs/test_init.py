@@ -19,7 +19,7 @@ from kd import config
 from kd.core.errors import KdError
 from kd.jobs.check import check
 from kd.jobs.init.init import _yaml, init
-from kd.models.load import identify
+from kd.models.recognize import identify
 from kd.setup.recipe import resolve
 
 DATA = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
@@ -148,11 +148,14 @@ def test_foreign_weights_are_recognized_and_written(inside):
     assert "--student WEIGHTS" not in text
     check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
     torch.save(tensors, weights)
-    assert identify("--teacher", weights) == ("efficientnet_lite0", False)
+    assert identify("--teacher", weights)[:2] == ("efficientnet_lite0", False)
     os.rename(weights, "mine.pth")
-    assert identify("--teacher", Path("mine.pth"), "tf_efficientnet_lite0") == ("tf_efficientnet_lite0", False)
+    assert identify("--teacher", Path("mine.pth"), "tf_efficientnet_lite0")[:2] == ("tf_efficientnet_lite0", False)
+    found = identify("--teacher", Path("mine.pth"))
+    assert found[:2] == ("efficientnet_lite0", False)
+    assert "by the shapes of its tensors; tf_efficientnet_lite0 would fit too (NAME=FILE)" in found.why
     with pytest.raises(KdError, match=r"--teacher: .*NAME=FILE"):
-        identify("--teacher", Path("mine.pth"))
+        identify("--teacher", Path("mine.pth"), "resnet18")
 
 
 def test_a_student_may_be_a_transformer_or_a_folder(teacher):
