@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kd.config import Config
     from kd.config import load as load_config
-    from kd.core.errors import KdError
+    from kd.core.errors import BadImage, KdError
+    from kd.deploy.serve.model import open_export as load
     from kd.engine.monitor.timeline import region
     from kd.jobs.api import Distilled, distill, train
     from kd.study.sweeps.sweep import sweep
@@ -25,15 +26,22 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Read by onnxruntime when it is imported: 1.32 sends events to its makers, and keeps an id in the home folder.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.3.0"
-__all__ = ["Config", "Distilled", "KdError", "__version__", "distill", "load_config", "region", "sweep", "train"]
+__all__ = [
+    "BadImage", "Config", "Distilled", "KdError", "__version__", "distill", "load", "load_config", "region", "sweep",
+    "train",
+]  # fmt: skip
 
 _HOMES = {
+    "BadImage": ("kd.core.errors", "BadImage"),
     "Config": ("kd.config", "Config"),
     "Distilled": ("kd.jobs.api", "Distilled"),
     "KdError": ("kd.core.errors", "KdError"),
     "distill": ("kd.jobs.api", "distill"),
+    "load": ("kd.deploy.serve.model", "open_export"),
     "load_config": ("kd.config", "load"),
     "region": ("kd.engine.monitor.timeline", "region"),
     "sweep": ("kd.study.sweeps.sweep", "sweep"),

@@ -47,6 +47,9 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         sys.stderr.close()
         return EXIT_OK
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # torch wants one
+            print(f"TMPDIR: {error.strerror}. Set it to a folder that you may write.", file=sys.stderr, flush=True)
+            return EXIT_USER
         print(traceback.format_exc(), end="", file=sys.stderr)
         if own_line(error):
             print(f"this is an error of your own code, not of kd: {raised(error)}", file=sys.stderr, flush=True)

@@ -62,6 +62,10 @@ class DataError(KdError):
     """A dataset, an image or a label cannot be used."""
 
 
+class BadImage(KdError):
+    """A picture that a loaded export cannot answer for."""
+
+
 class CorruptImage(DataError):
     """An image was read and cannot be decoded; `data.on_corrupt` decides. A failed read is a DataError instead."""
 

@@ -24,6 +24,8 @@ from kd.core.host import cores, peak_mib
 from kd.core.text import quoted
 from kd.core.types import Costs
 from kd.data.loader import most_skipped
+from kd.deploy.serve.decoding import refusal
+from kd.deploy.serve.limits import Limits
 from kd.files.storage import write_text
 from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of
@@ -91,7 +93,7 @@ def look(
     Of a split the share `max_skipped` may be damaged, as in the run; below 0: none. Damaged images, and pairs in two
     splits or with two labels, are listed in `audit` of a run folder. Nothing is removed.
     """
-    (damaged, album, used), audit = _decoded(splits, everything), folder / lists.FOLDER
+    (damaged, album, used, refused), audit = _decoded(splits, everything), folder / lists.FOLDER
     total = sum(map(len, splits.values()))
     if not (damaged or len(album)):
         return []  # not rendered or unpacked yet
@@ -99,6 +101,9 @@ def look(
     of = f"{looked} of {total}" if looked < total else f"all {looked}"
     lines = [f"images    decoded {of}: " + (f"{len(damaged)} damaged, to be skipped" if damaged else "none is damaged")]
     lines += _bits(used, bits)
+    if refused:
+        reasons = ", ".join(f"{count} {why}" for why, count in refused.most_common())
+        lines.append(f"endpoint  kd-serve refuses {refused.total()} of {of} by its default limits: {reasons}")
     if damaged:
         lines += _damaged(damaged, splits, max_skipped, of, audit / DAMAGED)
     found = lists.repeats(album, copies(album), splits)
@@ -140,15 +145,17 @@ def _damaged(
     return [f"          {one.wrong}" for one in list(damaged.values())[:MOST_NAMED]] + [f"          listed in '{file}'"]
 
 
-def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[dict[str, CorruptImage], Album, Counter[int]]:
-    """Decode images; return the damaged ones by split and name, and how many use how many bits of 16.
+def _decoded(
+    splits: Mapping[str, Source], everything: bool
+) -> tuple[dict[str, CorruptImage], Album, Counter[int], Counter[str]]:
+    """Decode images; return the damaged ones by split and name, how many use how many bits, and what kd-serve refuses.
 
     Empty where they do not exist yet.
     """
     names, sources, start = [*splits], [*splits.values()], time.monotonic()
     *starts, total = accumulate(map(len, sources), initial=0)
     count = total if everything else min(total, MOST_LOOKED)
-    damaged, used = dict[str, CorruptImage](), Counter[int]()
+    damaged, used, refused, limits = dict[str, CorruptImage](), Counter[int](), Counter[str](), Limits()
     album, logged = Album(count), start
     for position in range(total) if everything else random.Random(0).sample(range(total), count):
         split = bisect(starts, position) - 1
@@ -157,19 +164,21 @@ def _decoded(splits: Mapping[str, Source], everything: bool) -> tuple[dict[str, 
             seen = sources[split].decode(id)
             album.add(split, id, seen)
             used[seen.used] += 1
+            if why := refusal(seen.image.size, seen.format, limits):
+                refused[why] += 1
         except CorruptImage as error:
             damaged[f"{names[split]}:{sources[split].name(id)}"] = error
         except NotPrepared:
             if everything:
                 raise
-            return {}, Album(0), used
+            return {}, Album(0), used, refused
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
             logged = now
             log.info("images    decoded %d of %d, %.0f s", len(album) + len(damaged), total, now - start)
         if not everything and now > start + LOOK_SECONDS:
             break
-    return damaged, album, used
+    return damaged, album, used, refused
 
 
 def _bits(used: Counter[int], bits: int) -> list[str]:

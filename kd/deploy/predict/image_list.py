@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import stat
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kd.core.errors import DataError
-from kd.deploy.serve.decoding import begins_as_image
-from kd.deploy.serve.limits import Problem
+from kd.deploy.serve.decoding import begins_as_image, check_bytes, read_file
 from kd.files import object_store, shards
-from kd.files.pixels import ENDINGS, MAX_BYTES
+from kd.files.pixels import ENDINGS
 from kd.files.storage import retried
 
 WHERE = "kd-predict"
@@ -109,7 +107,7 @@ def _files(folder: str, names: Sequence[str]) -> ImageList:
         return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
 
     def content(id: int) -> bytes:
-        return _content(path(id)) if path(id) else object_store.read(names[id], WHERE)
+        return read_file(path(id)) if path(id) else object_store.read(names[id], WHERE)
 
     stamps = [_stamp(path(id)) if path(id) else "" for id in range(len(names))]
     remote = any(map(object_store.is_url, names))
@@ -128,28 +126,14 @@ def _stamp(path: str) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _content(path: str) -> bytes:
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for somebody who writes to it
-        raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")
-    _check_bytes(status.st_size)
-    with open(path, "rb", buffering=0) as file:
-        return file.readall()
-
-
 def _url(url: str, size: int) -> bytes:
-    _check_bytes(size)
+    check_bytes(size)
     return object_store.read(url, WHERE)
 
 
 def _member(path: str, offset: int, size: int) -> bytes:
-    _check_bytes(size)
+    check_bytes(size)
     return shards.content(path, offset, size)
-
-
-def _check_bytes(size: int) -> None:
-    if size > MAX_BYTES:
-        raise Problem(413, f"The image has {size} bytes. Allowed are {MAX_BYTES}.")
 
 
 def _cannot_list(error: OSError) -> None:

@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kd.deploy.predict.image_list import GONE, ImageList
-from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.serve.model import LoadedGraph
-from kd.deploy.serve.responses import embeddings, predictions
 
 STAMP, MEASURES, ASKED = "stamp", "measures", "asked"
 """Keys of an image's stamp, of what `kd.deploy.shift.measure` returns, and of the first model's answer where the second
@@ -41,8 +39,7 @@ class Predictor:
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):
             try:
                 data = contents[i].result() if contents else self.images.content(id)
-                one = self.model
-                picture = prepare(data, one.size, one.crop, self.limits, one.margin, one.bits)
+                picture = self.model.decode(self.model.open(data, self.limits))
             except GONE as error:
                 row["error"] = error.strerror or type(error).__name__
             except Problem as problem:
@@ -51,11 +48,7 @@ class Predictor:
                 row[MEASURES] = picture.measures
                 outputs.append(self.model.engine(picture.pixels[None]))
         if outputs:
-            values, output = np.concatenate(outputs), self.model.output
-            if output.embeds:
-                answers = embeddings(values)
-            else:
-                answers = predictions(values, self.model.labels, self.top, output.thresholds, output.unsure)
+            answers = self.model.answers(np.concatenate(outputs), self.top)
             usable = [row for row in made if "error" not in row]
             for row, answer in zip(usable, answers, strict=True):
                 row |= answer

@@ -58,11 +58,8 @@ def build(service: Service, ui: bool = True) -> Starlette:
             values, measures, top, request.state.summary = await service.run(
                 lambda model: service.classify(model, kind, content_type, body, gzip), request.receive
             )
-        if model.output.embeds:
-            rows = responses.embeddings(values)
-        else:
-            top, output = _top([*tops, *filter(None, [top])], len(model.labels)), model.output
-            rows = responses.predictions(values, model.labels, top, output.thresholds, output.unsure)
+        assert service.model is not None
+        rows = service.model.answers(values, _top([*tops, *filter(None, [top])]))
         if watch := service.watch:
             for line in chain.from_iterable(map(watch.add, rows, measures)):
                 log.warning(line)
@@ -112,15 +109,15 @@ def _tops(request: Request) -> list[str]:
     if len(request.url.query) > MAX_QUERY:
         raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
     tops = request.query_params.getlist("top")
-    _top(tops, 1)  # before the body is read
+    _top(tops)  # before the body is read
     return tops
 
 
-def _top(texts: Sequence[str], classes: int) -> int:
+def _top(texts: Sequence[str]) -> int:
     text, *more = {*texts} or {str(TOP)}
     if more or not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
         raise Problem(400, "The parameter `top` must be a whole number from 1, given once.")
-    return min(int(text), classes)
+    return int(text)
 
 
 def observed(service: Service, route: str, handler: Handler) -> Handler:

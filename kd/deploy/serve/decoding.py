@@ -1,6 +1,8 @@
 """From an image file to the pixels that evaluation would see. Limits are checked before pixels are decoded."""
 
 import io
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +37,22 @@ class OpenedImage:
     image: Image.Image  # a JPEG will be reduced as it is decoded
     summary: str
     share: float  # of the pixels that an image of its format may have
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the bytes of an image file; OSError, or a Problem where it is none."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for somebody who writes to it
+        raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")
+    check_bytes(status.st_size)
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def check_bytes(size: int) -> None:
+    """Require that a file is no larger than any image needs to be."""
+    if size > pixels.MAX_BYTES:
+        raise Problem(413, f"The image has {size} bytes. Allowed are {pixels.MAX_BYTES}.")
 
 
 def prepare(
@@ -87,6 +105,18 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
         file = io.BytesIO()
         Image.new("RGB", (64, 48)).save(file, kind)
         prepare(file.getvalue(), size, crop, limits)
+
+
+def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:
+    """Return in a few words why the endpoint refuses an image that training takes, "" where it does not."""
+    (less, more), most = sorted(size), limits.of(kind)
+    if kind and kind not in (*FORMATS, *["HEIF"] * HEIF):
+        return kind
+    if less < most.min_side:
+        return f"with a side below {most.min_side} px"
+    if more > most.aspect * less:
+        return f"with a side ratio above {most.aspect:g}"
+    return f"{kind} above {most.pixels / 1e6:g} million pixels" if less * more > most.pixels else ""
 
 
 def begins_as_image(data: bytes) -> bool:

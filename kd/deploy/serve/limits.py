@@ -68,6 +68,9 @@ class Limits:
         return Most(most, self.max_scans, self.min_side, self.max_aspect)
 
 
+LOCAL = Limits(max_pixels=100_000_000)  # of images that come from nobody else: `kd.load`, kd-predict, kd-verify
+
+
 class Problem(Exception):
     """An error response: a status, and one or two sentences for the client.
 

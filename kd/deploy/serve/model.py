@@ -2,17 +2,21 @@
 
 import hashlib
 import importlib
+import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from kd.core.errors import MissingExtra, ModelError, in_short
-from kd.core.host import signal_stack
-from kd.deploy.serve.responses import Bands, bands
+from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
+from kd.core.host import cores, signal_stack
+from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
+from kd.deploy.serve.limits import LOCAL, Limits, Problem
+from kd.deploy.serve.responses import Bands, bands, embeddings, predictions
 from kd.deploy.shift import Reference
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
@@ -165,10 +169,93 @@ def invalid_export(wrong: str) -> ModelError:
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """A label of an image."""
+
+    label: str
+    score: float  # its probability
+    sure: bool | None = None  # None: the export does not say which answers are sure
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model answers for an image: what `kd-serve` writes as JSON."""
+
+    label: str | None = None  # the most probable; None of an image that may have several, and of an embedding
+    score: float | None = None  # its probability
+    sure: bool | None = None  # None: the export does not say which answers are sure
+    top: tuple[Label, ...] = ()  # the most probable labels, best first
+    labels: tuple[Label, ...] | None = None  # of an image that may have several: those above their thresholds
+    embedding: np.ndarray | None = field(default=None, compare=False)  # float32 [D], of length 1
+
+    @staticmethod
+    def of(row: dict[str, Any]) -> "Answer":
+        made = {key: tuple(Label(**one) for one in row[key]) for key in ("top", "labels") if key in row}
+        vector = {"embedding": np.array(row["embedding"], np.float32)} if "embedding" in row else {}
+        return Answer(**{**row, **made, **vector})
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedGraph(Description):
-    """A loaded export."""
+    """A loaded export: what `kd.load` returns, and what kd-serve and kd-predict answer with. Thread-safe."""
 
     engine: Engine
+    threads: int
+    slots: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_export, (self.folder, self.file, self.threads, self.slots)
+
+    def __call__(self, pictures: Any, top: int = 5, on_error: str = "raise") -> Any:
+        """Return the `Answer` for a picture, or a list of them for a list or tuple of pictures.
+
+        A picture is a path, the bytes of a file, a PIL image, or a uint8 array [H, W, 3]. A file gives the same bits as
+        kd-serve; of an image and an array the pixels are there already, so that a large JPEG has not been reduced.
+
+        Raises:
+            BadImage: a picture cannot be read; with `on_error="none"` None stands in its place.
+        """
+        if on_error not in ("raise", "none"):
+            raise ConfigError("on_error", f"it is {on_error!r}", "raise or none", "Choose one of them")
+        several = isinstance(pictures, list | tuple)
+        answers = [self._answer(picture, top, on_error == "none") for picture in (pictures if several else [pictures])]
+        return answers if several else answers[0]
+
+    def _answer(self, picture: Any, top: int, skip: bool) -> Answer | None:
+        try:
+            values = self.engine(self.decode(self.open(picture, LOCAL)).pixels[None])
+        except (Problem, OSError) as error:
+            if skip:
+                return None
+            where = str(picture) if isinstance(picture, str | os.PathLike) else type(picture).__name__
+            detail = error.detail if isinstance(error, Problem) else error.strerror or type(error).__name__
+            raise BadImage(where, detail, "", "Leave it out, or set on_error='none'") from error
+        return Answer.of(self.answers(values, top)[0])
+
+    def open(self, picture: Any, limits: Limits) -> OpenedImage:
+        """Open a picture, see `__call__`; no pixel of a file is decoded yet. A Problem: it is none within `limits`."""
+        if isinstance(picture, str | os.PathLike):
+            picture = read_file(picture)
+        if isinstance(picture, bytes | bytearray | memoryview):
+            return open_image(bytes(picture), self.size, self.crop, limits, self.margin)
+        if isinstance(picture, np.ndarray):
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+                raise Problem(400, f"It is an array {picture.dtype} {list(picture.shape)}. Allowed is uint8 [H, W, 3].")
+            picture = Image.fromarray(picture)
+        if not isinstance(picture, Image.Image):
+            raise TypeError(f"a picture is a path, bytes, a PIL image or a uint8 array, not {type(picture).__name__}")
+        return OpenedImage(picture.copy(), "", 0.0)
+
+    def decode(self, opened: OpenedImage) -> DecodedImage:
+        """Decode and crop an opened picture, in the same way as evaluation."""
+        return decode(opened, self.size, self.crop, self.bits)
+
+    def answers(self, values: np.ndarray, top: int) -> list[dict]:
+        """Return what is answered for logits [B, C] or vectors [B, D], as JSON values; `top` labels, 0 for all."""
+        if self.output.embeds:
+            return embeddings(values)
+        count = min(top or len(self.labels), len(self.labels))
+        return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
     def warm_up(self, times: int = 3) -> None:
         """Run the graph on a grey image, so that the first client does not wait for allocations."""
@@ -181,6 +268,15 @@ class LoadedGraph(Description):
             if shape != (1, self.output.width):
                 wrong = f"the graph returns {shape}, but manifest.json says {self.output.width} {self.output.name}"
                 raise invalid_export(wrong)
+
+
+def open_export(folder: str | Path, file: str = "", threads: int = 1, slots: int = 0) -> LoadedGraph:
+    """Load an export without torch, to call it with pictures: see `LoadedGraph.__call__`.
+
+    `file` is the graph (default: the one that `kd-export --accept` chose, or model.onnx), `threads` the cores of a
+    call, `slots` the calls at the same time for which OpenVINO prepares (default: as many as there are cores for).
+    """
+    return load(describe(Path(folder).absolute(), file), threads, slots or max(1, cores() // threads))
 
 
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
@@ -198,7 +294,8 @@ def load(description: Description, threads: int, slots: int) -> LoadedGraph:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
         raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
-    return LoadedGraph(**{field.name: getattr(description, field.name) for field in fields(description)}, engine=engine)
+    known = {one.name: getattr(description, one.name) for one in fields(description)}
+    return LoadedGraph(**known, engine=engine, threads=threads, slots=slots)
 
 
 def _onnx(content: bytes, threads: int) -> Engine:

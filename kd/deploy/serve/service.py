@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kd.deploy.serve.bodies import images, unzipped
-from kd.deploy.serve.decoding import check_together, decode, open_image, warm_up
+from kd.deploy.serve.decoding import check_together, warm_up
 from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.model import Description, LoadedGraph, load
@@ -119,13 +119,13 @@ class Service:
         opened, count = [], len(sent.files)
         for i, data in enumerate(sent.files):
             with sent.of(i):
-                opened.append(open_image(data, model.size, model.crop, self.limits, model.margin))
+                opened.append(model.open(data, self.limits))
         check_together(opened, self.limits)
         rows, measures, summary, decoding = [], [], f"{count} images", 0.0
         for i in range(count):  # one at a time: a batch is no faster per image on a CPU, and takes memory for all
             before = time.perf_counter()
             with sent.of(i):
-                picture = decode(opened.pop(0), model.size, model.crop, model.bits)
+                picture = model.decode(opened.pop(0))
             decoding += time.perf_counter() - before
             rows.append(model.engine(picture.pixels[None]))
             measures.append(picture.measures)

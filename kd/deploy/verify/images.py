@@ -16,11 +16,9 @@ from kd.core.host import versions
 from kd.deploy.export.parity import BATCH, IMAGES, Batches
 from kd.deploy.predict.image_list import GONE, find
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.limits import Limits, Problem
+from kd.deploy.serve.limits import LOCAL, Problem
 from kd.deploy.serve.model import Description
 from kd.deploy.verify.claims import Claims
-
-MOST = Limits(max_pixels=100_000_000)  # as of kd-predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Shown:
             else:
                 truth = np.array([-1 if one is None else labels.index(one[0]) for one in names])
             try:
-                seen = export.size, export.crop, MOST, export.margin, export.bits
+                seen = export.size, export.crop, LOCAL, export.margin, export.bits
                 files = [prepare(self.read(crc), *seen) for crc in crcs]
             except Problem as problem:
                 raise DataError("--data", f"an image of the export: {problem.detail}") from problem

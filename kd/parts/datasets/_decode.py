@@ -81,7 +81,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with pixels.open_image(data, _formats(data), MOST) as image:
                 rgb, used = pixels.load(image, least, bits=bits)
-                return Decoded(rgb, zlib.crc32(data), used)
+                return Decoded(rgb, zlib.crc32(data), used, image.format or "")
     except UnidentifiedImageError as error:
         if data[4:8] == b"ftyp":
             kind = ".avif" if boxed(data) == "AVIF" else ".heic"

@@ -174,3 +174,22 @@ def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp
     names = [pair.one.name for pair in read_repeats(folder / "audit")]
     assert "train/fig/00.jpg" in names
     assert "train/fig/gone.jpg" not in names
+
+
+def test_what_kd_serve_refuses_is_counted(settings, photos, tmp_path):
+    """Training takes them; before, the first client of the endpoint met the limits."""
+    shutil.copytree(photos, tmp_path / "more")
+    kinds = {"a.gif": (60, 40), "b.png": (300, 10), "c.png": (30, 3), "d.png": (5200, 5000), "e.jpg": (5200, 5000)}
+    for name, size in kinds.items():
+        Image.new("L", size).save(tmp_path / "more/train/fig" / name)
+    settings["data"]["root"] = str(tmp_path / "more")
+    lines = look(open_sources(resolve(config.load(settings)).data).splits, -1.0, tmp_path / "run", everything=True)
+    (line,) = [line for line in lines if line.startswith("endpoint")]
+    assert line.startswith("endpoint  kd-serve refuses 4 of all 54 by its default limits: ")
+    for reason in (
+        "1 GIF",
+        "1 with a side ratio above 20",
+        "1 with a side below 4 px",
+        "1 PNG above 25 million pixels",
+    ):
+        assert reason in line

@@ -27,7 +27,7 @@ def stored(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def read(data: bytes) -> Image.Image:
-    image, crc, _ = decode(data, "file 'a/b.jpg'", "data.root")
+    image, crc, *_ = decode(data, "file 'a/b.jpg'", "data.root")
     assert crc == zlib.crc32(data)
     assert getattr(image, "fp", None) is None  # nothing is left to be read
     assert image.mode == "RGB"
