@@ -25,7 +25,6 @@ from kd.setup.recipe import fit_folders, resolve
 
 ALONE = ["data.labels=all", "teacher.model=", "teacher.checkpoint=", "teacher.pretrained=false", "teacher.fit.steps=0"]
 ALONE += ["teacher.cache.views=0", "data.store=ram", "losses=[{kind: ce, label_smoothing: 0.1}]", "run.baseline=false"]
-ALONE += ["run.baseline_steps=0"]
 STRONG = ["data.augment.policy=rand-m9-mstd0.5", "data.augment.jitter=0.4"]
 FULL = ["data.labels=all", "data.labels_per_class=0"]
 

@@ -156,11 +156,6 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
     if task.logits and not any(wanted.logits for wanted in needed):
         wrong = f"is {task.name}, but no loss reads logits"
         yield ConfigError("task.kind", wrong, "auto, or a loss on logits", "Leave task.kind out, or add a loss")
-    if config.run.baseline_steps and not config.run.baseline:
-        wrong = f"is {config.run.baseline_steps}, but run.baseline is false"
-        yield ConfigError(
-            "run.baseline_steps", wrong, "0, or run.baseline=true", "Set run.baseline=true, or leave it out"
-        )
     if config.run.baseline and not task.logits:
         wrong = "is true, but the losses train an embedding model, which labels alone do not"
         yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")

@@ -374,9 +374,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     for words in (
         f"**{speed[2] / speed[0]:.1f} times** as fast",
         f"live {speed[1] / speed[0]:.2f} times",
-        f"fitted on the labels | {over_seeds(first, 'teacher_accuracy')} |",
-        f"student, distilled | **{over_seeds(first)}** |",
-        f"for the same CPU time | {over_seeds(alone_first)} |",
+        f"fitted on the labels|{over_seeds(first, 'teacher_accuracy')}|",
+        f"student, distilled|**{over_seeds(first)}**|",
+        f"the best of three ways|{over_seeds(alone_first)}|",
         f"by {against(first, alone_first).removeprefix('+')}",
         f"took {live / timm:.2f} of timm's training time, {cached / timm:.2f} with a cache",
         f"**{mean(few[0]):.1f} %** with 25 labels a class",

@@ -134,7 +134,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "run.every.checkpoint": ("", "3"),
     "run.keep": ("", "3"),
     "run.baseline": ("", "true"),  # the student is the same; each baseline has a folder of its own
-    "run.baseline_steps": ("", "5", "run.baseline=true"),
+    "run.baseline_steps": ("", "5"),
     "run.trackers": ("", "[tensorboard]"),
     "data.kind": ("FR", "food_mini"),
     "data.train_images [food_mini]": ("FR", "9", *FOOD),
