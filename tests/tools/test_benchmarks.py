@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import frontier
 import full_labels
+import make_run
 import proof
 import variants
 
@@ -40,6 +41,19 @@ def test_each_arm_of_full_labels_is_a_configuration(arm, tmp_path):
     assert (loaded.teacher.precision, loaded.backend.precision) == ("bf16", "bf16")  # not by a trial of each run
     weights = [one.checkpoint for one in (loaded.teacher, *loaded.teacher.also)]  # else each run fits its own
     assert weights == [str(export / "model.safetensors") for export in options.teachers]
+
+
+def test_the_labels_arms_of_make_run_are_the_student_of_the_run_without_its_teacher():
+    whole = config.load("vit_food")
+    for more in ([], make_run.STRONG):
+        alone = config.load("vit_food", [*make_run.ALONE, *more])
+        assert (alone.student, alone.optimizer) == (whole.student, whole.optimizer)
+        assert alone.data.batch_size == whole.data.batch_size
+        assert (alone.data.labels, alone.data.labels_per_class) == ("all", 10)  # the others are left out
+        assert (alone.teacher.model, alone.teacher.fitted, alone.run.baseline) == ("", False, False)
+        assert [(one.kind, one.options.label_smoothing) for one in alone.losses] == [("ce", 0.1)]
+        assert bool(alone.data.augment.policy) == bool(more)
+    assert config.load("vit_food", make_run.FULL).teacher.fitted
 
 
 @pytest.mark.parametrize("experiment", proof.EXPERIMENTS)
