@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import get_args, get_origin
 
 from kd.config.schema import Config
-from kd.config.tuning import allows, types_of
+from kd.config.tuning import allows, section_of, types_of
 from kd.core.options import field_docs
 from kd.parts import registry
 
@@ -26,7 +26,7 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
         key, annotation = f"{where}.{f.name}" if where else f.name, hints[f.name]
         if get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
             yield from _explain(get_args(annotation)[0], key + "[]")  # type: ignore[arg-type]
-        elif dataclasses.is_dataclass(annotation):
+        elif section_of(annotation) is annotation:
             yield from _explain(annotation, key)  # type: ignore[arg-type]
         else:
             value = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
 from kd.config.schema import BackendSection, Config
-from kd.config.tuning import allows, types_of
+from kd.config.tuning import allows, section_of, types_of
 from kd.config.validate import validate
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, in_short
 from kd.core.text import Referenced, written
@@ -223,9 +223,9 @@ _INVALID = object()
 
 def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors: list[KdError]) -> Any:
     """Convert and check one value; return `_INVALID` after reporting what is wrong with it."""
-    if dataclasses.is_dataclass(annotation):
+    if (section := section_of(annotation)) and (value is not None or section is annotation):
         before = len(errors)
-        filled = _fill(annotation, value, where, errors)  # type: ignore[arg-type]
+        filled = _fill(section, value, where, errors)
         return _INVALID if len(errors) > before else filled
     if get_origin(annotation) is tuple and dataclasses.is_dataclass(get_args(annotation)[0]):
         if not isinstance(value, list):

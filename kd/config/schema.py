@@ -9,7 +9,7 @@ part's own keys stand beside them in the YAML and end up, checked, in `options`.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kd.config.tuning import Fit, OptimizerSection, Tuning, chosen, ranged
+from kd.config.tuning import Augment, Fit, OptimizerSection, Tuning, chosen, ranged
 from kd.core.facts import Intervals, file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
@@ -49,32 +49,6 @@ class RunSection:
     the end of a run name the number that takes as long as fit and distillation, which a verdict needs."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Augment:
-    """What happens to a training image; a pure function of (seed, view, image id)."""
-
-    crop: float = ranged(0.35, above=0.0, high=1.0)
-    """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
-    flip: float = ranged(0.5, low=0.0, high=1.0)
-    """Probability of a horizontal flip."""
-    jitter: float = ranged(0.3, low=0.0, high=1.0)
-    """Strength of the random change of brightness, contrast and saturation. 0: none."""
-    policy: str = ""
-    """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
-    erase: float = ranged(0.0, low=0.0, high=1.0)
-    """Probability that a rectangle of 2 to 33 % of the area becomes noise (random erasing, arXiv:1708.04896)."""
-    mixup: float = ranged(0.0, low=0.0)
-    """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
-    cutmix: float = ranged(0.0, low=0.0)
-    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup too, each image gets one of the two."""
-    mix_probability: float = ranged(1.0, low=0.0, high=1.0)
-    """Probability that an image is mixed at all, where mixup or cutmix is on."""
-
-    @property
-    def mixes(self) -> bool:
-        return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
-"""How a key is declared, and what it accepts; the sections that say how weights move: optimizer, tuning, fit."""
+"""How a key is declared, and what it accepts; sections of others: optimizer, tuning, augmentation, fit."""
 
 import types
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kd.parts import registry
@@ -19,6 +19,12 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, ab
 def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
     """Declare the `kind` of a part section; `only`: these of kd's parts."""
     return field(default=default, metadata={"parts": part_folder, "only": only})
+
+
+def section_of(annotation: Any) -> Any:
+    """Return the dataclass that a key holds, also where it may be null; None where it holds a value."""
+    found = [one for one in (annotation, *get_args(annotation)) if is_dataclass(one)]
+    return found[0] if found and get_origin(annotation) is not tuple else None
 
 
 def types_of(cls: type) -> dict[str, Any]:
@@ -54,8 +60,8 @@ def _describe(annotation: Any) -> str:
         return f"a list of {len(args)} values, each {_describe(args[0])}"
     if origin in (tuple, list):
         return f"a list of {_describe(args[0])}"
-    if origin is dict or annotation is Any:
-        return "a section of key: value" if origin else "text, a list or a section"
+    if origin is dict or annotation is Any or is_dataclass(annotation):
+        return "a section of key: value" if annotation is not Any else "text, a list or a section"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -108,6 +114,32 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Augment:
+    """What happens to a training image; a pure function of (seed, view, image id)."""
+
+    crop: float = ranged(0.35, above=0.0, high=1.0)
+    """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
+    flip: float = ranged(0.5, low=0.0, high=1.0)
+    """Probability of a horizontal flip."""
+    jitter: float = ranged(0.3, low=0.0, high=1.0)
+    """Strength of the random change of brightness, contrast and saturation. 0: none."""
+    policy: str = ""
+    """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
+    erase: float = ranged(0.0, low=0.0, high=1.0)
+    """Probability that a rectangle of 2 to 33 % of the area becomes noise (random erasing, arXiv:1708.04896)."""
+    mixup: float = ranged(0.0, low=0.0)
+    """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
+    cutmix: float = ranged(0.0, low=0.0)
+    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup too, each image gets one of the two."""
+    mix_probability: float = ranged(1.0, low=0.0, high=1.0)
+    """Probability that an image is mixed at all, where mixup or cutmix is on."""
+
+    @property
+    def mixes(self) -> bool:
+        return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
     """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
 
@@ -131,10 +163,19 @@ class Fit:
     """End after so many evaluations in a row that are no better than the best. 0: never."""
     tuning: Tuning = field(default_factory=Tuning)
     """How single layers of the teacher learn."""
+    augment: Augment | None = None
+    """Random changes of the images of the fit, with the keys of `data.augment`. null: those of `data.augment` without
+    mixing, and a random crop keeps at least 0.35 of the area. Strong ones for the student make a worse teacher."""
     seed: int = ranged(0, low=0)
     """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
     """Where fitted teachers are kept, one folder a content hash, and found again."""
+
+    def augmented(self, student: Augment) -> Augment:
+        """Return the random changes of the fit's images, where those of the student's are given."""
+        plain = Augment()
+        usual = replace(student, crop=max(student.crop, plain.crop), mixup=0.0, cutmix=0.0, mix_probability=1.0)
+        return usual if self.augment is None else self.augment
 
     @property
     def length(self) -> str:

@@ -46,6 +46,8 @@ def check(recipe: Recipe) -> Checked:
     """
     section, plan = recipe.data, recipe.teacher
     train_transform(section.image_size, section.augment)
+    if plan.fits and plan.fit.augment is not None:
+        train_transform(section.image_size, plan.fit.augment, "teacher.fit.augment")
     for name in recipe.record.trackers:
         from kd.jobs.progress.trackers import find  # only where some are named
 

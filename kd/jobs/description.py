@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kd.config.schema import DataSection
+from kd.config.tuning import Augment, Fit
 from kd.core.contracts import TeacherModel
 from kd.core.errors import NotPrepared
 from kd.core.host import bf16_units
@@ -52,6 +54,7 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         f"student   {student_plan.model}: {_millions(student)}, images of {student.input_size} px, "
         f"init {student_plan.init}",
         *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
+        *(_augmented(plan.fit, section.augment) if plan.fits else ()),
         *(f"          {note}" for note in teachers.notes),
         *(f"          {text}" for text in (_answers(plan, teachers) if answers else ())),
         "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
@@ -110,6 +113,14 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
     return f"teacher   {section.model}: {size}; weights and classes fit the data"
 
 
+def _augmented(fit: Fit, student: Augment) -> list[str]:
+    """Say which random changes of images the fit of a teacher has otherwise than the student."""
+    own = fit.augmented(student)
+    pairs = [(one.name, getattr(own, one.name), getattr(student, one.name)) for one in fields(Augment)]
+    texts = [f"{key} {value}, the student's {other}" for key, value, other in pairs if value != other]
+    return [f"          its fit augments otherwise: {'; '.join(texts)}"] if texts else []
+
+
 def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     try:
         return [one.text for one in compare(plan, teachers, torch.device("cpu"))]
@@ -133,16 +144,17 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
         held = held_bytes(recipe, module, num_ranks) + (frozen if asked else 0)
         step = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)  # gradients
         if steps:
-            images = split_batch(recipe.data, num_ranks, len(teachers.data.train)).micro_batch
+            split = split_batch(recipe.data, num_ranks, len(teachers.data.train))
             told = teachers.model if asked and len(torchs) == len(teachers.members) else None
             try:
-                step = step_bytes(recipe, module, told, images, num_ranks > 1)
+                step = step_bytes(recipe, module, told, split.micro_batch, num_ranks > 1, split.eval_batch)
             except FAILURES:  # a network whose shapes follow from values
                 steps = False
         mib[name] = (held + step) / 2**20
     largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
     others = "".join(f", {one:.0f} in {name}" for name, one in rest)
-    what = "optimizer and the peak of a step" if steps else "gradients and optimizer; activations come on top"
+    what = "optimizer and the peak of a step or an evaluation" if steps else "gradients and optimizer"
+    what += "" if steps else "; activations come on top"
     return f"memory    {largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, {what}", largest[1]
 
 
@@ -185,22 +197,21 @@ def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> in
     return round(4 * (count_parameters(distillation) + average + moments * moving))
 
 
-def step_bytes(recipe: Recipe, distillation: Distillation, teacher: Any, images: int, reduced: bool) -> int:
+def step_bytes(
+    recipe: Recipe, distillation: Distillation, teacher: Any, images: int, reduced: bool, scored: int = 0
+) -> int:
     """Return what a step of `images` takes at its peak, beside the weights; its gradients are part of it.
 
     Operators are the CPU's, on tensors that have shapes and no values; weights may be on the meta device. Not counted:
     what an operator needs inside, and what an allocator keeps. `teacher`: of torch, or None. `reduced`: gradients stay
-    in the buckets of several ranks from step to step.
+    in the buckets of several ranks from step to step. `scored`: images of a batch of an evaluation, which may take more
+    than a step; 0: none.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # what cannot be counted is an exception too
-    size, live, student, fake = (
-        recipe.data.image_size,
-        Live(),
-        recipe.student,
-        FakeTensorMode(allow_non_fake_inputs=True),
-    )
+    live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
+    size, student = recipe.data.image_size, recipe.student
     half, fused = executed(recipe, recipe.backend.precision, student.attention)
     module = on_meta(distillation, fake).train()
     set_attention(module, fused)
@@ -211,20 +222,27 @@ def step_bytes(recipe: Recipe, distillation: Distillation, teacher: Any, images:
         set_attention(teacher, fused)
         live.note([*teacher.parameters(), *teacher.buffers()])
     held = live.peak
+
+    def batch_of(count: int) -> tuple[Batch, Outputs]:
+        labels = student.task.no_labels(count, distillation.student.num_classes)  # type: ignore[arg-type]
+        batch = Batch.of(torch.empty(count, 3, size, size, dtype=torch.uint8), labels)
+        if teacher is None:
+            return batch, NoTeacher()(batch)
+        with torch.no_grad():
+            parts = [teacher(part) for part in batch.image.split(recipe.teacher.micro_batch or count)]
+            return batch, Outputs.cat(parts).map(lambda tensor: tensor.float().clone())
+
     with fake, live:
         for parameter in module.parameters() if reduced else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        labels = student.task.no_labels(images, distillation.student.num_classes)  # type: ignore[arg-type]
-        batch = Batch.of(torch.empty(images, 3, size, size, dtype=torch.uint8), labels)
-        outputs = NoTeacher()(batch)
-        if teacher is not None:
-            with torch.no_grad():
-                parts = [teacher(part) for part in batch.image.split(recipe.teacher.micro_batch or images)]
-                outputs = Outputs.cat(parts).map(lambda tensor: tensor.float().clone())
-            del parts
+        batch, outputs = batch_of(images)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = module(batch, outputs)[1]["loss"].mean()
         loss.backward()
+        del batch, outputs, loss
+        if scored:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+                module.eval().student(batch_of(scored)[0].image)
     return live.peak - held
 
 

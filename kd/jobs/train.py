@@ -170,7 +170,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         if backend.rank == 0:
             weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.init]
             log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
-        data = replace(data, plan=recipe.data).with_labels()  # its own seed, batch size and views
+        data = _own(data, recipe, backend).with_labels()
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
             from kd.deploy.export.package import write_folder  # these three only where a teacher was fitted
@@ -183,6 +183,17 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             write_folder(target, content, weights, provenance)
         backend.barrier()
     return target
+
+
+def _own(data: Data, recipe: Recipe, backend: Backend) -> Data:
+    """Return the data under the plan of a fit: its own seed, batch size, views and augmentation."""
+    own = replace(data, plan=recipe.data)
+    if data.stored is not None:
+        from kd.setup.store import keep_rules  # only where pixels are stored
+
+        if keep_rules(own.plan) != keep_rules(data.plan):  # of another crop the store keeps other pixels
+            return open_data(replace(own.plan, folder=data.plan.folder), backend, listed=replace(own, stored=None))
+    return own
 
 
 def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, timeout_seconds: float) -> RunDir | None:

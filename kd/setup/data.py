@@ -213,14 +213,14 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data 
     return replace(data, stored=open_store(plan, (data.train, data.val), plan.folder, backend, fill))
 
 
-def train_transform(size: int, augment: Augment) -> Train:
-    """Build what happens to a training image."""
+def train_transform(size: int, augment: Augment, where: str = "data.augment") -> Train:
+    """Build what happens to a training image; `where`: the config path of its section."""
     if augment.policy:
         try:
             build_policy(augment.policy, size)
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
-            raise ConfigError("data.augment.policy", str(error), "A timm policy", remedy) from error
+            raise ConfigError(f"{where}.policy", str(error), "A timm policy", remedy) from error
     return Train(size, augment.crop, augment.flip, augment.jitter, augment.policy, augment.erase)
 
 

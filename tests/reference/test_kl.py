@@ -17,6 +17,19 @@ def test_equals_hinton_2015(agree, temperature):
     agree(kl.build(kl.Options(temperature=temperature), DIMS), formula)
 
 
+def test_hard_is_the_cross_entropy_with_the_class_that_the_teacher_names(agree):
+    def formula(student, teacher, batch):
+        named_BC = (teacher.logits == teacher.logits.amax(dim=1, keepdim=True)).double()
+        return (student.logits.exp().sum(dim=1) / (named_BC * student.logits.exp()).sum(dim=1)).log()
+
+    agree(kl.build(kl.Options(hard=True), DIMS), formula)
+
+
+def test_hard_has_nothing_to_soften():
+    with pytest.raises(ValueError, match=r"temperature is 2.*must be 1"):
+        kl.Options(hard=True, temperature=2.0)
+
+
 def test_is_zero_with_zero_gradient_when_student_equals_teacher(outputs):
     _, teacher, batch = outputs
     logits = teacher.logits.clone().requires_grad_()

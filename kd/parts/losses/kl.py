@@ -7,6 +7,8 @@ Hinton et al. 2015 (arXiv:1503.02531), section 2:
 It is summed over classes; its mean over images is torch's `batchmean`. A mean over classes would make the weight of
 the loss depend on their number.
 
+With `hard` the teacher's likeliest class has the whole target, as a pseudo-label: T is 1, and L is the cross-entropy.
+
 Not handled: errors of the teacher, which the student learns too.
 
 Shape legend: B images of a batch, C classes.
@@ -31,17 +33,26 @@ class Options:
     temperature: float = field(default=1.0, metadata={"above": 0.0})
     """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
     soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
+    hard: bool = False
+    """Learn only the class that the teacher names for each view, a pseudo-label: what the probabilities are compared
+    with, to see whether they pay. `temperature` must be 1."""
+
+    def __post_init__(self) -> None:
+        if self.hard and self.temperature != 1:
+            raise ValueError(f"temperature is {self.temperature:g}, but with hard: true it must be 1")
 
 
 class KL(nn.Module):
     """The KL divergence of the softened class probabilities, teacher to student, [B] in nats times T^2."""
 
-    def __init__(self, temperature: float) -> None:
+    def __init__(self, temperature: float, hard: bool = False) -> None:
         super().__init__()
-        self.temperature = temperature
+        self.temperature, self.hard = temperature, hard
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         log_student_BC = F.log_softmax(student.logits.float() / self.temperature, dim=1)
+        if self.hard:
+            return F.nll_loss(log_student_BC, teacher.logits.argmax(dim=1), reduction="none")
         log_teacher_BC = F.log_softmax(teacher.logits.detach().float() / self.temperature, dim=1)
         divergence_BC = F.kl_div(log_student_BC, log_teacher_BC, reduction="none", log_target=True)
         # The gradient scales with 1/T^2; T^2 keeps the weight of the loss independent of T.
@@ -50,4 +61,4 @@ class KL(nn.Module):
 
 def build(options: Options, dims: Dims) -> Loss:
     """Build the loss; `dims` is not needed."""
-    return KL(options.temperature)
+    return KL(options.temperature, options.hard)

@@ -99,7 +99,9 @@ def verdict(run: RunRecord) -> str:
     if alone is None or own is None or other is None:
         return ""
     points, _, found = column.difference(own, other).rpartition(": ")
-    text = f"{column.title} {points} against labels alone"
+    hard = any(key.startswith("losses.") and key.endswith(".hard") and value is True for key, value in run.keys.items())
+    taught = " from the teacher's class (hard)" if hard else ""
+    text = f"{column.title} {points}{taught} against labels alone"
     steps = "at equal steps" if alone.steps == run.steps else f"which made {alone.steps:,} steps"
     cost, had, clocked = run.spent_in_all, alone.spent, clock_of(run)
     if cost is None or not had:

@@ -1,5 +1,7 @@
 """The memory that `--check` says: counted without values, and as torch's allocator counts a real step."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -74,6 +76,26 @@ def test_a_counted_step_is_a_real_one(overrides, name, args):
     assert counted == pytest.approx(real, rel=0.1)
 
 
+def test_an_evaluation_of_more_images_than_a_step_is_counted():
+    """A fit of an EfficientNet-Lite0 was said to take the memory of a step of 32, and evaluated 500 at once."""
+    plan = recipe()
+    distillation, teacher = models(plan, "resnet10t")
+    count = partial(step_bytes, plan, on_meta(distillation), on_meta(teacher), IMAGES, reduced=False)
+    counted, step = count(scored=30 * IMAGES), count()
+    pixels = torch.zeros(30 * IMAGES, 3, SIZE, SIZE, dtype=torch.uint8)
+    gradients = 4 * sum(p.numel() for p in distillation.parameters())
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        distillation.eval().student(pixels)
+
+    evaluate()  # what is made once
+    real = allocated(evaluate) + pixels.nbytes + gradients
+    assert counted > 1.5 * step
+    assert counted == pytest.approx(real, rel=0.15)
+    assert count(scored=1) == step
+
+
 def test_the_peak_is_a_line_in_the_number_of_images():
     """And gradients that stay in the buckets of several ranks are added at most once."""
     plan = recipe()
@@ -108,6 +130,6 @@ def test_check_says_the_peak_of_the_largest_phase(settings):
     lines = [describe(resolve(config.load({**settings, "teacher": fitted})), answers=full) for full in (False, True)]
     held, peak = (line.splitlines()[-1].partition("memory    ")[2] for line in lines)
     assert "activations come on top" in held
-    assert peak.endswith("weights, optimizer and the peak of a step")
+    assert peak.endswith("weights, optimizer and the peak of a step or an evaluation")
     assert " in the fit of teacher" in peak
     assert int(peak.split(" MiB")[0]) >= int(held.split(" MiB")[0])

@@ -43,6 +43,12 @@ def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expe
     assert verdict(run(80, 60.0)) == ""
 
 
+@pytest.mark.parametrize(("keys", "named"), [({"losses.1.hard": True}, True), ({"losses.0.hard": False}, False)])
+def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, named):
+    assert ("from the teacher's class (hard) against labels alone" in line(80, 60, keys=keys)) == named
+    assert ("hard" in line(80, 60, keys=keys)) == named
+
+
 @pytest.mark.parametrize(
     ("changes", "cost"),
     [
