@@ -306,7 +306,7 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
         keys = resolve(fit).record.keys
-        # `module:function` names the kind; a fit sees whole views, and its own teacher, which it has not, is not augmented
+        # `module:function` names the kind; a fit sees whole views, and has no teacher that would be augmented
         never = "student.kind", "data.progressive.", "teacher.fit.augment"
         counts = {key: value for key, value in keys.items() if not is_free(key, *never) or key == "run.every.evaluate"}
         if counts["data.store"] == "disk":  # `kd-sweep` needs one; it keeps the same pixels
