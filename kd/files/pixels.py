@@ -46,7 +46,7 @@ class Most:
 
 
 class Beyond(ValueError):
-    """An image is beyond a limit, "pixels", "sides" or "scans": `The image WRONG. ALLOWED`."""
+    """An image is beyond a limit, "pixels", "sides", "scans" or "bits": `The image WRONG. ALLOWED`."""
 
     def __init__(self, limit: str, wrong: str, allowed: str) -> None:
         super().__init__(f"{wrong}; {allowed[0].lower()}{allowed[1:]}")
@@ -157,8 +157,8 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
 def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: int = 16) -> tuple[Image.Image, int]:
     """Decode an opened image to upright RGB; also return how many bits its largest value takes: see `Decoded.used`.
 
-    Of an image of 16 bits a channel the lower `bits` are its range. ValueError: it has larger values, or it is in
-    colour and `bits` is not 16: of 16-bit colour Pillow keeps the upper 8 bits alone.
+    Of an image of 16 bits a channel the lower `bits` are its range. Beyond: it has larger values, or it is in colour
+    and `bits` is not 16: of 16-bit colour Pillow keeps the upper 8 bits alone.
     """
     wide = any(";16" in str(tile[3]) for tile in image.tile) if isinstance(image, ImageFile.ImageFile) else False
     reduce(image, least, margin)
@@ -166,12 +166,12 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
     grey = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # "I": Pillow before 11
     used = int(np.asarray(image).max()).bit_length() if grey else 0
     if used > bits:
-        raise ValueError(f"it has values of {used} bits, and data.bits is {bits}")
+        raise Beyond("bits", f"has values of {used} bits", f"At most {bits}, as data.bits says")
     rgb = to_rgb(image, bits)
     if wide and not grey:
         used = -8 - max(high for _, high in rgb.getextrema()).bit_length()  # type: ignore[union-attr]
         if bits < 16:
-            raise ValueError(f"it has 16 bits a channel in colour, of which data.bits={bits} cannot be taken")
+            raise Beyond("bits", "has 16 bits a channel in colour", f"In grey alone data.bits={bits} can be taken")
     return rgb, used
 
 

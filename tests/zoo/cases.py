@@ -273,7 +273,7 @@ FOLDERS = [
         first(lambda: grey16(16), "0.png"),
         keys={"bits": 12},
         pixels=is_bright,
-        refused="values of 16 bits, and data.bits is 12",
+        refused="values of 16 bits; at most 12, as data.bits says",
         remedy=sets(bits=16),
     ),
     Case(

@@ -249,3 +249,29 @@ def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path)
     names = write(tmp_path / "names.txt", "fig\npear\nplum\napple\nkiwi\n")
     checked = check_run(resolve(config.load(base, [f"teacher.classes={names}"])))
     assert list(checked.teachers.data.classes) == ["apple", "pear"]
+
+
+def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
+    import torch
+    from cases import grey16
+
+    from kd.deploy.export.export import _input
+    from kd.deploy.serve.decoding import prepare
+    from kd.deploy.serve.limits import Limits, Problem
+    from kd.files.pixels import centre_crop
+    from kd.models.load import load
+    from kd.models.spec import Spec
+    from kd.parts.datasets._decode import decode
+
+    data = grey16(12)
+    trained = centre_crop(decode(data, "file", "data.root", bits=12).image, 8, 1.0)
+    served = prepare(data, 8, 1.0, Limits(), bits=12).pixels
+    assert np.array_equal(served, np.asarray(trained).transpose(2, 0, 1))
+    assert served.max() > 240
+    with pytest.raises(Problem, match=r"values of 16 bits\. At most 12"):
+        prepare(grey16(16), 8, 1.0, Limits(), bits=12)
+    with torch.device("meta"):
+        student = load(Spec("student", "lcnet_050", {}, ("a", "b")), 32)
+    plan = DataPlan(kind="imagefolder", bits=12, image_size=32)
+    assert _input(student, plan)["bits"] == 12
+    assert "bits" not in _input(student, DataPlan(kind="imagefolder", image_size=32))

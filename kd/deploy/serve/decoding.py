@@ -91,6 +91,8 @@ def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> Decod
     try:
         with opened.image as image:
             rgb, _ = load(image, None, bits=bits)
+    except Beyond as error:
+        raise Problem(422, f"The image {error.wrong}. {error.allowed}.") from error
     except MemoryError:
         raise  # the image is not at fault
     except Exception as error:  # on damaged data Pillow raises errors of every type

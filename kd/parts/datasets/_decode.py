@@ -90,7 +90,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
             raise refuse(subject, where, "the image is truncated or damaged in its first bytes") from error
         raise refuse(subject, where, f"it is not an image (it begins with {data[:16]!r})") from error
     except pixels.Beyond as error:
-        raise refuse(subject, where, f"the image is too large: it {error}") from error
+        raise refuse(subject, where, f"the image is beyond a limit: it {error}") from error
     except MemoryError:
         raise  # of the machine, not of the image
     except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
