@@ -84,8 +84,11 @@ class Samples:
     right: np.ndarray | None = None  # bool [N], where the score is the share of N images that are right
     replicates: np.ndarray | None = None  # of any other score: its values on bootstrap samples, see `resampled`
     images: int = 0  # that gave `replicates`; 0: many
+    ends: tuple[float, float] | None = None  # of its interval, where they alone were recorded
 
     def interval(self) -> tuple[float, float]:
+        if self.ends is not None:
+            return self.ends
         if self.right is not None:
             return wilson(self.value, len(self.right))
         assert self.replicates is not None

@@ -14,6 +14,8 @@ from typing import Any
 from kd.core.intervals import Samples, verdict
 from kd.core.text import percent
 
+TITLES = {"test": "test", "val": "validation"}  # of splits, for a person
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -38,7 +40,10 @@ class Column:
 
     def difference(self, one: Samples, other: Samples) -> str:
         """Say how much better one model is than another, if it is: `-5.2 points (-7.9 to -2.4): worse`."""
-        value, low, high = one.minus(other)
+        return self.differs(*one.minus(other))
+
+    def differs(self, value: float, low: float, high: float) -> str:
+        """Say the same of a difference and the ends of its interval."""
         points = [f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}" for number in (value, low, high)]
         unit = " points" if self.unit == "%" else ""
         return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
@@ -156,7 +161,7 @@ class Scored:
 
     @property
     def title(self) -> str:
-        return {"test": "test", "val": "validation"}[self.split]
+        return TITLES[self.split]
 
     @property
     def note(self) -> str:

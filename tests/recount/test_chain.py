@@ -60,6 +60,5 @@ def test_the_card_says_of_which_images_a_score_against_the_teacher_is(made):
     card = (exported / "README.md").read_text()
     told = re.findall(r"Student against its teacher on (\w+) images: agreement ([\d.]+) %", card)
     assert scored["split"] == "test"
-    assert told == [
-        (split, f"{100 * row['agreement']:.1f}") for split, row in (("test", scored["row"]), ("validation", best))
-    ]
+    assert scored["row"]["agreement"] != best["agreement"]
+    assert told == 2 * [("test", f"{100 * scored['row']['agreement']:.1f}")]  # a number stands in the manifest once

@@ -14,7 +14,7 @@ from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, versions
 from kd.core.text import written
 from kd.deploy.export import graphs
-from kd.deploy.export.card import ModelCard, loading, scores_of
+from kd.deploy.export.card import card, loading
 from kd.deploy.export.graphs import Made, ReadImages, Subject
 from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
@@ -31,6 +31,8 @@ from kd.setup.data import DataPlan, open_data, open_sources
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.teacher import load_fitted
 from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
+
+FORMAT = 2  # of manifest.json: another number where the card is drawn otherwise, or keys have another meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,8 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
         made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
         facts = _write_weights(subject, draft, made)
         facts |= receipt(subject, made, draft, _exported(subject, made), options.license)
-        facts["scores"] = scores_of(subject, made)
         as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be drawn again
-        card = ModelCard(subject, made, as_read, target.name, options.license)
-        (draft / "README.md").write_text(card.render(), encoding="utf-8")
+        (draft / "README.md").write_text(card(as_read), encoding="utf-8")
         seal(draft, facts)
     return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
 
@@ -167,7 +167,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     labels = subject.classes if task.logits else ()
     content, weights = export_files(student, labels, section.eval_crop, task.problem_type)
     facts = {
-        "format": 1,
+        "format": FORMAT,
         "name": recipe.record.name,
         "version": provenance["digest"][:DIGITS] + ("-index" if student.project is not None else ""),
         "input": _input(student, section),

@@ -9,14 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kd.core.intervals import Samples
 from kd.core.text import table, written
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
+from kd.models.teacher import count_parameters
+from kd.models.timm_folder import is_timm
 from kd.setup.recipe import Recipe
 from kd.study.finished import MAP_DATASET
 
+OWN, ALONE = "student", "labels only"  # models of `scores`: what is exported, and the same student without a teacher
 NAMED = "by its name"  # a source: the weights came with the name of the model
 
 
@@ -49,6 +53,75 @@ def licences(recipe: Recipe) -> dict[str, str]:
 
 def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: str) -> dict[str, Any]:
     """Return what manifest.json says of where the graphs in `folder` come from; `digest` of the weights beside them."""
+    chain = chain_of(subject, digest)
+    chain["graphs"] = {name: sha256(folder / name) for name in made.parity}
+    stated = {**subject.licences, chain["student"]["is"]: license or UNKNOWN}
+    calibrated = {"calibration": made.calibration} if made.calibration else {}
+    found = {"chain": chain, "licences": stated, "eager_ms": round(made.eager_ms, 3), **calibrated}
+    return {**found, "about": about(subject), "scores": scores_of(subject)}
+
+
+def about(subject: Subject) -> dict[str, Any]:
+    """Return what manifest.json says of the network and of what it learned from."""
+    recipe, student = subject.recipe, subject.student
+    return {
+        "model": plain_name(written(recipe.student.model)),
+        "parameters": count_parameters(student),
+        "library": "timm" if is_timm(student.network) else "pytorch",
+        "losses": [loss.kind for loss in recipe.student.losses],
+        "data": {"kind": recipe.data.kind, "hash": subject.data},
+        "labels": list(subject.classes) if recipe.student.task.logits else [],
+        "weights": subject.origin,
+    }
+
+
+def scores_of(subject: Subject) -> dict[str, Any]:
+    """Return what manifest.json says of the scores: of each model, and of the student against the others."""
+    scores, (scored, alone) = subject.recipe.student.task.scores, subject.scored
+    row = subject.provenance["metrics"] if scored is None else scored.row
+    decides, teachers = scores.own[0].key, scores.of_teachers(row)
+    baseline = max(subject.baseline, key=lambda one: one[decides], default={}) if alone is None else alone.row
+    known = {**teachers, OWN: row, ALONE: baseline}
+    samples: dict[str, Mapping[str, Samples]] = {name: scored.of(name) for name in teachers} if scored else {}
+    samples |= {OWN: scored.samples} if scored else {}
+    samples |= {ALONE: alone.samples} if alone else {}
+    models = {
+        name: {one.key: _score(values[one.key], samples.get(name, {}).get(one.key))
+               for one in scores.own if one.key in values}
+        for name, values in known.items() if decides in values
+    }  # fmt: skip
+    own, others = samples.get(OWN, {}), {name: one for name, one in samples.items() if name != OWN and name in models}
+    return {
+        "columns": scores.record(),
+        "split": "val" if scored is None else scored.split,
+        "images": 0 if scored is None else scored.images,
+        "evaluations": 0 if scored is None else scored.evaluations,
+        "models": models,
+        "differences": {
+            name: _difference(own[decides], one[decides])
+            for name, one in others.items() if decides in one and decides in own
+        },
+        "pair": {column.key: row[column.key] for column in scores.pair_in(row)},
+    }  # fmt: skip
+
+
+def _score(value: float, samples: Samples | None) -> dict[str, Any]:
+    if samples is None:
+        return {"value": value}
+    counted = samples.right is not None
+    return {"value": value, **({"images": len(samples.right)} if counted else {"interval": samples.interval()})}  # type: ignore[arg-type]
+
+
+def _difference(one: Samples, other: Samples) -> dict[str, Any]:
+    if one.right is not None and other.right is not None:
+        gained, lost = int((one.right & ~other.right).sum()), int((other.right & ~one.right).sum())
+        return {"gained": gained, "lost": lost, "images": len(one.right)}
+    value, low, high = one.minus(other)
+    return {"value": value, "interval": [low, high]}
+
+
+def chain_of(subject: Subject, digest: str) -> dict[str, Any]:
+    """Return the chain from the teacher to the weights, whose hash is `digest`, without the graphs."""
     recipe, found, own = subject.recipe, subject.made_from, subject.provenance
     chain: dict[str, Any] = {}
     if recipe.teacher.members and subject.recipe.student.losses:
@@ -60,11 +133,7 @@ def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: st
         chain["answers"] = found.get("answers") or {}
     step = {"is": "student" if recipe.student.losses else "teacher", "run": own["run"], "step": own["step"]}
     chain["student"] = {**step, "weights": own["digest"], "exported": digest}
-    chain["graphs"] = {name: sha256(folder / name) for name in made.parity}
-    chain["against_teacher"] = recipe.student.task.scores.against_teacher(own["metrics"], "validation")
-    stated = {**subject.licences, chain["student"]["is"]: license or UNKNOWN}
-    calibrated = {"calibration": made.calibration} if made.calibration else {}
-    return {"chain": chain, "licences": stated, "eager_ms": round(made.eager_ms, 3), **calibrated}
+    return chain
 
 
 def _source(recipe: Recipe, where: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kd.core.intervals import Samples
-from kd.core.scores import Scored, Scores, skipped_text
+from kd.core.scores import TITLES, Scored, Scores, skipped_text
 from kd.core.text import clock, table
 from kd.files.manifest import DIGITS, served_first
 from kd.setup.cache import CHECKED
@@ -13,6 +13,7 @@ from kd.study.report.record import RunRecord, on_cpu, total
 from kd.study.sifting import sifted
 
 ALONE = "student, labels only"
+DIFFERENCES_NOTE = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
 
 
 def described(run: RunRecord) -> list[str]:
@@ -76,8 +77,7 @@ def differences(
         for name, other in samples.items()
         if name != student and column.key in own and column.key in other
     ]
-    note = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
-    return [*lines, "", note, ""] if lines else []
+    return [*lines, "", DIFFERENCES_NOTE, ""] if lines else []
 
 
 ENOUGH = 0.9  # share of the cost that labels alone must have had: CPU times of equal work differ by some percent
@@ -137,7 +137,7 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
             lines += [f"answers  {answers.get('count', 'not counted')} in the cache {_short(answers['cache'])}"]
         else:
             lines += ["  | compared: nothing, since the teacher was asked as the run went", "answers  not stored"]
-        lines += [f"  | compared: {chain['against_teacher'] or 'no score against the teacher is recorded'}"]
+        lines += [f"  | compared: {_against_teacher(facts) or 'no score against the teacher is recorded'}"]
     if own := chain.get("student"):
         lines += [f"{own['is']}  run {own['run']}, step {own['step']}, weights {_short(own['weights'])}"]
         if own["weights"] != own["exported"]:
@@ -152,6 +152,13 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
         lines += [f"  | compared: {same}{one['images']} images, largest difference {one['max_difference']:.1e}"]
         lines += [f"graph  {name} {_short(chain['graphs'][name])}"]
     return ["".join(one if one.isprintable() else "?" for one in line.replace("`", "'")) for line in lines]
+
+
+def _against_teacher(facts: Mapping[str, Any]) -> str:
+    told = facts["scores"]
+    if "columns" not in told:  # of kd 0.3
+        return facts["chain"]["against_teacher"]
+    return Scores.read(told["columns"]).against_teacher(told["pair"], TITLES[told["split"]])
 
 
 def _short(digest: str) -> str:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kd.deploy.export.card import ModelCard, model_name, plain, scores_of
+from kd.deploy.export.card import card as drawn
 from kd.deploy.export.graphs import Made
-from kd.deploy.export.receipt import receipt
+from kd.deploy.export.receipt import plain, plain_name, receipt
 from kd.parts.tasks.embedding import Embedding
 from kd.parts.tasks.single_label import SingleLabel
 
@@ -23,10 +23,12 @@ def card(subject, tmp_path):
         made = made or Made()
         for name in made.parity:
             (tmp_path / name).touch()
-        shown = {"name": recipe.record.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": {}}
+        output = {"name": "embedding" if isinstance(task, Embedding) else "logits", "width": 24}
+        output |= {"thresholds": made.thresholds} if made.thresholds else {}
+        shown = {"name": recipe.record.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": output}
         shown |= {"parity": made.parity, "environment": {"machine": {"processor": "a processor"}}}
-        shown |= {**receipt(one, made, tmp_path, "0" * 64, license), "scores": scores_of(one, made)}
-        return ModelCard(one, made, {**shown, **(facts or {})}, "student", license).render()
+        shown |= receipt(one, made, tmp_path, "0" * 64, license)
+        return drawn({**shown, **(facts or {})})
 
     return draw
 
@@ -51,7 +53,7 @@ def test_what_the_answers_mean(card):
     assert "Output: a vector of 24 numbers" in vectors
     assert "they do not compare with the teacher's" in vectors
     assert "so that an index of the teacher's vectors" in words(
-        card(Embedding(), facts={"output": {"space": "teacher"}})
+        card(Embedding(), facts={"output": {"name": "embedding", "width": 24, "space": "teacher"}})
     )
 
 
@@ -66,5 +68,5 @@ def test_a_name_is_shown_and_does_nothing(card):
     assert "distilled from `vit`" in text
     assert plain("vit_food-2 (b)") == "vit_food-2 (b)"
     assert plain("a\u2028b\x1b") == "a b?"
-    assert model_name("local-dir:/home/a/vit") == "`vit`"
-    assert model_name("hf_hub:timm/vit`x") == "`hf_hub:timm/vit'x`"
+    assert plain_name("local-dir:/home/a/vit") == "vit"
+    assert plain_name("hf_hub:timm/vit`x") == "hf_hub:timm/vit'x"
