@@ -60,7 +60,7 @@ def main() -> None:
     answers = given.work / "answers.csv"
     answers.unlink(missing_ok=True)
     call(given.work, "predict", "runs/own/export", str(test.resolve()), "--to", answers.name)
-    verified = json.loads(call(given.work, "verify", "runs/own/export", "--data", folder, "--json", ends=(0, 3))[0])
+    verified = json.loads(call(given.work, "verify", "runs/own/export", "--data", folder, "--json", ends=(0, 1))[0])
     wrong = [row["what"] for row in verified["rows"] if row["verdict"] == "WRONG"]
     with answers.open(newline="") as file:
         told = list(csv.DictReader(file))

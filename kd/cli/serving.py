@@ -124,8 +124,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(argv: Sequence[str] | None = None) -> int:
-    """`kd-verify EXPORT --data IMAGES`: recompute what an export says of itself; exit code 3 if something is wrong."""
-    from kd.deploy.export.card import drawn
+    """`kd-verify EXPORT --data IMAGES`: recompute what an export says of itself; exit code 1: wrong, 3: no export."""
     from kd.deploy.verify.verify import VerifyOptions
     from kd.deploy.verify.verify import verify as verified
 
@@ -139,11 +138,10 @@ def verify(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        known = verified(taken(VerifyOptions, options))
-        rows = [row._asdict() for row in known.rows]
-        stated, parts = {key: known.manifest[key] for key in ("chain", "licences")}, drawn(known.manifest)
-        lines = [*parts["chain"], "", *parts["licences"], "", table(rows)]
-        print(json.dumps({**stated, "rows": rows}, indent=1) if options.json else "\n".join(lines))
-        known.require()
+        found = verified(taken(VerifyOptions, options))
+        rows = [row._asdict() for row in found.rows]
+        stated = {key: found.manifest.get(key) for key in ("chain", "licences")} | {"verdict": found.line}
+        print(json.dumps({**stated, "rows": rows}, indent=1) if options.json else "\n".join(found.lines))
+        found.require(options.strict)
 
     return guarded(command)

@@ -17,6 +17,9 @@ PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classi
 """What logits answer, in the words of transformers, and what an image has."""
 
 
+CONFIG = {"crop_mode": "center", "interpolation": "bicubic"}  # of evaluation, whatever the network's own weights saw
+
+
 def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
     """Return the config.json of a folder; empty where it has none."""
     config = folder / "config.json"
@@ -77,7 +80,7 @@ def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> di
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         model = {"num_classes": len(classes), "label_names": list(classes)}
-        data = {**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop}
+        data = {**{key: config[key] for key in ("input_size", "mean", "std")}, "crop_pct": crop, **CONFIG}
         save_config_for_hf(network, str(path), model_config=model, data_config=data)
         content = json.loads(path.read_text())
     for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):

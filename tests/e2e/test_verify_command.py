@@ -1,4 +1,4 @@
-"""`kd verify` beside a run folder: the chain from the teacher on, and honest exports of real runs."""
+"""`kd verify` beside a run folder: what the export alone does not show, and honest exports of real runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import shutil
 
 import pytest
+from liars import Liar
 
 from kd.deploy.export import parity
 from kd.deploy.export.export import ExportOptions, export
-from kd.deploy.export.package import seal
 
 
 @pytest.fixture(autouse=True)
@@ -20,19 +20,49 @@ def brief(monkeypatch) -> None:
 
 def test_real_exports_are_right(exported, distilled, embedded, photos, command):
     for folder, run in ((exported, distilled), (embedded / "export", embedded)):
-        answer = command("verify", folder, "--data", photos, "--run", run)
+        answer = command("verify", folder, "--data", photos, "--run", run, "--json")
         assert answer.code == 0, answer
-        assert "WRONG" not in answer.out
-        assert "teacher  " in answer.out
-        for what in ("chain: the teacher's weights", "chain: weights of the step, as exported", "licence: data"):
-            assert any(line.startswith(f"| {what} ") for line in answer.out.splitlines()), what
+        found = json.loads(answer.out)
+        assert "; wrong: 0; not checked: " in found["verdict"]
+        right = {row["what"] for row in found["rows"] if row["verdict"] == "right"}
+        shown = (
+            "chain/teacher",
+            "chain/student/weights",
+            "images.csv/choice",
+            "about/losses",
+            "name",
+            "about/data/hash",
+        )
+        assert not {*shown, "kd.json/metrics", "scores/split"} - right
+    answer = command("verify", exported)
+    assert answer.code == 0
+    assert "teacher  " in answer.out
+    assert answer.out.splitlines()[-1].startswith("right: ")
+    assert command("verify", exported, "--strict").code == 1
 
 
-LIES = {  # what the export alone does not know: of the manifest, and the row
-    "teacher": (("chain", "teacher", "weights"), "0" * 64, "chain: the teacher's weights"),
-    "answers": (("chain", "answers"), {"cache": "0" * 64, "count": 9}, "chain: the teacher's answers: count"),
-    "weights of the step": (("chain", "student", "weights"), "0" * 64, "chain: weights of the step"),
-    "licence": (("licences", "teacher"), "mit", "licence: teacher"),
+def test_an_export_of_the_teacher(distilled, photos, command, tmp_path):
+    made = export(distilled, tmp_path / "teacher", ExportOptions(calibrate=False), teacher=True).folder
+    answer = command("verify", made, "--data", photos, "--run", distilled)
+    assert answer.code == 0, answer
+
+
+LIES = {  # what the run knows of the manifest
+    "chain/teacher/weights": ("0" * 64, "chain/teacher"),
+    "chain/teacher/members": ({}, "chain/teacher"),
+    "chain/answers": ({"cache": "0" * 64, "count": 9}, "chain/answers/cache"),
+    "chain/student/weights": ("0" * 64, "chain/student/weights"),
+    "chain/student/step": (9000, "chain/student/step"),
+    "licences/data": ("mit", "licences/data"),
+    "name": ("state of the art", "name"),
+    "about/losses": (["ce"], "about/losses"),
+    "about/data/hash": ("0" * 64, "about/data/hash"),
+    "about/weights": ("started from nothing", "about/weights"),
+    "scores/models/teacher/accuracy/value": (0.999, "scores/models/teacher/accuracy/value"),
+    "scores/pair/agreement": (0.999, "scores/pair/agreement"),
+    "scores/evaluations": (1, "scores/evaluations"),
+    "kd.json metrics/accuracy": (0.999, "kd.json/metrics"),
+    "kd.json eval_crop": (0.5, "kd.json/eval_crop"),
 }
 
 
@@ -43,21 +73,25 @@ def test_lies_that_the_run_tells(distilled, photos, command, tmp_path):
     (run / "config.yaml").write_text(text.replace("license: ''", "license: cc-by-nc-4.0"))
     honest = export(run, tmp_path / "honest", ExportOptions(calibrate=False)).folder
     assert command("verify", honest, "--data", photos, "--run", run).code == 0
-    for name, (keys, value, row) in LIES.items():
-        folder = shutil.copytree(honest, tmp_path / name)
-        facts = json.loads((folder / "manifest.json").read_text())
-        inner = facts
-        for key in keys[:-1]:
-            inner = inner[key]
-        inner[keys[-1]] = value
-        seal(folder, {key: one for key, one in facts.items() if key not in ("files", "checksum")})
-        answer = command("verify", folder, "--data", photos, "--run", run, "--json")
-        assert answer.code == 3
-        wrong = [one["what"] for one in json.loads(answer.out)["rows"] if one["verdict"] == "WRONG"]
-        assert row in wrong, (name, wrong)
-        assert answer.err.startswith("verify: ")
+    liar = Liar(shutil.copytree(honest, tmp_path / "lies"))
+    for path, (value, _) in LIES.items():
+        if path.startswith("kd.json "):
+            liar.set(path.removeprefix("kd.json "), value, "kd.json")
+        else:
+            liar.set(path, value)
+    liar.rows(lambda rows: [[a, b, known, "apple"] for a, b, known, *_ in rows])  # all sorted into one folder
+    liar.redraw()
+    liar.reseal()
+    answer = command("verify", liar.folder, "--run", run, "--json")
+    assert answer.code == 1
+    wrong = [one["what"] for one in json.loads(answer.out)["rows"] if one["verdict"] == "WRONG"]
+    assert not {row for _, row in LIES.values()} - {*wrong}
+    assert "images.csv/choice" in wrong
+    assert answer.err.startswith("verify: ")
 
 
-def test_bad_input(refused, exported, distilled, photos, tmp_path):
-    assert "is not an export: it has no manifest.json of one" in refused("verify", distilled, "--data", photos)
+def test_bad_input(refused, command, exported, distilled, photos, tmp_path):
+    answer = command("verify", distilled, "--data", photos)
+    assert answer.code == 3
+    assert "is not an export: it has no manifest.json of one" in answer.err
     assert refused("verify", exported, "--data", photos, "--run", tmp_path).startswith("run: ")

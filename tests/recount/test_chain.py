@@ -55,10 +55,7 @@ def test_the_card_says_of_which_images_a_score_against_the_teacher_is(made):
     folder, exported = made
     run = folder / "runs/tiny"
     scored = json.loads((run / "scored.json").read_text())
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    best = next(row for row in rows if row["kind"] == "val" and row["step"] == scored["step"])
     card = (exported / "README.md").read_text()
     told = re.findall(r"Student against its teacher on (\w+) images: agreement ([\d.]+) %", card)
     assert scored["split"] == "test"
-    assert scored["row"]["agreement"] != best["agreement"]
     assert told == 2 * [("test", f"{100 * scored['row']['agreement']:.1f}")]  # a number stands in the manifest once

@@ -69,11 +69,11 @@ def export(
     vouched.check_models({"student": recipe.student})
     if options.any_graph:  # they are compared on images
         vouched.check_folder(recipe.data)
-    subject = _subject(folder, recipe, vouched, options.index)
-    return write(_teacher_of(subject, folder, vouched) if teacher else subject, target, options)
+    subject = subject_of(folder, recipe, vouched, options.index)
+    return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
-def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
+def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
     """Read the best student of a run; with `index` also what maps its vectors into the teacher's space."""
     manifest = folder.manifest()
     if not manifest.get("classes"):
@@ -99,7 +99,7 @@ def _subject(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Sub
     )
 
 
-def _teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
+def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     """Return what is exported of a run's teacher, from what is exported of its student."""
     recipe, task = subject.recipe, subject.recipe.student.task
     plan, kinds = recipe.teacher, [one.kind for one in recipe.teacher.members.values()]

@@ -97,9 +97,13 @@ def measure(
 def facts(path: Path, quality: Mapping[str, Any], speed: Mapping[int, Latency]) -> dict[str, Any]:
     """Return what was measured of a graph as JSON values, for manifest.json."""
     graph = GRAPHS[path.name]
-    rounded = {str(threads): {k: round(v, 3) for k, v in asdict(s).items()} for threads, s in speed.items()}
     named = {"runtime": graph.runtime, "precision": graph.precision, "bytes": size(path)}
-    return {**named, **quality, "speed": rounded}
+    return {**named, **quality, "speed": speed_facts(speed)}
+
+
+def speed_facts(speed: Mapping[int, Latency]) -> dict[str, dict[str, float]]:
+    """Return speeds as JSON values, by the number of threads."""
+    return {str(threads): {k: round(v, 3) for k, v in asdict(s).items()} for threads, s in speed.items()}
 
 
 def noisy(one: Latency, cpu_ms: float) -> bool:

@@ -282,20 +282,26 @@ def open_export(folder: str | Path, file: str = "", threads: int = 1, slots: int
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
     """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
     content = read_verified(description.folder, description.file, description.files)
+    weights = b""
+    if description.file.endswith(".xml"):
+        name = str(Path(description.file).with_suffix(".bin"))
+        weights = read_verified(description.folder, name, description.files)
     try:
-        runtime, precision, _ = GRAPHS[description.file]
-        if runtime == "onnxruntime":
-            engine = _onnx(content, threads)
-        else:
-            name = str(Path(description.file).with_suffix(".bin"))
-            weights = read_verified(description.folder, name, description.files)
-            engine = _openvino(content, weights, threads, slots, "bf16" if precision == "bf16" else "f32")
+        engine = engine_of(description.file, content, weights, threads, slots)
     except MissingExtra:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
         raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
     known = {one.name: getattr(description, one.name) for one in fields(description)}
     return LoadedGraph(**known, engine=engine, threads=threads, slots=slots)
+
+
+def engine_of(file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
+    """Load a graph by the name of its file; `weights` are OpenVINO's. A runtime's own error: it is damaged."""
+    runtime, precision, _ = GRAPHS[file]
+    if runtime == "onnxruntime":
+        return _onnx(content, threads)
+    return _openvino(content, weights, threads, slots, "bf16" if precision == "bf16" else "f32")
 
 
 def _onnx(content: bytes, threads: int) -> Engine:

@@ -1,11 +1,13 @@
-"""`kd verify`: every planted lie is found by a row that names it, and no honest export is called a liar."""
+"""`kd verify`: each planted lie has a row that says so, or that it was not checked; no honest export is called a liar.
+
+One export is made, with all that it can claim; each lie is planted in a copy and sealed with kd's own code.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
-import zlib
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,28 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from liars import INT8, Liar, answers, found, graph_of, honest_export, painted, told, wrong
 from safetensors.torch import load_file, save_file
 from subjects import CLASSES, PIXELS, SIZE, VIT, small_subject
 
 from kd.core.errors import KdError
 from kd.deploy.export import parity, variants
-from kd.deploy.export.card import drawn
 from kd.deploy.export.export import write
 from kd.deploy.export.graphs import Subject
 from kd.deploy.export.options import ExportOptions
-from kd.deploy.export.package import seal
-from kd.deploy.verify.claims import WRONG, Claims, NotVerifiedError
-from kd.deploy.verify.verify import VerifyOptions, verify
+from kd.deploy.verify.claims import IMAGES, OPEN, RIGHT, WRONG, Claims
+from kd.deploy.verify.verify import NotVerifiedError
 from kd.files.manifest import MANIFEST
 from kd.models import runtimes
 from kd.models.classifier import tensors_digest
 from kd.models.load import Spec, load
 from kd.parts.tasks import embedding, label_sets
-
-MANY = np.random.default_rng(5).integers(0, 256, (120, 3, SIZE, SIZE), np.uint8)
-TEACHER = "vit_small_patch16_dinov3.lvd1689m"
-LICENCES = {"teacher": "dinov3-license", "data": "cc-by-4.0", "student's first weights": "none: random weights"}
 
 
 @pytest.fixture(autouse=True)
@@ -45,68 +41,82 @@ def brief(monkeypatch) -> None:
     monkeypatch.setattr(variants, "SECONDS", 0.01)
 
 
-def painted(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Subject, Path]:
-    """Return a subject whose validation images lie in files, in folders named like classes, and their folder."""
-    encoded = []
-    for i, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-        file = folder / "images" / (CLASSES[label] if labels.ndim == 1 else "all") / f"{i:03d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image.transpose(1, 2, 0)).save(file)
-        encoded.append(zlib.crc32(file.read_bytes()))
-
-    def images(limit: int, training: bool = False):
-        yield pixels[: limit or None], labels[: limit or None], encoded[: limit or None]
-
-    made = small_subject(folder / "runs", teacher=TEACHER, images=lambda: nullcontext(images), licences=LICENCES)
-    recipe = replace(made.recipe, teacher=replace(made.recipe.teacher, fits={}))  # its weights come with its name
-    return replace(made, recipe=recipe), folder / "images"
+@pytest.fixture(scope="session")
+def honest(once) -> tuple[Path, Path]:
+    """The folders of an export with all that it can claim, and of its images. Do not write into them."""
+    folder = once("honest export", honest_export)
+    return folder / "export", folder / "images"
 
 
-def answers(subject: Subject, pixels: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        return subject.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
-
-
-@pytest.fixture(scope="module")
-def honest(tmp_path_factory) -> tuple[Path, Path]:
-    """An export with all that it can claim, and its images: two of three labels are what it answers."""
-    folder = tmp_path_factory.mktemp("honest")
-    labels = answers(small_subject(folder / "first"), MANY)
-    labels[::3] = (labels[::3] + 1) % 3
-    subject, images = painted(folder, MANY, labels)
-    right = float((answers(subject, MANY) == labels).mean())
-    subject = replace(subject, provenance={**subject.provenance, "metrics": {"accuracy": right}})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SECONDS", 0.01)
-        find = runtimes.installed
-        patch.setattr(runtimes, "installed", lambda name: name not in ("openvino", "nncf") and find(name))
-        options = ExportOptions(int8=True, compare=True, accept="drop<=20 mb<=5", defer_share=0.2, license="mit")
-        write(subject, folder / "export", options)
-    return folder / "export", images
-
-
-def found(export: Path, images: Path | str, **more: Any) -> Claims:
-    return verify(VerifyOptions(export=export, data=str(images), **more))
-
-
-def wrong(known: Claims) -> list[str]:
-    return [" | ".join(row) for row in known.rows if row.verdict == WRONG]
-
-
-def test_an_honest_export_is_right_in_all(honest):
+def test_an_honest_export_is_right_in_all_that_is_compared(honest):
     known = found(*honest)
     assert not wrong(known), wrong(known)
     known.require()
     rows = {row.what: row for row in known.rows}
-    assert "(" in rows["model.onnx: accuracy"].found  # an interval
-    assert float(rows["model.int8.onnx: ece"].claimed) > 0
-    for what in ("model.int8.onnx: drop", "sure: threshold", "accepted: the sentence", "chain: weights", "labels"):
-        assert rows[what].verdict == "right"
-    assert any(what.startswith("model.onnx: as compared: speed.1.p50_ms") for what in rows)
-    assert "read it" in "\n".join(drawn(known.manifest)["licences"])
-    assert known.manifest["calibration"]["temperature"] > 0
-    table = [line.split()[1] for line in drawn(known.manifest)["graphs"] if line.startswith("| model.")]
-    assert table[:2] == ["model.onnx", "model.int8.onnx"]  # what is served is first
+    assert float(rows["parity/model.int8.onnx/ece"].claimed) > 0
+    right = ("variants/model.int8.onnx/drop", "output/defer/threshold", "accepted/sentence", "chain/student/exported")
+    for what in (*right, "images.csv/labels", "README.md", "validation/model.onnx", "calibration/temperature"):
+        assert rows[what].verdict == RIGHT, rows[what]
+    assert "variants/model.onnx/speed/1/p50_ms" in rows
+    assert "read it" in (honest[0] / "README.md").read_text()
+    open_rows = [row for row in known.rows if row.verdict == OPEN]
+    assert all(row.why for row in open_rows), open_rows
+    assert known.line.startswith(
+        f"right: {len(known.rows) - len(open_rows)}; wrong: 0; not checked: {len(open_rows)} ("
+    )
+    with pytest.raises(NotVerifiedError) as raised:
+        known.require(strict=True)
+    assert raised.value.exit_code == 1
+
+
+def test_without_images_and_run_the_files_alone_are_compared(honest):
+    known = found(honest[0])
+    assert not wrong(known), wrong(known)
+    rows = {row.what: row for row in known.rows}
+    assert rows["parity/model.onnx/correct"][3:] == (OPEN, "--data shows it")
+    assert rows["chain/student/step"][3:] == (OPEN, "--run shows it")
+    assert rows["files/model.onnx/sha256"].verdict == RIGHT
+
+
+def test_every_key_of_an_export_is_in_the_table(honest):
+    """A claim without a line would be WRONG in an honest export; a line without a way is `not checked`."""
+    for old in (False, True):
+        claimed = json.loads((honest[0] / MANIFEST).read_text()) | {"format": 1 if old else 2}
+        if old:
+            claimed["scores"] = {
+                "title": "accuracy",
+                "unit": "%",
+                "value": 0.5,
+                "lines": [],
+                "split": "val",
+                "images": 0,
+            }
+            claimed["chain"]["against_teacher"] = ""
+        claimed |= {name: json.loads((honest[0] / name).read_text()) for name in ("config.json", "kd.json")}
+        known = Claims(claimed, graphs=("model.onnx", "model.int8.onnx"))
+        places = [*known.places(claimed)]
+        assert len(places) > 100
+        assert not [place for place in places if known.claim(place)[0] is None]
+        assert {row.verdict for row in known.rows} == {OPEN}  # nothing was looked at
+    assert {row.verdict for row in Claims({"new": 1}).rows} == {WRONG}
+
+
+def test_costs_and_counts_have_three_verdicts():
+    told = {"parity": {"model.onnx": {"correct": 80, "cpu_ms": 1.0}}}
+    here = {"machine": {"processor": "another", "cores": 2}}
+    for value, cost, verdicts in (
+        (81, 1.4, (RIGHT, RIGHT)), (83, 3.0, (WRONG, OPEN)), (90, 1000.0, (WRONG, WRONG))
+    ):  # fmt: skip
+        known = Claims(json.loads(json.dumps(told)), graphs=("model.onnx",), images=120)
+        known.elsewhere, known.noisy = False, True
+        known.show(IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}})
+        assert tuple(row.verdict for row in known.rows) == verdicts
+        far = Claims(json.loads(json.dumps(told | {"environment": here})), graphs=("model.onnx",), images=120)
+        assert far.elsewhere
+        far.show(IMAGES, {"parity": {"model.onnx": {"correct": value, "cpu_ms": cost}}})
+        rows = {row.what: row.verdict for row in far.rows}
+        assert rows["parity/model.onnx/correct"] == {81: RIGHT, 83: OPEN, 90: WRONG}[value]
+        assert rows["parity/model.onnx/cpu_ms"] == (WRONG if cost > 100 else OPEN)  # a time of another machine
 
 
 def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
@@ -117,70 +127,61 @@ def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
     return replace(subject, recipe=replace(subject.recipe, student=plan), student=student, provenance=provenance)
 
 
-@pytest.mark.parametrize("kind", ["plain", "openvino", "sets", "vectors", "own"])
-def test_honest_exports_of_other_kinds(kind, tmp_path):
-    labels = answers(small_subject(tmp_path / "first"), PIXELS)
-    sets = np.eye(3, dtype=np.int8)[labels]
-    subject, images = painted(tmp_path, PIXELS, sets if kind == "sets" else labels)
-    options = ExportOptions(int8=True, pt2=True, calibrate=False)
+KINDS = {  # of honest exports, and a row that is right
+    "plain": "parity/model.onnx/correct",
+    "hub": "parity/model.int8.onnx/correct",
+    "openvino": "parity/openvino.xml/correct",
+    "sets": "output/thresholds",
+    "vectors": "parity/model.onnx/cosine",
+    "own": "parity/model.onnx/correct",
+    "twice": "images.csv/times",
+    "unlabelled": "parity/model.onnx/same_top1",
+    "no graph": "about/parameters",
+}
+
+
+def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
+    """Return what an export of a kind is made of, its images, and how it is exported."""
+    labels, pixels = answers(small_subject(folder / "first"), PIXELS), PIXELS.copy()
+    if kind == "twice":  # two files of one content
+        pixels[1], labels[1] = pixels[0], labels[0]
+    subject, images = painted(folder, pixels, np.eye(3, dtype=np.int8)[labels] if kind == "sets" else labels)
+    options = ExportOptions(int8=True, pt2=kind in ("plain", "own"), calibrate=False, onnx=kind != "no graph")
     if kind == "openvino":
         pytest.importorskip("openvino")
         options = replace(options, openvino=True)
-    if kind == "sets":
+    elif kind == "sets":
         subject, options = tasked(subject, label_sets), replace(options, defer_share=0.2)
-    if kind == "vectors":
+    elif kind == "vectors":
         subject = tasked(subject, embedding, load(Spec("student", "vit_tiny_patch16_224", VIT, ()), SIZE).eval())
-    if kind == "own":  # a network that is no timm's: no code of it can be run
+    elif kind == "own":  # a network that is no timm's: no code of it can be run
         subject.student.architecture = {"module": "mine:net"}
         del subject.student.network.pretrained_cfg
-    write(subject, tmp_path / "export", options)
-    for trust in (False, True):
-        known = found(tmp_path / "export", images, trust=trust)
+    elif kind == "unlabelled":  # in folders that are named as classes
+        with subject.images() as read:
+            batches = [(shown, np.full(len(label), -1), crcs) for shown, label, crcs in read(0)]
+        subject = replace(subject, images=lambda: nullcontext(lambda limit, training=False: batches))
+    return subject, images, options if kind != "no graph" else ExportOptions(onnx=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_honest_exports_of_other_kinds(kind, tmp_path):
+    subject, images, options = of_kind(kind, tmp_path)
+    export = tmp_path / "export"
+    write(subject, export, options)
+    if kind == "hub":  # what `hf download` leaves
+        (export / ".gitattributes").write_text("*.onnx filter=lfs")
+        (export / ".cache/huggingface/download").mkdir(parents=True)
+        (export / ".cache/huggingface/download/model.onnx.metadata").write_text("1")
+    for trust in (False, True) if options.pt2 else (False,):
+        known = found(export, images, trust=trust)
         assert not wrong(known), wrong(known)
-        assert trust == any(row.what.startswith("model.pt2: images") for row in known.rows)
+        rows = {row.what: row.verdict for row in known.rows}
+        assert rows[KINDS[kind]] == RIGHT
+        assert not options.pt2 or (rows["parity/model.pt2/correct"] == RIGHT) == trust
 
 
 # ---------------------------------------------------------------------------------------------------------- the lies
-
-
-class Liar:
-    """An export in the hands of somebody who changes it; `reseal` makes hashes and checksum fit again."""
-
-    def __init__(self, folder: Path) -> None:
-        content = json.loads((folder / MANIFEST).read_text())
-        self.folder = folder
-        self.manifest = {key: value for key, value in content.items() if key not in ("files", "checksum")}
-
-    def edit(self, name: str, old: str, new: str) -> None:
-        file = self.folder / name
-        text = file.read_text()
-        assert old in text, (name, old)
-        file.write_text(text.replace(old, new))
-
-    def set(self, path: str, value: Any, file: str = MANIFEST) -> None:
-        """Change a value of a JSON file; `/` between the keys."""
-        content = self.manifest if file == MANIFEST else json.loads((self.folder / file).read_text())
-        *above, last = path.split("/")
-        inner = content
-        for key in above:
-            inner = inner[key]
-        assert inner[last] != value
-        inner[last] = value
-        if file != MANIFEST:
-            (self.folder / file).write_text(json.dumps(content))
-
-    def redraw(self, old: dict[str, list[str]]) -> None:
-        """Change in the card what is drawn from the manifest."""
-        for part, lines in drawn(self.manifest).items():
-            if lines != old[part]:
-                self.edit("README.md", "\n".join(old[part]), "\n".join(lines))
-
-    def reseal(self) -> None:
-        seal(self.folder, self.manifest)
-
-    def plain(self) -> None:
-        sealed = json.loads((self.folder / MANIFEST).read_text())
-        (self.folder / MANIFEST).write_text(json.dumps({**sealed, **self.manifest}))
 
 
 def other_weights(liar: Liar) -> None:
@@ -198,86 +199,325 @@ def other_graph(liar: Liar) -> None:
     torch.manual_seed(7)
     student = load(Spec("student", "vit_tiny_patch16_224", VIT, CLASSES), SIZE).eval()
     runtimes.write_onnx(runtimes.export_program(student, SIZE), liar.folder / "model.onnx")
+    graph_of(liar, "model.onnx")
 
 
-def labels_of(liar: Liar, drop: int = 0) -> None:
-    """Change the labels of images to what is answered, or leave images out."""
-    file = liar.folder / "images.csv"
-    rows = list(csv.reader(file.read_text().splitlines()))[drop:]
-    if not drop:
-        rows = [[a, b, known, CLASSES[(CLASSES.index(name) + 1) % 3]] for a, b, known, name in rows]
-    file.write_text("".join(",".join(row) + "\n" for row in rows))
+def exchanged(liar: Liar) -> None:
+    """Each graph under the name of the other."""
+    kept = shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx")
+    graph_of(liar, "model.onnx", liar.folder / "model.int8.onnx")
+    graph_of(liar, "model.int8.onnx", kept)
+    parity = liar.manifest["parity"]
+    parity["model.onnx"], parity["model.int8.onnx"] = parity["model.int8.onnx"], parity["model.onnx"]
 
 
-SEALED = {
-    "accuracy in the card": (lambda x: x.edit("README.md", "accuracy", "accuracy of 99.9 %"), "README.md: "),
-    "accuracy of a graph": (lambda x: x.set("parity/model.onnx/accuracy", 0.95), "model.onnx: accuracy"),
-    "right answers of int8": (lambda x: x.set("parity/model.int8.onnx/correct", 119), "model.int8.onnx: correct"),
-    "same answers": (lambda x: x.set("parity/model.int8.onnx/same_top1", 90), "model.int8.onnx: same_top1"),
-    "difference from PyTorch": (
-        lambda x: x.set("parity/model.int8.onnx/max_difference", 1e-6),
-        "model.int8.onnx: max_difference",
+def back_door(liar: Liar, row: int, column: int) -> None:
+    """A graph that answers "apple" where one pixel is as red as can be; none of the images has such a pixel there."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    path = liar.folder / "model.onnx"
+    model = onnx.load(path)
+    graph, ints = model.graph, lambda name, values: numpy_helper.from_array(np.array(values, np.int64), name)
+    graph.initializer.extend([
+        ints("d_start", [0, row, column]), ints("d_end", [1, row + 1, column + 1]), ints("d_axes", [1, 2, 3]),
+        ints("d_flat", [-1, 1]), numpy_helper.from_array(np.array(255, np.uint8), "d_red"),
+        numpy_helper.from_array(np.array([[50, 0, 0]], np.float32), "d_apple"),
+    ])  # fmt: skip
+    for node in graph.node:
+        node.output[:] = ["d_logits" if one == "logits" else one for one in node.output]
+    nodes = [("Slice", ["image", "d_start", "d_end", "d_axes"], "d_pixel"), ("Equal", ["d_pixel", "d_red"], "d_there")]
+    nodes += [("Reshape", ["d_there", "d_flat"], "d_column")]
+    graph.node.extend([helper.make_node(kind, inputs, [output]) for kind, inputs, output in nodes])
+    graph.node.append(helper.make_node("Cast", ["d_column"], ["d_one"], to=TensorProto.FLOAT))
+    graph.node.append(helper.make_node("Mul", ["d_one", "d_apple"], ["d_more"]))
+    graph.node.append(helper.make_node("Add", ["d_logits", "d_more"], ["logits"]))
+    onnx.save(model, path)
+    graph_of(liar, "model.onnx")
+
+
+def shown_right(rows: list[list[str]]) -> list[list[str]]:
+    return [row for row in rows if row[-1] == "pear"]  # all that the student answers
+
+
+def relabelled(rows: list[list[str]]) -> list[list[str]]:
+    return [[a, b, known, CLASSES[(CLASSES.index(name) + 1) % 3]] for a, b, known, name in rows]
+
+
+def counted(liar: Liar, images: int, correct: int) -> None:
+    """Make all counts those of other images."""
+    for one in liar.manifest["parity"].values():
+        one |= {"images": images, "correct": correct, "same_top1": images, "accuracy": correct / images}
+
+
+def named(liar: Liar, *names: str) -> None:
+    liar.set("about/labels", list(names))
+    liar.set("label_names", list(names), "config.json")
+
+
+def added(path: str, name: str, value: Any) -> Callable[[Liar], None]:
+    return lambda liar: liar.set(f"{path}/{name}" if path else name, value)
+
+
+def ghost(liar: Liar) -> None:
+    liar.manifest["parity"]["openvino.xml"] = {**liar.manifest["parity"]["model.onnx"]}
+    liar.manifest["chain"]["graphs"]["openvino.xml"] = "0" * 64
+    liar.manifest["output"]["defer"]["stated"]["openvino.xml"] = {**liar.get("output/defer/stated")["model.onnx"]}
+
+
+def uncompared(liar: Liar) -> None:
+    for name in ("openvino.xml", "openvino.bin"):
+        (liar.folder / name).write_bytes((liar.folder / "model.onnx").read_bytes())
+
+
+LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
+    # kind of the issue's table, and what is planted; rows that must say so
+    "1 often": ([lambda x: x.rows(lambda rows: [rows[0]] * 100 + rows[20:])], {"images.csv/times": WRONG}),
+    "1 unlabelled": (
+        [lambda x: x.rows(lambda rows: [[*row[:2], "0"] if row[-1] == "apple" else row for row in rows])],
+        {"images.csv/labels": WRONG},
     ),
-    "calibration error": (lambda x: x.set("parity/model.onnx/ece", 0.4), "model.onnx: ece"),
-    "CPU time": (lambda x: x.set("parity/model.onnx/cpu_ms", 1e-4), "model.onnx: cpu_ms"),
-    "p50": (lambda x: x.set("variants/model.onnx/speed/1/p50_ms", 1e-4), "model.onnx: as compared: speed.1.p50_ms"),
-    "drop of int8": (lambda x: x.set("variants/model.int8.onnx/drop", -0.4), "model.int8.onnx: as compared: drop"),
-    "megabytes": (lambda x: x.set("variants/model.onnx/bytes", 999), "model.onnx: as compared: bytes"),
-    "score of the card": (lambda x: x.set("scores/value", 0.99), "README.md: accuracy"),
-    "an exchanged graph": (other_graph, "model.onnx: accuracy"),
-    "permuted classes": (lambda x: x.set("label_names", list(CLASSES[::-1]), "config.json"), "model.onnx: accuracy"),
-    "moved threshold": (lambda x: x.set("output/defer/threshold", 0.2), "sure: threshold"),
-    "promise of sure": (
-        lambda x: x.set("output/defer/stated/model.onnx/wrong", 0.001),
-        "sure: promise of model.onnx: wrong",
+    "1 labels": ([lambda x: x.rows(relabelled)], {"images.csv/labels": WRONG}),
+    "1 left out": (
+        [lambda x: x.rows(shown_right), lambda x: counted(x, 80, 80)],
+        {"images.csv/choice": OPEN, "scores/models/student/accuracy/value": WRONG},
     ),
-    "another crop": (lambda x: x.set("input/crop", 0.8), "preprocessing: "),
-    "other means": (
-        lambda x: x.set("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json"),
-        "model.onnx: max_difference",
+    "2 served": (
+        [lambda x: x.set("pick", "openvino.xml"), uncompared],
+        {"pick": WRONG, "parity/openvino.xml/images": WRONG, "chain/graphs/openvino.xml": WRONG},
     ),
-    "weights of another step": (other_weights, "model.onnx: max_difference"),
-    "another step": (lambda x: x.set("chain/student/step", 9000), "chain: run, step, weights and version"),
-    "another version": (lambda x: x.set("version", "0" * 12), "chain: run, step, weights and version"),
-    "hash of a graph": (lambda x: x.set("chain/graphs/model.onnx", "0" * 64), "chain: model.onnx"),
-    "licence removed": (lambda x: x.set("licences/teacher", "unknown"), "licence: teacher, as timm has it"),
-    "accepted megabytes": (lambda x: x.set("accepted/found/mb", 0.001), "accepted: mb"),
-    "sentence": (lambda x: x.set("accepted/sentence", "drop<=20 mb<=0.001"), "accepted: the sentence"),
-    "labels": (labels_of, "labels"),
-    "left out images": (lambda x: labels_of(x, 20), "model.onnx: images"),
+    "2 accepted": ([lambda x: x.set("accepted/file", "model.pt2")], {"accepted/file": WRONG, "pick": WRONG}),
+    "3 headline": (
+        [
+            lambda x: x.set("scores/models/student/accuracy/value", 0.99),
+            lambda x: x.set("scores/models/teacher/accuracy/value", 0.999),
+            lambda x: x.set("scores/models/labels only", {"accuracy": {"value": 0.2, "images": 5000}}),
+            lambda x: x.set("scores/images", 120),
+        ],
+        {
+            "scores/models/student/accuracy/value": WRONG,
+            "scores/models/teacher/accuracy/value": OPEN,
+            "scores/models/labels only/accuracy/value": OPEN,
+            "scores/models/labels only/accuracy/images": OPEN,
+            "scores/images": OPEN,
+        },
+    ),
+    "4 not measured": ([lambda x: x.set("accepted/sentence", "drop<=20 mb<=5 ms<=1")], {"accepted/sentence": WRONG}),
+    "4 not so": (
+        [
+            lambda x: x.set("accepted/sentence", "drop<=20 mb<=0.001 ece<=1 teacher-drop<=1"),
+            lambda x: x.set("accepted/found", {"drop": 0.0, "mb": 0.001, "ece": 0.3, "teacher-drop": -3.0}),
+        ],
+        {"accepted/found/mb": WRONG, "accepted/found/ece": WRONG, "accepted/found/teacher-drop": WRONG},
+    ),
+    "5 sources": (
+        [
+            lambda x: x.set("licences/student", "apache-2.0"),
+            lambda x: x.set("licences/teacher", "mit"),
+            lambda x: x.set("about/parameters", 999),
+            lambda x: x.set("about/data/hash", "f" * 16),
+            lambda x: x.set("about/labels", list(CLASSES[::-1])),
+        ],
+        {
+            "licences/student": OPEN,
+            "licences/teacher": WRONG,
+            "about/parameters": WRONG,
+            "about/data/hash": OPEN,
+            "config.json/label_names": WRONG,
+        },
+    ),
+    "6 unseen": (
+        [lambda x: named(x, "apple", "kiwi", "pear")],
+        {"about/labels": OPEN, "config.json/label_names": OPEN},
+    ),
+    "6 seen": ([lambda x: named(x, "pear", "fig", "apple")], {"parity/model.onnx/correct": WRONG}),
+    "7 run": (
+        [
+            lambda x: x.set("chain/teacher/members/teacher/name", "vit_giant"),
+            lambda x: x.set("scores/pair/agreement", 0.999),
+            lambda x: x.set("metrics", {"accuracy": 0.99}, "kd.json"),
+            lambda x: x.set("calibration/calibrated_ece", 0.001),
+            lambda x: x.set("input/crop", 0.8),
+        ],
+        {
+            "chain/teacher": OPEN,
+            "scores/pair/agreement": OPEN,
+            "kd.json/metrics": OPEN,
+            "calibration/calibrated_ece": WRONG,
+            "input/crop": WRONG,
+        },
+    ),
+    "8 ghosts": (
+        [ghost, lambda x: x.set(f"variants/{INT8}", {**x.get("variants/model.onnx")})],
+        {
+            "parity/openvino.xml/correct": WRONG,
+            "chain/graphs/openvino.xml": WRONG,
+            "output/defer/stated/openvino.xml/wrong": WRONG,
+        },
+    ),
+    "9 tolerance": (
+        [
+            lambda x: x.set(f"parity/{INT8}/accuracy", x.get(f"parity/{INT8}/accuracy") + 0.019),
+            lambda x: x.set("scores/models/student/accuracy/value", x.get("parity/model.onnx/accuracy") + 0.0192),
+            lambda x: x.set("output/defer/stated/model.onnx/wrong_interval", [0.3, 0.35]),
+            lambda x: x.set("output/defer/threshold", 0.2),
+        ],
+        {
+            f"parity/{INT8}/accuracy": WRONG,
+            "scores/models/student/accuracy/value": WRONG,
+            "output/defer/stated/model.onnx": WRONG,
+            "output/defer/threshold": WRONG,
+        },
+    ),
+    "9 counts": (
+        [
+            lambda x: x.set(f"parity/{INT8}/correct", 119),
+            lambda x: x.set(f"parity/{INT8}/same_top1", 90),
+            lambda x: x.set(f"parity/{INT8}/ece", 0.4),
+            lambda x: x.set(f"parity/{INT8}/max_difference", 1e-6),
+        ],
+        {f"parity/{INT8}/{key}": WRONG for key in ("correct", "same_top1", "ece", "max_difference")},
+    ),
+    "10 exchanged": ([exchanged], {"weights/model.onnx": WRONG, f"weights/{INT8}": WRONG}),
+    "10 another": ([other_graph], {"parity/model.onnx/correct": WRONG, "random images/model.onnx": WRONG}),
+    "11 times": (
+        [lambda x: x.set("eager_ms", 0.01), lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6)],
+        {"eager_ms": OPEN, "parity/model.onnx/cpu_ms": WRONG},
+    ),
+    "12 pixels": (
+        [
+            lambda x: x.set("pretrained_cfg/interpolation", "bilinear", "config.json"),
+            lambda x: x.set("pretrained_cfg/crop_mode", "border", "config.json"),
+            lambda x: x.set("pretrained_cfg/first_conv", "stem", "config.json"),
+            lambda x: x.set("input/layout", "uint8 [batch, 16, 16, 3], BGR"),
+        ],
+        {
+            "config.json/pretrained_cfg/interpolation": WRONG,
+            "config.json/pretrained_cfg/crop_mode": WRONG,
+            "config.json/pretrained_cfg/first_conv": OPEN,
+            "input/layout": WRONG,
+        },
+    ),
+    "12 means": (
+        [lambda x: x.set("pretrained_cfg/mean", [0.1, 0.1, 0.1], "config.json")],
+        {"parity/model.onnx/max_difference": WRONG},
+    ),
+    "13 corner": ([lambda x: back_door(x, 0, 0)], {"random images/model.onnx": WRONG}),
+    "13 centre": (
+        [lambda x: back_door(x, 7, 9)],
+        {"random images/model.onnx": WRONG, "random images/all others": OPEN},
+    ),
+    "13 weights": ([other_weights], {"parity/model.onnx/max_difference": WRONG}),
+    "14 files and keys": (
+        [
+            lambda x: (x.folder / "more.pkl").write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+            added("", "certified", "by nobody"),
+            added("parity/model.onnx", "f1", 0.99),
+            lambda x: x.set("certified", True, "kd.json"),
+            lambda x: x.set("scores/columns/own", [{**x.get("scores/columns/own")[0], "title": "human accuracy"}]),
+        ],
+        {"files/more.pkl/sha256": WRONG, "certified": WRONG, "parity/model.onnx/f1": WRONG},
+    ),
+    "14 keys": (
+        [
+            lambda x: x.set("name", "state of the art"),
+            lambda x: x.set("environment/machine/processor", "a phone"),
+            lambda x: x.set("certified", True, "kd.json"),
+            lambda x: x.set("certified", True, "config.json"),
+            lambda x: x.manifest["scores"]["columns"]["own"][0].update(title="human accuracy"),
+        ],
+        {
+            "name": OPEN,
+            "environment": OPEN,
+            "kd.json/certified": WRONG,
+            "config.json/certified": WRONG,
+            "scores/columns": WRONG,
+        },
+    ),
+    "15 alarms": (
+        [
+            lambda x: x.set("validation/model.onnx/numbers/brightness/counts/pear", "15:120"),
+            lambda x: x.set(f"validation/{INT8}/calibrated", False),
+        ],
+        {"validation/model.onnx": WRONG, f"validation/{INT8}": WRONG},
+    ),
+    "version": (
+        [lambda x: x.set("version", "0" * 12), lambda x: x.set("chain/student/step", 9000)],
+        {"version": WRONG, "chain/student/step": OPEN, "kd.json/step": WRONG},
+    ),
 }
-PLAIN = {
-    "a number of the card": (lambda x: x.edit("README.md", "accuracy", "accuracy 99 %"), "README.md: sha256"),
-    "a number of the manifest": (lambda x: x.set("parity/model.onnx/accuracy", 0.99), "manifest.json: checksum"),
-    "a graph": (other_graph, "model.onnx: sha256"),
-    "weights": (other_weights, "model.safetensors: sha256"),
-    "a licence of the card": (lambda x: x.edit("README.md", "dinov3-license", "mit"), "README.md: licences"),
-    "a file more": (lambda x: (x.folder / "more.py").write_text("1"), "more.py: sha256"),
-    "no card": (lambda x: (x.folder / "README.md").unlink(), "README.md: sha256"),
-    "a file less": (lambda x: (x.folder / "model.int8.onnx").unlink(), "model.int8.onnx: sha256"),
+SPEEDS = {  # of `--compare`: servers are started
+    "8 threads, 9 signs, 11 tail": (
+        [
+            lambda x: x.set("variants/model.onnx/speed/64", {**x.get("variants/model.onnx/speed/1")}),
+            lambda x: x.set(f"variants/{INT8}/drop", -0.019),
+            lambda x: x.set(f"variants/{INT8}/interval", [0.66, 0.67]),
+            lambda x: x.set("variants/model.onnx/speed/1/p99_ms", x.get("variants/model.onnx/speed/1/p50_ms") / 2),
+            lambda x: x.set(f"variants/{INT8}/speed/1/p50_ms", 1e-4),
+            lambda x: x.set(f"variants/{INT8}/speed/1/memory_mb", 0.5),
+            lambda x: x.set("variants/model.onnx/bytes", 999),
+        ],
+        {
+            "variants/model.onnx/speed/64/p50_ms": WRONG,
+            f"variants/{INT8}/drop": WRONG,
+            f"variants/{INT8}/interval": WRONG,
+            "variants/model.onnx/speed/1/p99_ms": WRONG,
+            f"variants/{INT8}/speed/1/p50_ms": WRONG,
+            f"variants/{INT8}/speed/1/memory_mb": WRONG,
+            "variants/model.onnx/bytes": WRONG,
+        },
+    ),
+}
+EDITED = {  # after the card was drawn
+    "3 a number of the card": lambda x: x.edit("66.7 %", "99.7 %"),
+    "5 a comment": lambda x: x.edit("# small", "<!--\n# small"),
+    "5 a section": lambda x: x.edit("## Limits", "## Certified\n\nBy nobody.\n\n## Limits"),
+    "5 a licence": lambda x: x.edit("dinov3-license", "mit"),
 }
 
 
-@pytest.mark.parametrize("lie", [*SEALED, *PLAIN])
-def test_a_lie_is_found(lie, honest, tmp_path):
-    folder = shutil.copytree(honest[0], tmp_path / "export")
-    liar = Liar(folder)
-    tell, named = SEALED.get(lie) or PLAIN[lie]
-    if "as compared" not in named:  # servers need not be timed for it
-        liar.manifest.pop("variants")
-        liar.reseal()
-    before = drawn(liar.manifest)
+@pytest.mark.parametrize("kind", [*LIES, *SPEEDS])
+def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
+    lies, rows = LIES.get(kind) or SPEEDS[kind]
+    record_property("tried", len(lies))
+    if kind.startswith("8 ghosts"):
+        lies = [ghost]
+    liar = told(honest, tmp_path, lies, kind in SPEEDS)
+    known = found(liar.folder, honest[1])
+    seen = {row.what: row.verdict for row in known.rows}
+    assert {what: seen.get(what) for what in rows} == rows, wrong(known)
+    if WRONG in rows.values():
+        with pytest.raises(NotVerifiedError) as raised:
+            known.require()
+        assert raised.value.exit_code == 1
+
+
+@pytest.mark.parametrize("kind", EDITED)
+def test_the_card_says_nothing_else(kind, honest, tmp_path):
+    liar = told(honest, tmp_path, [])
+    EDITED[kind](liar)
+    liar.reseal()
+    assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {"README.md"}
+
+
+PLAIN = {  # nothing is sealed again
+    "a number of the manifest": (lambda x: x.set("parity/model.onnx/accuracy", 0.99), "checksum"),
+    "a graph": (other_graph, "files/model.onnx/sha256"),
+    "weights": (other_weights, "files/model.safetensors/sha256"),
+    "a file more": (lambda x: (x.folder / "more.py").write_text("1"), "files/more.py/sha256"),
+    "no card": (lambda x: (x.folder / "README.md").unlink(), "files/README.md/sha256"),
+    "a file less": (lambda x: (x.folder / INT8).unlink(), f"files/{INT8}/sha256"),
+}
+
+
+@pytest.mark.parametrize("lie", PLAIN)
+def test_what_was_changed_is_found(lie, honest, tmp_path):
+    liar = Liar(shutil.copytree(honest[0], tmp_path / "export"))
+    tell, row = PLAIN[lie]
     tell(liar)
-    if lie in SEALED:
-        liar.redraw(before)
-        liar.reseal()
-    else:
-        liar.plain()
-    known = found(folder, honest[1])
-    assert [row for row in wrong(known) if row.startswith(named)], wrong(known)
-    with pytest.raises(NotVerifiedError) as raised:
-        known.require()
-    assert raised.value.exit_code == 3
+    sealed = json.loads((liar.folder / MANIFEST).read_text())
+    (liar.folder / MANIFEST).write_text(json.dumps({**sealed, **liar.manifest}))
+    assert row in {row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG}
 
 
 def test_what_cannot_be_verified(honest, tmp_path):
@@ -287,17 +527,13 @@ def test_what_cannot_be_verified(honest, tmp_path):
     painted(other, PIXELS, np.zeros(len(PIXELS), np.int64))
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
-    broken = shutil.copytree(export, tmp_path / "broken")
-    (broken / MANIFEST).write_text('{"files": 3, "checksum": 5}')
-    for folder, data, told in (
-        (bare, images, "is not an export: it has no manifest.json"),
-        (broken, images, "is damaged, or was written by an older kd"),
-        (export, "", "--data: is missing"),
-        (export, tmp_path / "none", "--data: no images in"),
-        (export, tmp_path / "gone", "--data: .* does not exist"),
-        (export, other / "images", "--data: .* holds 0 of the 120 images"),
+    for folder, data, code, said in (
+        (bare, images, 3, "is not an export: it has no manifest.json"),
+        (export, tmp_path / "none", 2, "--data: no images in"),
+        (export, tmp_path / "gone", 2, "--data: .* does not exist"),
+        (export, other / "images", 2, "--data: .* holds 0 of the 120 images"),
     ):
-        with pytest.raises(KdError, match=told) as raised:
+        with pytest.raises(KdError, match=said) as raised:
             found(folder, data)
-        assert raised.value.exit_code == 2
+        assert raised.value.exit_code == code
         assert "\n" not in str(raised.value)

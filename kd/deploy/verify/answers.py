@@ -1,0 +1,203 @@
+"""What graphs and weights of an export show: they are run on its images, on random ones, and behind `kd-serve`."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kd.core.errors import KdError, ModelError
+from kd.core.evaluation import Task
+from kd.core.host import cores
+from kd.deploy.export import defer, graphs, parity, variants
+from kd.deploy.export.calibrate import cross_fitted
+from kd.deploy.export.graphs import CALIBRATION_IMAGES
+from kd.deploy.export.parity import EAGER, GraphOutputs, Runner
+from kd.deploy.export.receipt import OWN
+from kd.deploy.verify.child import Confined
+from kd.deploy.verify.claims import EXACT, IMAGES, Claims
+from kd.deploy.verify.images import Shown
+from kd.models import runtimes
+from kd.models.classifier import Classifier
+from kd.parts.tasks import label_sets, single_label
+
+RANDOM = 48  # images that no supplier knows
+TOLERANCE = 1e-3  # of exact graphs, as of kd-export; on random images of the largest |logit|, which may be large there
+LOSSY = 30.0  # times the claimed difference of int8 and bfloat16 that random images may show; chosen
+MOST_THREADS = 3  # numbers of threads of which kd-export measures servers: 1, --threads, all
+AS_PYTORCH = "as PyTorch"
+
+
+def show_answers(
+    known: Claims, folder: Path, shown: Shown, task: Task, network: Classifier | None, trust: bool
+) -> None:
+    """Run graphs and weights on the images, and count again all that the manifest counts."""
+    told, labels = known.claimed, known.claimed["config.json"]["label_names"]
+    with ExitStack() as stack:
+        runners = _runners(known, folder, trust, stack)
+        if not runners:
+            return
+        mapped = bool(told["output"].get("space"))  # by what is not beside the weights
+        eager = parity.eager_runner(network) if network is not None and not mapped else None
+        reference = eager or next(iter(runners.values()))
+        outputs = parity.compare(reference, runners, shown.batches(told["input"], labels, task))
+        took = {name: run.cpu_ms(outputs.first[None]) for name, run in runners.items() if isinstance(run, Confined)}
+        outputs = replace(outputs, cpu_ms={**outputs.cpu_ms, **took})
+        known.images = len(outputs.labels)
+        shown.show(known, labels, outputs.images)
+        _show_counts(known, outputs, task, eager is not None)
+        if eager is not None:
+            _show_random(known, eager, runners, outputs)
+    if eager is not None and task.logits:
+        _show_scores(known, outputs, task)
+    _show_promises(known, outputs, task, labels)
+    _show_speed(known, folder, outputs)
+
+
+def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict[str, Runner]:
+    """Return the graphs that can be run here; one that fails on a grey image is WRONG."""
+    told, found = known.claimed, dict[str, Runner]()
+    size = told["input"]["size"]
+    for name in known.graphs:
+        why = "a pickle: see --trust" if name == graphs.PT2 and not trust else graphs.missing(name)
+        why = None if name == graphs.PT2 and trust else why
+        if not why and name == graphs.PT2:
+            found[name] = runtimes.program_runner(folder / name)
+        elif not why:
+            run = stack.enter_context(closing(Confined(folder / name, told["output"]["width"])))
+            try:
+                run(np.full((1, 3, size, size), 127, np.uint8))
+                found[name] = run
+            except ModelError as error:
+                known.refuse(name, error.wrong)
+                why = "it does not run"
+        if why:
+            places = ("parity", "validation", "output/defer/stated", "variants", "random images")
+            known.reasons |= {f"{place}/{name}": why for place in places}
+    return found
+
+
+def _show_counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) -> None:
+    told = known.claimed
+    labels = told["config.json"]["label_names"] if task.logits else ()
+    found: dict[str, Any] = {name: {} for name in ("parity", "validation", "variants")}
+    found["output"] = {"width": told["output"]["width"]}
+    for name in outputs.outputs.keys() - {EAGER}:
+        facts = outputs.facts(name, task)
+        left_out = ("images", "accuracy") if eager else ("images", "accuracy", "max_difference", "same_top1", "cosine")
+        found["parity"][name] = {key: one for key, one in facts.items() if key not in left_out}
+        found["validation"][name] = outputs.reference(name, task, labels, "calibration" in told).record()
+        if name in told.get("variants", {}):
+            quality = variants.quality(name, outputs, task)
+            found["variants"][name] = {key: quality[key] for key in ("title", "unit", "interval", "drop")}
+    if eager:
+        found["eager_ms"] = outputs.cpu_ms[EAGER]
+        most, exact = _allowed(outputs.outputs[EAGER]), [name for name in found["parity"] if name in EXACT]
+        if all(outputs.difference(name) <= most for name in exact):
+            own = told["config.json"]  # another network, or other means, would answer otherwise
+            pixels = {key: own["pretrained_cfg"][key] for key in ("mean", "std") if key in own["pretrained_cfg"]}
+            named = {key: own[key] for key in ("architecture", "model_args") if key in own}
+            known.show(IMAGES, {"config.json": {**named, "pretrained_cfg": pixels}})
+    else:
+        known.reasons["parity"] = "no network of timm's, or vectors are mapped"
+    known.show(IMAGES, found)
+
+
+def _allowed(logits: torch.Tensor) -> float:
+    return TOLERANCE * max(1.0, float(logits.abs().max()))
+
+
+def _show_random(known: Claims, eager: Runner, runners: Mapping[str, Runner], outputs: GraphOutputs) -> None:
+    """Compare with PyTorch on images that no supplier knows: noise, dots, blots, other corners."""
+    draw, shape = np.random.default_rng(), (RANDOM // 4, *outputs.first.shape)
+    dots = 255 * draw.integers(0, 2, shape)
+    blots = draw.integers(0, 256, (*shape[:2], 2, 2)).repeat(-(-shape[2] // 2), 2).repeat(-(-shape[3] // 2), 3)
+    corners = np.broadcast_to(outputs.first, shape).copy()
+    corners[..., :: max(1, shape[2] - 1), :: max(1, shape[3] - 1)] = 255 * draw.integers(0, 2, (*shape[:2], 2, 2))
+    kinds = (draw.integers(0, 256, shape), dots, blots[:, :, : shape[2], : shape[3]], corners)
+    pixels = np.concatenate([kind.astype(np.uint8) for kind in kinds])
+    expected = torch.from_numpy(np.concatenate([eager(one) for one in np.split(pixels, 4)]))
+    found, told = {}, {"all others": AS_PYTORCH}
+    for name, run in runners.items():
+        try:
+            answer = torch.from_numpy(np.concatenate([run(one) for one in np.split(pixels, 4)]))
+        except ModelError as error:
+            known.refuse(f"{name} on random images", error.wrong)
+            continue
+        off = float((answer - expected).abs().nan_to_num(torch.inf).max())
+        if name in EXACT:
+            told[name] = AS_PYTORCH
+            found[name] = AS_PYTORCH if off <= _allowed(expected) else f"differs by {off:.2g}"
+        else:
+            claimed = known.claimed["parity"][name]["max_difference"]
+            told[name] = f"within {LOSSY:g} x {claimed:.2g}"
+            found[name] = told[name] if off <= LOSSY * claimed + 1e-4 else f"differs by {off:.2g}"
+    known.claimed["random images"] = told
+    known.show(IMAGES, {"random images": found})
+
+
+def _show_scores(known: Claims, outputs: GraphOutputs, task: Task) -> None:
+    """Count again the student's scores, and the calibration, of which the logits of the run are needed."""
+    told, logits, label = known.claimed["scores"], outputs.outputs[EAGER].double(), outputs.labels
+    calibration = known.claimed.get("calibration") or {}
+    logits = logits * calibration.get("temperature", 1.0)
+    there = label >= 0 if label.ndim == 1 else (label >= 0).all(1)
+    logits, label = logits[there], label[there]
+    if not len(label):
+        return
+    if told["split"] == "val" and (told["images"] or known.images) == known.images:
+        if task.logits == "sigmoid":
+            own = label_sets.score(logits, label > 0)
+        else:
+            sums = single_label.score(logits, label, torch.ones(len(label)))
+            own = {"accuracy": float(sums["accuracy"]) / len(label), "top5": float(sums["top5"]) / len(label)}
+            own["ece"] = single_label.calibration_error(logits, label)
+        known.show(IMAGES, {"scores": {"value": own[task.scores.own[0].key]}} if "value" in told else {})
+        claimed = told.get("models", {}).get(OWN, {})
+        known.show(IMAGES, {"scores": {"models": {OWN: {key: {"value": own[key]} for key in own if key in claimed}}}})
+    if calibration and known.images <= CALIBRATION_IMAGES and len(label) > 1:
+        found = {"temperature": single_label.temperature(logits, label), "images": len(label)}
+        found["ece"] = single_label.calibration_error(logits, label)
+        found["calibrated_ece"] = single_label.calibration_error(cross_fitted(logits, label), label)
+        known.show(IMAGES, {"calibration": found})
+
+
+def _show_promises(known: Claims, outputs: GraphOutputs, task: Task, classes: Sequence[str]) -> None:
+    """Choose thresholds again, and count what the promises of `sure` are worth."""
+    told, found = known.claimed["output"], dict[str, Any]()
+    if told.get("thresholds"):
+        found["thresholds"] = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
+    if claimed := told.get("defer"):
+        kept = {name: each for name, each in outputs.outputs.items() if name == EAGER or name in known.graphs}
+        try:
+            rule = defer.Rule(**claimed["rule"])
+            found["defer"] = defer.choose(rule, kept, outputs.labels, told.get("thresholds") or {}, classes)
+        except ModelError as error:
+            known.refuse("output/defer", error.wrong)
+    known.show(IMAGES, {"output": found})
+
+
+def _show_speed(known: Claims, folder: Path, outputs: GraphOutputs) -> None:
+    """Ask `kd-serve` again, with as many threads as this machine has at most."""
+    told, accepted = known.claimed.get("variants", {}), known.claimed.get("accepted", {"file": "", "found": {}})
+    name = accepted["file"] if "ms" in accepted["found"] else ""
+    timed = {one: outputs.cpu_ms[one] for one in outputs.outputs if one and (one in told or one == name)}
+    wanted = {int(key) for one in told.values() for key in one["speed"] if key.isdecimal() and len(key) < 5}
+    wanted |= {accepted["threads"]} if name else set()
+    threads = sorted(one for one in wanted if 0 < one <= cores())[:MOST_THREADS]
+    if not timed or not threads:
+        return
+    try:
+        speeds = variants.measure(folder, timed, outputs.first, threads)
+    except KdError as error:
+        known.refuse("kd-serve", error.wrong)
+        return
+    known.noisy = any(variants.noisy(one, timed[file]) for file, seen in speeds.items() for one in seen.values())
+    facts = {file: {"speed": variants.speed_facts(speeds[file])} for file in timed if file in told}
+    known.show(IMAGES, {"variants": facts})
+    if name in speeds and accepted["threads"] in threads:
+        found = {"ms": speeds[name][accepted["threads"]].p50_ms}
+        known.show(IMAGES, {"accepted": {"found": found, "threads": accepted["threads"]}})

@@ -1,0 +1,110 @@
+"""A graph that a stranger wrote, run in a process of its own, which may take so much time and memory and no more."""
+
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kd.core.errors import ModelError
+from kd.core.host import end_with
+from kd.deploy.serve.model import engine_of, first_line
+
+SECONDS = 120.0  # for one batch, with loading: a ViT-L takes a tenth for 16 images. Chosen
+MEMORY = 8 << 30  # bytes of addresses: onnxruntime with a ViT-B and 16 images takes 2 GiB. Chosen
+LINE = 2000  # bytes of what the child says before its numbers
+TURNS = 12  # timed answers
+
+
+class Confined:
+    """A graph in a child process: called with uint8 [B, 3, S, S], it returns float32 [B, width].
+
+    A ModelError of any call: the graph cannot be loaded or run, returns another shape, or takes too much.
+    """
+
+    def __init__(self, path: Path, width: int) -> None:
+        argv = [sys.executable, "-m", __name__, str(path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.path, self.width = path, width
+        self.process = subprocess.Popen(argv, **pipes, preexec_fn=end_with())
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        return self._asked(pixels)[0]
+
+    def cpu_ms(self, pixels: np.ndarray) -> float:
+        """Return the CPU milliseconds of one answer, the median of some."""
+        return statistics.median([self._asked(pixels)[1] for _ in range(TURNS)])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _asked(self, pixels: np.ndarray) -> tuple[np.ndarray, float]:
+        watch = threading.Timer(SECONDS, self.process.kill)
+        watch.start()
+        try:
+            head, content = self._exchanged(pixels)
+        except (OSError, ValueError):  # it has ended, in the middle or before
+            late = not watch.is_alive()
+            wrong = f"takes more than {SECONDS:g} s" if late else "ends its process: it crashes, or wants more memory"
+            raise self._wrong(wrong) from None
+        finally:
+            watch.cancel()
+        if "error" in head:
+            raise self._wrong(f"cannot be run ({head['error']})")
+        if head["shape"] != [len(pixels), self.width]:
+            raise self._wrong(f"returns {head['shape']}, not {[len(pixels), self.width]}")
+        return np.frombuffer(content, np.float32).reshape(head["shape"]), head["ms"]
+
+    def _exchanged(self, pixels: np.ndarray) -> tuple[dict, bytes]:
+        to, back = self.process.stdin, self.process.stdout
+        assert to is not None
+        assert back is not None
+        to.write(json.dumps(pixels.shape).encode() + b"\n" + pixels.tobytes())
+        to.flush()
+        head = json.loads(back.readline(LINE))
+        if head.get("shape") != [len(pixels), self.width]:
+            return head, b""
+        size = 4 * math.prod(head["shape"])
+        content = back.read(size)
+        if len(content) < size:
+            raise ValueError
+        return head, content
+
+    def _wrong(self, text: str) -> ModelError:
+        return ModelError(f"export.{self.path.name}", text, "", "Do not serve it")
+
+
+def main(path: Path) -> None:
+    """Answer what comes on the standard input: a line with the shape, then pixels."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a runtime prints is no answer
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    run, failed = None, ""
+    try:
+        weights = path.with_suffix(".bin").read_bytes() if path.suffix == ".xml" else b""
+        run = engine_of(path.name, path.read_bytes(), weights, 1, 1)
+    except Exception as error:  # runtimes have their own, unrelated error types
+        failed = first_line(error)
+    while line := sys.stdin.buffer.readline():
+        shape = json.loads(line)
+        pixels = np.frombuffer(sys.stdin.buffer.read(math.prod(shape)), np.uint8).reshape(shape)
+        answer, begin = np.zeros(0), time.process_time()
+        try:
+            answer = np.asarray(run(pixels), np.float32) if run is not None else answer
+        except Exception as error:
+            failed = first_line(error)
+        head = {"error": failed} if failed else {"shape": answer.shape, "ms": 1000 * (time.process_time() - begin)}
+        out.write(json.dumps(head).encode() + b"\n" + (b"" if failed else answer.tobytes()))
+        out.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

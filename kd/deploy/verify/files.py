@@ -1,0 +1,276 @@
+"""What the files of an export show, and what its numbers say of each other: no graph is run."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kd.core.errors import ModelError
+from kd.core.evaluation import Task
+from kd.core.host import versions
+from kd.core.intervals import wilson
+from kd.deploy.export import graphs, variants
+from kd.deploy.export.card import card
+from kd.deploy.export.export import FORMAT
+from kd.deploy.export.options import limits, misses
+from kd.deploy.export.parity import IMAGES as IMAGES_FILE
+from kd.deploy.export.receipt import NAMED, OWN
+from kd.deploy.verify.claims import EXPORT, MANIFEST, Claims
+from kd.files.manifest import DIGITS, GRAPHS, checksum, sha256
+from kd.files.manifest import MANIFEST as MANIFEST_FILE
+from kd.files.pixels import MARGIN
+from kd.models import runtimes
+from kd.models.classifier import Classifier, tensors_digest
+from kd.models.licences import licence_of
+from kd.models.load import Spec, load
+from kd.models.teacher import count_parameters
+from kd.models.timm_folder import CONFIG, export_files
+
+WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, graphs.PT2, *GRAPHS)
+"""The files that kd writes, beside the weights of OpenVINO's graphs."""
+LARGEST = 4096  # an argument of a network that no weight shows, such as the size of its images
+LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
+TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # of OpenVINO's weights, as `GRAPHS` calls them
+
+
+def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return bytes and hashes of the files of an export; a text in place of the hash where a file is none of kd's."""
+    home, found = folder.resolve(), {name: {"sha256": "no file"} for name in claimed}
+    known = {*WRITTEN, *(str(Path(name).with_suffix(".bin")) for name in GRAPHS if name.endswith(".xml"))}
+    for path in folder.rglob("*"):
+        name, place = path.relative_to(folder).as_posix(), path.resolve()
+        if name == MANIFEST_FILE or name.startswith(LEFT_BY_HUB) or (path.is_dir() and not path.is_symlink()):
+            continue
+        if not (place.is_relative_to(home) or place.parent == home.parents[1] / "blobs"):  # so does the hub's cache
+            found[name] = {"sha256": "a link out of the folder"}
+        elif name not in known or not path.is_file():
+            found[name] = {"sha256": "no file that kd writes"}
+        else:
+            found[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    return found
+
+
+def show_manifest(known: Claims, manifest: Mapping[str, Any], readme: str) -> None:
+    """Draw the card again, and compute what follows from other numbers of the manifest."""
+    known.show(EXPORT, {"checksum": checksum(manifest)})
+    known.show(MANIFEST, _consistent(manifest, known.old))
+    known.claimed["README.md"] = "drawn from manifest.json"
+    if known.old:
+        known.reasons |= {"README.md": "kd 0.3 drew it from texts", "format": "kd 0.3 wrote it, so that it says less"}
+        return
+    known.show(EXPORT, {"format": FORMAT})
+    drawn, told = card(manifest).split("\n"), readme.split("\n")
+    if drawn != told:
+        first = next((i for i, (one, other) in enumerate(zip(drawn, told, strict=False)) if one != other), -1)
+        known.claimed["README.md"] = told[first]
+    here = versions("kd")["kd"]
+    if drawn == told or here == manifest["environment"]["packages"]["kd"]:
+        known.show(EXPORT, {"README.md": "drawn from manifest.json" if drawn == told else drawn[first]})
+    else:
+        known.reasons["README.md"] = f"kd {here} draws another one"
+
+
+def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
+    parity, defer, own = told["parity"], told["output"].get("defer", {}), told["chain"]["student"]
+    first = parity.get(variants.ONNX, {})
+    found: dict[str, Any] = {
+        "parity": {name: {"accuracy": _share(one)} for name, one in parity.items() if "correct" in one},
+        "variants": {
+            name: _variant(one, parity[name], first)
+            for name, one in told.get("variants", {}).items() if name in parity
+        },
+        "output": {"defer": {"stated": {name: _stated(one) for name, one in defer.get("stated", {}).items()}}},
+        "kd.json": {"run": own["run"], "step": own["step"], "digest": own["exported"]},
+    }  # fmt: skip
+    if not old:
+        found["config.json"] = {"label_names": told["about"]["labels"]}
+        found["scores"] = {"differences": _differences(told["scores"])}
+    if "calibration" in told:
+        found["kd.json"]["calibration"] = told["calibration"]
+    if "accepted" in told or "pick" in told:
+        accepted = told.get("accepted", {"file": variants.ONNX, "found": {}, "sentence": ""})
+        one = parity.get(accepted["file"])
+        found["pick"] = accepted["file"] if one else "a graph of parity"
+        found["accepted"] = _accepted(accepted, one or {}, first, told["scores"]) if "accepted" in told else {}
+    return found
+
+
+def _share(one: Mapping[str, Any]) -> float:
+    return one["correct"] / max(1, one["images"])
+
+
+def _variant(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    value = next(one[key] for key in ("accuracy", "mAP", "cosine") if key in one)
+    same = one["same_top1"] / max(1, one["images"]) if "same_top1" in one else value
+    near = told["cpu_ms"] if round(told["cpu_ms"], 3) == one["cpu_ms"] else one["cpu_ms"]
+    speed = {key: {"p99_ms": max(each["p99_ms"], each["p50_ms"])} for key, each in told["speed"].items()}
+    found = {"score": value, "agreement": same, "images": one["images"], "cpu_ms": near, "speed": speed}
+    if "correct" in one:
+        found |= {"interval": wilson(value, one["images"]), "drop": _share(first) - _share(one)}
+    return found
+
+
+def _stated(one: Mapping[str, Any]) -> dict[str, Any]:
+    passed = {"passed_on_interval": wilson(one["passed_on"], one["images"])}
+    wrong = {"wrong_interval": wilson(one["wrong"], one["answered"])} if "wrong" in one else {}
+    return {**one, **passed, **wrong}
+
+
+def _differences(told: Mapping[str, Any]) -> dict[str, Any]:
+    key, models, found = told["columns"]["own"][0]["key"], told["models"], {}
+    for name, one in told["differences"].items():
+        value = models[OWN][key]["value"] - models[name][key]["value"]
+        more = {"gained": one["lost"] + round(value * one["images"])} if "gained" in one else {"value": value}
+        found[name] = {**one, **more}
+    return found
+
+
+def _accepted(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[str, Any], scores: Any) -> dict[str, Any]:
+    """Return the sentence where every word was measured and holds, else what is wrong; and numbers that are derived."""
+    try:
+        wanted = limits(told["sentence"])
+    except ValueError as error:
+        return {"sentence": str(error), "file": told["file"]}
+    wrong = [f"{word}: not measured" for word in wanted if word not in told["found"]] + misses(told["found"], wanted)
+    found: dict[str, float] = {"ece": round(100 * one["ece"], 4)} if "ece" in told["found"] else {}
+    if "correct" in one:
+        lost = 100 * (_share(first) - _share(one))
+        found |= {"drop": round(lost, 4)} if "drop" in told["found"] else {}
+        if "teacher-drop" in told["found"] and "columns" in scores:
+            key = scores["columns"]["own"][0]["key"]
+            both = [scores["models"][name][key]["value"] for name in ("teacher", OWN)]
+            found["teacher-drop"] = round(lost + 100 * (both[0] - both[1]), 4)
+    file = told["file"] if one else "a graph of parity"
+    return {"sentence": "; ".join(wrong) or told["sentence"], "file": file, "found": found}
+
+
+def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
+    """Compare weights, configuration and graphs; return the network where timm builds it."""
+    told, tensors, config = known.claimed, load_file(folder / "model.safetensors"), known.claimed["config.json"]
+    inner = tensors_digest({f"inner.{key}": one for key, one in tensors.items()})  # of a network of one's own
+    own = told["chain"]["student"]["exported"]
+    digest = inner if own == inner else tensors_digest(tensors)
+    labels, size = config["label_names"], told["input"]["size"]
+    embeds, width = not task.logits, told["output"]["width"]
+    layout = f"float32 [batch, {width}]" + (", each of length 1" if embeds else "")
+    network_size = config["pretrained_cfg"]["input_size"][-1]
+    known.show(
+        EXPORT,
+        {
+            "version": digest[:DIGITS] + ("-index" if told["output"].get("space") else ""),
+            "chain": {"student": {"exported": digest}},
+            **({} if known.old else {"scores": {"columns": task.scores.record()}}),
+            "output": {"name": runtimes.EMBEDDING if embeds else runtimes.LOGITS, "layout": layout},
+            "input": {
+                "name": runtimes.INPUT,
+                "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
+                "network_size": network_size or size,
+                "crop": config["pretrained_cfg"]["crop_pct"],
+                **({} if known.old else {"margin": MARGIN}),
+            },
+            "licences": _by_name(told),
+        },
+    )
+    return _network(known, folder, labels, task, tensors) if isinstance(config["architecture"], str) else None
+
+
+def _by_name(told: Mapping[str, Any]) -> dict[str, str]:
+    """Return the licences of weights that came with a name that timm knows."""
+    members = told["chain"].get("teacher", {"members": {}})["members"]
+    found = {key: licence_of(one["name"], "", True) for key, one in members.items() if NAMED in one["source"]}
+    return {key: one for key, one in found.items() if one}
+
+
+def _require_size(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse arguments of a network that its weights do not have, before a layer is built with them."""
+    import timm
+
+    most = max([LARGEST, len(tensors), *(side for one in tensors.values() for side in one.shape)])
+    numbers = [int(one) for one in re.findall(r"\d+", json.dumps(config.get("model_args", {})))]
+    if max(numbers, default=0) > most:
+        raise ModelError("export.config.json", f"has the argument {max(numbers)}; the weights have no such size")
+    count = -1
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some networks compute as they are built
+        count = sum(one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters())
+    if count > sum(one.numel() for one in tensors.values()):
+        raise ModelError("export.config.json", f"names a network of {count:,} parameters, which the weights have not")
+
+
+def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors: Mapping[str, Tensor]) -> Classifier:
+    told, size = known.claimed, known.claimed["input"]["size"]
+    _require_size(folder, told["config.json"], tensors)
+    spec = Spec("export", f"local-dir:{folder}", {}, labels, str(folder), exact_head=True)
+    network = load(spec, size)
+    known.show(EXPORT, {"about": {"parameters": count_parameters(network), "library": "timm"}})
+    content, _ = export_files(network, labels, told["input"]["crop"], task.problem_type)
+    own, written = told["config.json"]["pretrained_cfg"], content["pretrained_cfg"]
+    sure = ("input_size", "crop_pct", "num_classes", *(() if known.old else CONFIG))
+    kept = {key: written[key] for key in sure if key in written}
+    for config in _known_configs(content["architecture"]):
+        kept |= {key: own[key] for key in own if key not in sure and config.get(key, own[key]) == own[key]}
+    keys = ("num_classes", "num_features", "global_pool", "problem_type")
+    known.show(EXPORT, {"config.json": {**{key: content[key] for key in keys if key in content}}})
+    known.show(EXPORT, {"config.json": {"pretrained_cfg": {key: one for key, one in kept.items() if key in own}}})
+    return network
+
+
+def _known_configs(architecture: str) -> list[dict[str, Any]]:
+    import timm
+
+    names, found = [architecture, *timm.list_pretrained(f"{architecture}.*")], []
+    for name in names:
+        with suppress(RuntimeError):
+            found.append(timm.get_pretrained_cfg(name).to_dict())  # type: ignore[attr-defined]
+    return found
+
+
+def show_graphs(known: Claims, folder: Path, lines: int | None) -> None:
+    """Compare size, hash and type of the weights of each graph, and how many images it was compared on."""
+    found: dict[str, Any] = {"chain": {"graphs": {}}, "parity": {}, "variants": {}, "weights": {}, "accepted": {}}
+    known.claimed["weights"] = {}
+    for name in known.graphs:
+        path = folder / name
+        found["chain"]["graphs"][name] = sha256(path)
+        if lines is not None:
+            found["parity"][name] = {"images": lines}
+        if name in GRAPHS:
+            runtime, precision, _ = GRAPHS[name]
+            facts = {"runtime": runtime, "precision": precision, "bytes": variants.size(path)}
+            if name in known.claimed.get("variants", {}):
+                found["variants"][name] = facts
+            known.claimed["weights"][name] = precision
+            found["weights"][name] = _precision(path, precision)
+            accepted = known.claimed.get("accepted", {})
+            if name == accepted.get("file") and "mb" in accepted["found"]:
+                found["accepted"] = {"found": {"mb": round(facts["bytes"] / 1e6, 4)}}
+    known.show(EXPORT, found)
+
+
+def _precision(path: Path, claimed: str) -> str:
+    """Return the type of a graph's weights: int8 where some are, else that of most."""
+    if path.suffix == ".onnx":
+        return _onnx_precision(path)
+    parts = re.findall(rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes())
+    sizes: dict[str, int] = {}
+    for name, size in parts:
+        kind = TYPES.get(name.decode(), "")
+        sizes[kind] = sizes.get(kind, 0) + int(size)
+    sizes.pop("", None)
+    return "int8" if sizes.get("int8") else max(sizes, key=lambda kind: sizes[kind], default="no weights")
+
+
+def _onnx_precision(path: Path) -> str:
+    onnx = runtimes.require("onnx", "verify")
+    try:
+        weights = onnx.load(path, load_external_data=False).graph.initializer
+    except Exception as error:  # protobuf has its own types, one for each kind of damage
+        raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
+    types = {onnx.TensorProto.DataType.Name(one.data_type).lower() for one in weights if len(one.dims) > 1}
+    kinds = {"int8" if "int8" in kind else {"float": "float32"}.get(kind, kind) for kind in types - {"int64", "int32"}}
+    return "int8" if "int8" in kinds else "float32" if kinds <= {"float32"} else ", ".join(sorted(kinds))
