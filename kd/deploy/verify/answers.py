@@ -35,7 +35,7 @@ def show_answers(
     known: Claims, folder: Path, shown: Shown, task: Task, network: Classifier | None, trust: bool
 ) -> None:
     """Run graphs and weights on the images, and count again all that the manifest counts."""
-    told, labels = known.claimed, known.claimed["config.json"]["label_names"]
+    told, labels = known.claimed, known.labels
     with ExitStack() as stack:
         runners = _runners(known, folder, trust, stack)
         if not runners:
@@ -82,7 +82,7 @@ def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict
 
 def _show_counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) -> None:
     told = known.claimed
-    labels = told["config.json"]["label_names"] if task.logits else ()
+    labels = known.labels if task.logits else ()
     found: dict[str, Any] = {name: {} for name in ("parity", "validation", "variants")}
     found["output"] = {"width": told["output"]["width"]}
     for name in outputs.outputs.keys() - {EAGER}:

@@ -149,7 +149,7 @@ TABLE = (
     Claim("scores/models/student/*/value", (IMAGES, RUN), _flips(TRAINED_FLIPS), "counted on other images"),
     Claim("scores/models/*/*/value|images|interval", (RUN,)),
     Claim("scores/differences/**", (RUN,)),
-    Claim("scores/pair/*", (RUN,)),
+    Claim("scores/pair/**", (RUN,)),
     Claim("config.json/architecture|model_args/**", (IMAGES, RUN)),
     Claim("config.json/num_classes|num_features|global_pool|problem_type", (EXPORT, RUN)),
     Claim("config.json/label_names", (IMAGES, RUN), None, "a class without an image may have any place"),
@@ -202,6 +202,12 @@ class Claims:
         return self.claimed.get("format") == 1
 
     @property
+    def labels(self) -> list[str]:
+        """The classes in the order of the logits; none of an embedding model."""
+        found = _at(self.claimed, ("config.json", "label_names"))
+        return list(map(str, found)) if isinstance(found, list) else []
+
+    @property
     def busy(self) -> bool:
         return self.noisy or self.elsewhere or os.getloadavg()[0] > cores()
 
@@ -245,10 +251,15 @@ class Claims:
                 return one, whole
         return None, False
 
+    def above(self, path: Path) -> bool:
+        """Return whether a line of the table has keys below a path, which may have none."""
+        lines = (one.keys.split("/") for one in TABLE)
+        return any(len(words) > len(path) and all(map(self.fits, words, path)) for words in lines)
+
     def places(self, tree: Any, path: Path = ()) -> Iterator[Path]:
         """Yield the paths of rows: of single values, and of what a line of the table has as a whole."""
-        empty = tree == {} == _at(self.claimed, path)
-        if path and (empty or not isinstance(tree, dict) or self.claim(path)[1]):
+        leaf = not isinstance(tree, dict) or (not tree and not self.above(path))
+        if path and (leaf or self.claim(path)[1]):
             yield path
         elif isinstance(tree, dict):
             for key in tree:
@@ -269,7 +280,8 @@ class Claims:
         verdicts = [(by, value, self._judged(claim, by, claimed, value)) for by, value in seen]
         for _, value, right in verdicts:
             if right is False:
-                return _row(what, claimed, value, None if claimed is ABSENT and self.old else False, "kd 0.3")
+                lacks = claimed is ABSENT and self.old
+                return _row(what, claimed, value, None if lacks else False, "kd 0.3 did not say it" if lacks else "")
         shown = [(value, right) for by, value, right in verdicts if by in claim.shown]
         for value, right in shown:
             if right:

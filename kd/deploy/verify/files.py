@@ -89,7 +89,7 @@ def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
         "kd.json": {"run": own["run"], "step": own["step"], "digest": own["exported"]},
     }  # fmt: skip
     if not old:
-        found["config.json"] = {"label_names": told["about"]["labels"]}
+        found["config.json"] = {"label_names": told["about"]["labels"]} if told["about"]["labels"] else {}
         found["scores"] = {"differences": _differences(told["scores"])}
     if "calibration" in told:
         found["kd.json"]["calibration"] = told["calibration"]
@@ -156,7 +156,7 @@ def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
     inner = tensors_digest({f"inner.{key}": one for key, one in tensors.items()})  # of a network of one's own
     own = told["chain"]["student"]["exported"]
     digest = inner if own == inner else tensors_digest(tensors)
-    labels, size = config["label_names"], told["input"]["size"]
+    labels, size = known.labels, told["input"]["size"]
     embeds, width = not task.logits, told["output"]["width"]
     layout = f"float32 [batch, {width}]" + (", each of length 1" if embeds else "")
     network_size = config["pretrained_cfg"]["input_size"][-1]

@@ -108,7 +108,8 @@ class Shown:
             for what in ("about/labels", "config.json/label_names"):
                 known.reasons[what] = f"{unseen} of {len(labels)} classes have no image; --run shows their places"
         else:
-            known.show(IMAGES, {"about": {"labels": list(labels)}, "config.json": {"label_names": list(labels)}})
+            known.show(IMAGES, {"about": {"labels": list(labels)}})
+            known.show(IMAGES, {"config.json": {"label_names": list(labels)}} if labels else {})
 
     def _against_folders(self, labels: Sequence[str], scored: bool) -> str:
         """Compare labels with the names of folders; "" where no folder has a class's name, or no image a label.

@@ -37,12 +37,12 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
         divide_logits(subject.student.network, by)
     recipe, task, exported = subject.recipe, subject.recipe.student.task, digest(subject.student.network)
     labels = subject.classes if task.logits else ()
-    own = subject.provenance
+    own, extra = subject.provenance, {} if recipe.data.bits == 16 else {"bits": recipe.data.bits}
     found = {
         "name": recipe.record.name,
         "chain": chain_of(subject, exported),
         "licences": {key: one for key, one in subject.licences.items() if one != UNKNOWN},
-        "input": {"size": recipe.data.image_size, "crop": recipe.data.eval_crop},
+        "input": {"size": recipe.data.image_size, "crop": recipe.data.eval_crop} | extra,
         "kd.json": {**{key: own[key] for key in ("run", "step", "metrics", "eval_crop")}, "digest": exported},
         "output": {"space": "teacher"} if subject.student.project is not None else {},
         "about": about(subject),

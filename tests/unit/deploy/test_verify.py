@@ -341,14 +341,14 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         ],
         {
             "chain/teacher": OPEN,
-            "scores/pair/agreement": OPEN,
+            "scores/pair": OPEN,
             "kd.json/metrics": OPEN,
             "calibration/calibrated_ece": WRONG,
             "input/crop": WRONG,
         },
     ),
     "8 ghosts": (
-        [ghost, lambda x: x.set(f"variants/{INT8}", {**x.get("variants/model.onnx")})],
+        [ghost],
         {
             "parity/openvino.xml/correct": WRONG,
             "chain/graphs/openvino.xml": WRONG,
@@ -381,7 +381,7 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
     "10 exchanged": ([exchanged], {"weights/model.onnx": WRONG, f"weights/{INT8}": WRONG}),
     "10 another": ([other_graph], {"parity/model.onnx/correct": WRONG, "random images/model.onnx": WRONG}),
     "11 times": (
-        [lambda x: x.set("eager_ms", 0.01), lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6)],
+        [lambda x: x.set("eager_ms", x.get("eager_ms") / 3), lambda x: x.set("parity/model.onnx/cpu_ms", 1e-6)],
         {"eager_ms": OPEN, "parity/model.onnx/cpu_ms": WRONG},
     ),
     "12 pixels": (
@@ -480,8 +480,6 @@ EDITED = {  # after the card was drawn
 def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
     lies, rows = LIES.get(kind) or SPEEDS[kind]
     record_property("tried", len(lies))
-    if kind.startswith("8 ghosts"):
-        lies = [ghost]
     liar = told(honest, tmp_path, lies, kind in SPEEDS)
     known = found(liar.folder, honest[1])
     seen = {row.what: row.verdict for row in known.rows}
