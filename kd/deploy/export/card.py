@@ -89,7 +89,7 @@ def _scores(facts: Facts) -> list[str]:
     student = facts["chain"]["student"]["is"] == "student"
     title = f"this {facts['chain']['student']['is']}"
     titles = {OWN: title, ALONE: "the same student, labels only"}
-    order = sorted(told["models"], key=lambda name: (name == ALONE, name == OWN, name))
+    order: list[str] = sorted(told["models"], key=lambda name: (name == ALONE, name == OWN, name))
     models = {titles.get(name, name): told["models"][name] for name in order}
     rows = {name: {key: one["value"] for key, one in found.items()} for name, found in models.items()}
     ends = {

@@ -31,9 +31,9 @@ class Confined:
 
     def __init__(self, path: Path, width: int) -> None:
         argv = [sys.executable, "-m", __name__, str(path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.path, self.width = path, width
-        self.process = subprocess.Popen(argv, **pipes, preexec_fn=end_with())
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=none, preexec_fn=end_with())
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         return self._asked(pixels)[0]

@@ -41,7 +41,8 @@ TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # of Open
 
 def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
     """Return bytes and hashes of the files of an export; a text in place of the hash where a file is none of kd's."""
-    home, found = folder.resolve(), {name: {"sha256": "no file"} for name in claimed}
+    home = folder.resolve()
+    found: dict[str, Any] = {name: {"sha256": "no file"} for name in claimed}
     known = {*WRITTEN, *(str(Path(name).with_suffix(".bin")) for name in GRAPHS if name.endswith(".xml"))}
     for path in folder.rglob("*"):
         name, place = path.relative_to(folder).as_posix(), path.resolve()
@@ -98,6 +99,8 @@ def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
         one = parity.get(accepted["file"])
         found["pick"] = accepted["file"] if one else "a graph of parity"
         found["accepted"] = _accepted(accepted, one or {}, first, told["scores"]) if "accepted" in told else {}
+        if "threads" in accepted:
+            found["accepted"]["threads"] = min(accepted["threads"], told["environment"]["machine"]["cores"])
     return found
 
 
@@ -272,5 +275,7 @@ def _onnx_precision(path: Path) -> str:
     except Exception as error:  # protobuf has its own types, one for each kind of damage
         raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
     types = {onnx.TensorProto.DataType.Name(one.data_type).lower() for one in weights if len(one.dims) > 1}
-    kinds = {"int8" if "int8" in kind else {"float": "float32"}.get(kind, kind) for kind in types - {"int64", "int32"}}
+    kinds = {
+        "int8" if "int8" in kind else "float32" if kind == "float" else kind for kind in types - {"int64", "int32"}
+    }
     return "int8" if "int8" in kinds else "float32" if kinds <= {"float32"} else ", ".join(sorted(kinds))

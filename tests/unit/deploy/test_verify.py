@@ -204,7 +204,7 @@ def other_graph(liar: Liar) -> None:
 
 def exchanged(liar: Liar) -> None:
     """Each graph under the name of the other."""
-    kept = shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx")
+    kept = Path(shutil.copy(liar.folder / "model.onnx", liar.folder.parent / "kept.onnx"))
     graph_of(liar, "model.onnx", liar.folder / "model.int8.onnx")
     graph_of(liar, "model.int8.onnx", kept)
     parity = liar.manifest["parity"]
