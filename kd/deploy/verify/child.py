@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.core.host import end_with
-from kd.deploy.serve.model import engine_of, first_line
+from kd.deploy.serve.model import engine_of
 
 SECONDS = 120.0  # for one batch, with loading: a ViT-L takes a tenth for 16 images. Chosen
 MEMORY = 8 << 30  # bytes of addresses: onnxruntime with a ViT-B and 16 images takes 2 GiB. Chosen
@@ -92,7 +92,7 @@ def main(path: Path) -> None:
         weights = path.with_suffix(".bin").read_bytes() if path.suffix == ".xml" else b""
         run = engine_of(path.name, path.read_bytes(), weights, 1, 1)
     except Exception as error:  # runtimes have their own, unrelated error types
-        failed = first_line(error)
+        failed = in_short(error)
     while line := sys.stdin.buffer.readline():
         shape = json.loads(line)
         pixels = np.frombuffer(sys.stdin.buffer.read(math.prod(shape)), np.uint8).reshape(shape)
@@ -100,7 +100,7 @@ def main(path: Path) -> None:
         try:
             answer = np.asarray(run(pixels), np.float32) if run is not None else answer
         except Exception as error:
-            failed = first_line(error)
+            failed = in_short(error)
         head = {"error": failed} if failed else {"shape": answer.shape, "ms": 1000 * (time.process_time() - begin)}
         out.write(json.dumps(head).encode() + b"\n" + (b"" if failed else answer.tobytes()))
         out.flush()
