@@ -1,6 +1,7 @@
 """What the files of an export show, and what its numbers say of each other: no graph is run."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -45,7 +46,7 @@ def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {name: {"sha256": "no file"} for name in claimed}
     known = {*WRITTEN, *(str(Path(name).with_suffix(".bin")) for name in GRAPHS if name.endswith(".xml"))}
     for path in folder.rglob("*"):
-        name, place = path.relative_to(folder).as_posix(), path.resolve()
+        name, place = path.relative_to(folder).as_posix(), Path(os.path.realpath(path))
         if name == MANIFEST_FILE or name.startswith(LEFT_BY_HUB) or (path.is_dir() and not path.is_symlink()):
             continue
         if not (place.is_relative_to(home) or place.parent == home.parents[1] / "blobs"):  # so does the hub's cache
