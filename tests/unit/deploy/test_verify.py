@@ -164,7 +164,10 @@ def of_kind(kind: str, folder: Path) -> tuple[Subject, Path, ExportOptions]:
     return subject, images, options if kind != "no graph" else ExportOptions(onnx=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("openvino", "own", "hub")  # what the quick ones show too, in a costly form
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in KINDS])
 def test_honest_exports_of_other_kinds(kind, tmp_path):
     subject, images, options = of_kind(kind, tmp_path)
     export = tmp_path / "export"

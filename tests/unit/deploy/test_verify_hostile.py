@@ -225,7 +225,10 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
 UNDRAWN = ("a card of bytes", "no scores", "text for graphs", "labels by name", "a huge number", "text for a number")
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+SLOW = ("an endless loop", "memory", "another shape", "texts", "deep and whole")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in HOSTILE])
 def test_nothing_of_a_stranger_breaks_it(kind, honest, tmp_path):
     export, images = honest
     RAN.unlink(missing_ok=True)
