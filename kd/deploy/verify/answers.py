@@ -62,9 +62,9 @@ def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict
     told, found = known.claimed, dict[str, Runner]()
     size = told["input"]["size"]
     for name in known.graphs:
-        why = "a pickle: see --trust" if name == graphs.PT2 and not trust else graphs.missing(name)
-        why = None if name == graphs.PT2 and trust else why
-        if not why and name == graphs.PT2:
+        pickled = name == graphs.PT2
+        why = graphs.missing(name) if not pickled else None if trust else "a pickle: see --trust"
+        if not why and pickled:
             found[name] = runtimes.program_runner(folder / name)
         elif not why:
             run = stack.enter_context(closing(Confined(folder / name, told["output"]["width"])))

@@ -287,8 +287,8 @@ class Claims:
             if right:
                 return _row(what, claimed, value, True)
         absent = [by for by in claim.shown if by in (IMAGES, RUN) and by not in self.found]
-        reasons = [text for begin, text in self.reasons.items() if what.startswith(begin)]
-        why = reasons[-1] if reasons else " or ".join(f"{by} shows it" for by in absent) or claim.why
+        begin = max((one for one in self.reasons if what.startswith(one)), key=len, default="")
+        why = self.reasons[begin] if begin else " or ".join(f"{by} shows it" for by in absent) or claim.why
         return _row(what, claimed, shown[0][0] if shown else "", None, why)
 
     def _judged(self, claim: Claim, by: str, claimed: Any, found: Any) -> bool | None:

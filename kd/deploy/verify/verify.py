@@ -137,7 +137,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         show_graphs(known, folder, None if lines is None else len(lines))
     served = False
     with known.reading("what kd-serve reads"):
-        served = not known.graphs or bool(describe(folder))
+        served = {*known.graphs} <= {graphs.PT2} or bool(describe(folder))
     if options.data and lines and task is not None and served:
         with tempfile.TemporaryDirectory() as copies, known.reading("answers on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
