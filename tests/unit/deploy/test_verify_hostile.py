@@ -225,7 +225,7 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
 UNDRAWN = ("a card of bytes", "no scores", "text for graphs", "labels by name", "a huge number", "text for a number")
 
 
-SLOW = ("an endless loop", "memory", "another shape", "texts", "deep and whole")
+SLOW = ("an endless loop", "many threads", "memory", "another shape", "texts", "deep and whole")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in HOSTILE])
