@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from kd.study.report.report import report
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-import recount  # noqa: E402
+recount: Any = importlib.import_module("recount")
 
 STORED = {"cache": {"views": 1}}
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
