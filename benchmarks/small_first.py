@@ -76,7 +76,7 @@ CANDIDATES = ["start", "full", "1/2 until 0.6", "fewer for 1/2 until 0.6", "5/8 
 EVERY = [*CANDIDATES, "1/2 until 0.8", "fewer for 1/2 until 0.8", "5/8 until 0.8", "1/2 until 0.4", "5/8 until 0.4"]
 
 
-def order(seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+def order(seeds: Sequence[int]) -> Iterator[tuple[Any, ...]]:
     """Yield data, arm and seed of each run, the most telling ones first."""
     yield from itertools.product(KINDS, EVERY[:4], seeds[:1])
     yield from itertools.product(KINDS, EVERY, seeds[:1])

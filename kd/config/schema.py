@@ -196,9 +196,9 @@ class TeacherSection(NetworkSection):
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel of torch. auto: unfused on a CPU, fused on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
-    """Precision of the frozen forward. auto: bf16 where the device has units for it and the logits stay near float32's,
-    else fp32; the manifest says which. int8 runs in onnxruntime on a CPU and changes the teacher's outputs: only when
-    asked for, and the logit error is printed."""
+    """Precision of the frozen forward. auto: bf16 where the device has units for it that suit the network and the
+    logits stay near float32's, else fp32; the manifest says which. int8 runs in onnxruntime on a CPU and changes the
+    teacher's outputs: only when asked for, and the logit error is printed."""
     runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
     """What runs the frozen forward; all but torch on a CPU only. auto: torch; for int8 on a CPU, onnxruntime."""
     compile: Literal["on", "off"] = "off"
@@ -285,7 +285,8 @@ class BackendSection:
     kind: str = chosen("backends", "auto")
     """The backend. auto: cuda where there is a GPU, else cpu; the resolved config says which."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of the student's forward and backward. auto: bf16 where the device has units for it, else fp32."""
+    """Precision of the student's forward and backward. auto: bf16 where the device has units for it that suit the
+    network, else fp32."""
     timeout_seconds: float = ranged(600.0, above=0.0)
     """How long a rank waits for the others, or for a batch of its data workers, before it gives up."""
     options: Any = None

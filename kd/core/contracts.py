@@ -252,6 +252,10 @@ class Backend(Protocol):
     auto_mode: str  # what `auto` means on this device, `precision+attention`: a fact of its units, such as bf16+unfused
     compiles: bool  # whether each shape of a batch is a graph that is compiled
 
+    def bf16_pays(self, made_of: Callable[[], tuple[float, float]], trained: bool) -> bool:
+        """Return whether `auto_mode` holds for a network, where it names bf16; see `kd.core.host.bf16_pays`."""
+        ...
+
     def setup(self) -> None:
         """Join the process group and check it: all-reduce a 1 and require the launcher's WORLD_SIZE.
 

@@ -33,16 +33,20 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when the on
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's forward of 16 images took
 0.97 s with the first on two cores of an AMD EPYC, and 3.6 s in float32 on one without (`benchmarks/mfu_*.csv`)."""
+MOST_CONVOLVED, MOST_DEPTHWISE = 0.2, {True: 0.03, False: 0.1}
+"""Shares of multiplications, in convolutions and in depthwise ones, up to which AVX-512 gains by bfloat16. A step took
+on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18 (1.0) 2.6, ConvNeXt 1.2; on one, by the
+depthwise share: 0 0.61, 0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A forward: 0.09 0.68, 0.13 1.12."""
 
 
-def bf16_units(root: Path = Path("/")) -> bool:
-    """Return whether this processor multiplies bfloat16; False where the system does not say. `root` holds /proc."""
+def bf16_units(root: Path = Path("/")) -> set[str]:
+    """Return this processor's units that multiply bfloat16; none where the system does not say. `root` holds /proc."""
     with suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             name, _, flags = line.partition(":")
             if name.strip() in ("flags", "Features"):
-                return bool(BF16_FLAGS & set(flags.split()))
-    return False
+                return BF16_FLAGS & set(flags.split())
+    return set()
 
 
 def peak_mib() -> float:
@@ -59,6 +63,19 @@ def cpu_seconds() -> float:
         with suppress(psutil.Error):  # it ends at this moment
             total += sum(child.cpu_times()[:2])
     return total
+
+
+def bf16_pays(convolved: float, depthwise: float, trained: bool, threads: int, root: Path = Path("/")) -> bool:
+    """Return whether bfloat16 is faster than float32 for a network here, on a processor with units for it.
+
+    `convolved`: share of its multiplications in convolutions; `depthwise`: in those of one channel each; `trained`: its
+    backward runs too. Where AVX-512 alone has bfloat16, see `benchmarks/precision_*.csv`; others were not measured.
+    """
+    if bf16_units(root) != {"avx512_bf16"}:
+        return True
+    if trained and threads > 1 and convolved > MOST_CONVOLVED:
+        return False
+    return depthwise <= MOST_DEPTHWISE[trained]
 
 
 def cores(root: Path = Path("/")) -> int:

@@ -14,7 +14,7 @@ from kd.config.schema import DataSection
 from kd.config.tuning import Augment, Fit
 from kd.core.contracts import TeacherModel
 from kd.core.errors import NotPrepared
-from kd.core.host import bf16_units
+from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
 from kd.jobs.check import Checked, check, compare
@@ -23,6 +23,7 @@ from kd.models.teacher import FAILURES, NoTeacher, count_parameters, on_meta
 from kd.parts import registry
 from kd.setup.build import sifter_alone
 from kd.setup.data import split_batch
+from kd.setup.modes import made_of
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.teacher import Teachers
 
@@ -212,12 +213,12 @@ def step_bytes(
     logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # what cannot be counted is an exception too
     live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
     size, student = recipe.data.image_size, recipe.student
-    half, fused = executed(recipe, recipe.backend.precision, student.attention)
+    half, fused = executed(recipe, recipe.backend.precision, student.attention, distillation.student, trained=True)
     module = on_meta(distillation, fake).train()
     set_attention(module, fused)
     live.note([*module.parameters(), *module.buffers()])
     if teacher is not None:
-        low, fused = executed(recipe, recipe.teacher.precision, recipe.teacher.attention)
+        low, fused = executed(recipe, recipe.teacher.precision, recipe.teacher.attention, teacher)
         teacher = on_meta(teacher, fake, torch.bfloat16 if low else None).eval()
         set_attention(teacher, fused)
         live.note([*teacher.parameters(), *teacher.buffers()])
@@ -246,8 +247,12 @@ def step_bytes(
     return live.peak - held
 
 
-def executed(recipe: Recipe, precision: str = "auto", attention: str = "auto") -> tuple[bool, bool]:
+def executed(
+    recipe: Recipe, precision: str, attention: str = "auto", model: Any = None, trained: bool = False
+) -> tuple[bool, bool]:
     """Return (bfloat16, fused); `auto` as this machine's CPU means it, or a GPU."""
-    cpu = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind").cpu
-    half = precision == "bf16" or (precision == "auto" and (not cpu or bf16_units()))
-    return half, attention == "fused" or (attention == "auto" and not cpu)
+    facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
+    half = precision == "bf16" or (precision == "auto" and (not facts.cpu or bool(bf16_units())))
+    if half and precision == "auto" and facts.cpu and model is not None:
+        half = bf16_pays(*made_of(model), trained, facts.threads or cores())
+    return half, attention == "fused" or (attention == "auto" and not facts.cpu)

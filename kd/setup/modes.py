@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.core import errors
@@ -51,10 +52,35 @@ class ExecutionMode:
         return self.exported or self.compiled
 
 
+def made_of(model: Any) -> tuple[float, float]:
+    """Return which shares of a network's multiplications are in convolutions, and in depthwise ones, 0 to 1.
+
+    By torch's count of a forward; a depthwise one has as many groups as channels.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # only where the answer decides
+
+    def note(module: nn.Conv2d, given: Any, output: torch.Tensor) -> None:
+        depthwise.append(2 * output.numel() * module.weight[0].numel())
+
+    training, weight, depthwise = model.training, next(iter(model.parameters())), [0]
+    convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d) and one.groups == one.in_channels > 1]
+    hooks = [one.register_forward_hook(note) for one in convolutions]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=weight.device))
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    counts = counter.get_flop_counts()["Global"]
+    total = max(1, sum(counts.values()))
+    return counts.get(torch.ops.aten.convolution, 0) / total, sum(depthwise) / total
+
+
 def torch_mode(precision: str, attention: str, compiled: bool, module: Any, backend: Backend) -> ExecutionMode:
-    """Return the mode of a module in torch; `auto` means `Backend.auto_mode`, on all ranks that of rank 0."""
+    """Return the mode of a module in torch; `auto`: that of machine and network, on all ranks rank 0's."""
     own_precision, own_kernel = backend.auto_mode.split("+")
-    half = torch.tensor([float(own_precision == "bf16")], device=backend.device)
+    network, trained = getattr(module, "student", module), hasattr(module, "student")
+    pays = precision == "auto" and own_precision == "bf16" and backend.bf16_pays(partial(made_of, network), trained)
+    half = torch.tensor([float(pays)], device=backend.device)
     backend.broadcast_([half])
     precision = ("bf16" if half.item() else "fp32") if precision == "auto" else precision
     if attention == "auto":  # a module without such a layer has one kernel

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import json
 import shlex
 import shutil
@@ -193,6 +194,14 @@ def test_photographs_over_http(ran, exported, photos):
     )
     assert {float(row["margin"]) for row in rows} == {0.0, 1.5}
     assert all(float(row["per_second"]) > 0 for row in rows)
+
+
+def test_precision(ran):
+    rows = ran("precision", "--rounds", "1", "--threads", "1", NETWORKS={"residual 16": ("", {}, 32, 2)})
+    assert {(row["what"], row["precision"]) for row in rows} == set(
+        itertools.product(["step", "forward"], ["fp32", "bf16"])
+    )
+    assert all(float(row["cpu_ms"]) > 0 and row["convolved"] == "1.000" for row in rows)
 
 
 def test_recipe(ran, photos, tmp_path):

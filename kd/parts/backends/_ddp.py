@@ -7,7 +7,7 @@ all-reduce checks the world size before training starts.
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.core.errors import BackendError, KdError, in_short
-from kd.core.host import bf16_units
+from kd.core.host import bf16_pays, bf16_units
 from kd.core.types import Batch
 from kd.parts.backends import _optimizers as states
 from kd.parts.backends._launch import read_launch, set_rendezvous
@@ -52,6 +52,9 @@ class DDPBackend:
         if self.device.type == "cuda":
             return "bf16+fused" if torch.cuda.get_device_capability(self.device) >= (8, 0) else "fp32+fused"
         return "bf16+unfused" if bf16_units() else "fp32+unfused"
+
+    def bf16_pays(self, made_of: Callable[[], tuple[float, float]], trained: bool) -> bool:
+        return self.device.type != "cpu" or bf16_pays(*made_of(), trained, torch.get_num_threads())
 
     def setup(self) -> None:
         if self.world_size == 1:

@@ -13,16 +13,20 @@ import torch
 from pieces import Asks
 
 from kd import config
+from kd.core import host
 from kd.core.errors import ConfigError, KdError, MissingExtra, ModelError
 from kd.core.host import bf16_units
 from kd.engine.loop import train
 from kd.jobs.progress.console import Console
 from kd.models.classifier import Classifier, Ensemble
+from kd.models.load import load
+from kd.models.spec import Spec
+from kd.parts.backends import _ddp
 from kd.parts.backends.cpu import CPU
 from kd.parts.tasks import single_label
 from kd.setup.build import build_backend
 from kd.setup.data import open_sources
-from kd.setup.modes import ExecutionMode, require
+from kd.setup.modes import ExecutionMode, made_of, require, torch_mode
 from kd.setup.recipe import resolve
 from kd.setup.teacher import (
     LARGEST_ERROR,
@@ -77,8 +81,43 @@ def cpu():
 def test_auto_is_a_fact_of_the_processor(tmp_path, flags, auto):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nmodel name : any bf16\nflags : {flags}\n")
-    assert bf16_units(tmp_path) == auto.startswith("bf16")
+    assert bool(bf16_units(tmp_path)) == auto.startswith("bf16")
     assert not bf16_units(tmp_path / "nowhere")
+
+
+MADE = {"resnet10t": (1.0, 0.0), "tf_efficientnet_lite0": (1.0, 0.09), "vit_tiny_patch16_224": (0.03, 0.0)}
+"""Shares of multiplications in convolutions and in depthwise ones, at 64 pixels."""
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("units", [{"avx512_bf16"}, {"avx512_bf16", "amx_bf16"}])
+def test_what_a_network_is_made_of_decides_too(monkeypatch, cpu, units, threads, trained):
+    """AVX-512 trains depthwise convolutions faster in float32, and with several threads all convolutions."""
+    for place in (host, _ddp):
+        monkeypatch.setattr(place, "bf16_units", lambda *root: units)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    slow = {"tf_efficientnet_lite0": trained, "resnet10t": trained and threads == 2, "vit_tiny_patch16_224": False}
+    for name, shares in MADE.items():
+        model = load(Spec("student", name, {}, ("a", "b"), free_size=True), 64)
+        assert made_of(model) == pytest.approx(shares, abs=0.02)
+        module = torch.nn.Module()
+        module.student = model
+        expected = "fp32" if slow[name] and len(units) == 1 else "bf16"
+        for precision, mode in (("auto", expected), ("fp32", "fp32"), ("bf16", "bf16")):
+            assert torch_mode(precision, "auto", False, module if trained else model, cpu).precision == mode, name
+        assert model.training
+
+
+def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
+    """3 x 3 on 16 x 16 places, the same of one channel each, then a matrix product of [1, 4] and [4, 9]."""
+    convolutions = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.Conv2d(4, 4, 3, padding=1, groups=4)
+    ends = torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 9)
+    dense, depthwise, product = 16 * 16 * 4 * 3 * 9, 16 * 16 * 4 * 9, 4 * 9
+    total = dense + depthwise + product
+    found = made_of(Classifier(torch.nn.Sequential(*convolutions, *ends), 9, 16))
+    assert found == pytest.approx(((dense + depthwise) / total, depthwise / total))
+    assert made_of(Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16)) == (0.0, 0.0)
 
 
 def automatic(monkeypatch, auto: str) -> None:
