@@ -195,7 +195,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {
         ],
     ),
     "fastvit_t8": ({}, FASTVIT),
-    "focalnet_tiny_srf": ({"embed_dim": 16}, FOCAL),
+    "focalnet_tiny_srf": ({}, FOCAL),
     "hiera_tiny_224": ({}, [(r"^head\.fc\.", "head.projection."), (r"^head\.norm\.", "norm.")]),
     "pit_ti_224": ({}, [(r"^transformers\.(\d)\.pool\.", shifted("pools.#.", -1))]),
     "pvt_v2_b0": ({}, PVT),
@@ -251,7 +251,7 @@ def built(name: str, seed: int = 0, **more: Any) -> torch.nn.Module:
     with torch.no_grad():
         for tensor in network.state_dict().values():
             if tensor.is_floating_point():
-                tensor.add_(0.05 * torch.rand_like(tensor))
+                tensor.add_(0.02 * (torch.rand_like(tensor) - 0.5))
     return network
 
 

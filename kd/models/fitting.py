@@ -35,13 +35,17 @@ def take(
     names, fitting, nearest = _ordered(weights, choice), dict[str, Taken](), dict[str, str]()
     own, closest = network.state_dict(), Tensors()
     for name in names:
-        for whose, prefix, tensors in _ways(weights, name, network, model, choice, bare):
+        ordered = "its tensors are taken by their order, whatever their names" if choice == "by_order" else ""
+        given = [("", _in_order(weights, name, own, bare))] if ordered else _stripped(weights.sets[name])
+        ways = ((prefix, *way) for prefix, tensors in given for way in _named(tensors, network, model))
+        for prefix, whose, tensors in ways:
             tensors = _settled(tensors, own, network, bare)
             off = {n: what for n, what in _differences(own, tensors).items() if n not in heads}
             if not closest or len(off) < len(nearest):
                 nearest, closest = off, tensors
             if not off:
-                steps = [whose, f"the prefix '{prefix}' is left out" if prefix else "", _grid(weights, name, tensors)]
+                left_out = f"the prefix '{prefix}' is left out" if prefix else ""
+                steps = (ordered or whose, left_out, _grid(weights, name, tensors))
                 fitting[name] = Taken(tensors, tuple(filter(None, steps)))
                 break
     if not fitting:
@@ -69,20 +73,6 @@ def _ordered(weights: Weights, choice: str) -> list[str]:
         wrong = f"is '{choice}', and '{weights.file}' has no such set of tensors"
         raise ModelError(weights.key, wrong, f"One of {allowed}", "Choose one")
     return chosen
-
-
-def _ways(
-    weights: Weights, name: str, network: nn.Module, model: str, choice: str, bare: bool
-) -> Iterator[tuple[str, str, Tensors]]:
-    """Yield whose names a set has, a prefix, and the tensors under the network's names, by each way to them."""
-    if choice == "by_order":
-        told = f"the tensors of '{weights.file.name}' are taken by their order, whatever their names"
-        tensors = _in_order(weights, name, network.state_dict(), bare)
-        yield told, "", next(_named(tensors, network, model))[1]
-        return
-    for prefix, tensors in _stripped(weights.sets[name]):
-        for whose, named in _named(tensors, network, model):
-            yield whose, prefix, named
 
 
 def _stripped(tensors: Tensors, before: str = "") -> Iterator[tuple[str, Tensors]]:

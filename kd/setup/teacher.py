@@ -19,7 +19,7 @@ from kd.core.facts import BackendFacts
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
-from kd.models.classifier import Ensemble, set_attention
+from kd.models.classifier import Classifier, Ensemble, set_attention
 from kd.models.spec import Spec
 from kd.models.teacher import LiveTeacher, NoTeacher, is_on_meta, require_repeatable
 from kd.parts import registry
@@ -271,19 +271,17 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) 
 @torch.no_grad()
 def spread_text(teachers: Teachers) -> str:
     """Say how a teacher predicts validation images, which shows wrong weights without labels; "" if it cannot."""
-    model: Any = teachers.model
-    if model.reads_ids or is_on_meta(model) or not len(teachers.data.val):
+    model, shown = teachers.model, teachers.data.shown(teachers.data.val)
+    if not isinstance(model, Classifier) or is_on_meta(model):
         return ""
-    shown = teachers.data.shown(teachers.data.val)
-    logits_BC = model.eval()(pixels_of(readable(shown.source)[0], shown)).logits.float()
-    if logits_BC.shape[1] < 2:
+    images = pixels_of(readable(shown.source)[0], shown).to(model.scale.device)  # type: ignore[arg-type]
+    logits_BC = model.eval()(images).logits.float()
+    if (count := logits_BC.shape[1]) < 2:
         return ""
-    entropy = torch.distributions.Categorical(logits=logits_BC).entropy().mean().item() / np.log(logits_BC.shape[1])
     several = len(logits_BC.argmax(1).unique())
-    return (
-        f"; on {len(logits_BC)} images it predicts {several} of {logits_BC.shape[1]} classes, its logits have the "
-        f"standard deviation {logits_BC.std().item():.2g}, its probabilities {entropy:.0%} of the largest entropy"
-    )
+    entropy = torch.distributions.Categorical(logits=logits_BC).entropy().mean().item() / np.log(count)
+    told = f"{several} of {count} classes, its logits have the standard deviation {logits_BC.std().item():.2g}"
+    return f"; on {len(logits_BC)} images it predicts {told}, its probabilities {entropy:.0%} of the largest entropy"
 
 
 def pixels_of(pictures: Sequence[Image.Image], shown: Views) -> torch.Tensor:
