@@ -1,12 +1,15 @@
 """A model as a folder that timm loads: its config.json, how it is written, and whether weights are there and fit."""
 
 import json
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError, in_short
@@ -162,3 +165,39 @@ def takes_any_size(name: str) -> bool:
 
     config = get_pretrained_cfg(name)
     return config is not None and not config.fixed_input_size
+
+
+LARGEST = 4096  # an argument of a network that no weight shows, such as the size of its images
+
+
+def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse a folder whose arguments ask for layers that its weights do not have, before one is built."""
+    import timm
+
+    sides = [side for one in tensors.values() for side in one.shape]
+    numbers = re.findall(r"\d+", json.dumps(folder_config(folder, where).get("model_args", {})))
+    if (asked := max(map(int, numbers), default=0)) > max([LARGEST, len(tensors), *sides]):
+        raise ModelError(where, f"has the argument {asked}; the weights have no such size")
+    count = 0
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some networks compute as they are built
+        count = sum(one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters())
+    if count > sum(one.numel() for one in tensors.values()):
+        raise ModelError(where, f"names a network of {count:,} parameters, which the weights do not have")
+
+
+def config_keys() -> set[str]:
+    """Return the keys that a config.json may have below `pretrained_cfg`."""
+    from timm.models import PretrainedCfg
+
+    return {*PretrainedCfg.__dataclass_fields__, "label_names"}
+
+
+def known_configs(architecture: str) -> list[dict[str, Any]]:
+    """Return timm's own configurations of a network, one for each of its weights."""
+    import timm
+
+    found = []
+    for name in (architecture, *timm.list_pretrained(f"{architecture}.*")):
+        with suppress(RuntimeError):
+            found.append(timm.get_pretrained_cfg(name).to_dict())  # type: ignore[attr-defined]
+    return found

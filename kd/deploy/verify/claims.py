@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from kd.core.errors import ConfigError, DataError, KdError, in_short
 from kd.core.host import cores, processor, versions
 from kd.files.json_file import DAMAGE
-from kd.files.manifest import DIGITS, GRAPHS
+from kd.files.manifest import DIGITS
+from kd.models.timm_folder import config_keys
 
 RIGHT, WRONG, OPEN = "right", "WRONG", "not checked"
 MANIFEST, EXPORT, IMAGES, RUN = "manifest.json", "export", "--data", "--run"
@@ -236,9 +237,7 @@ class Claims:
             most = _at(self.claimed, ("environment", "machine", "cores"))
             return key.isdecimal() and isinstance(most, int) and 0 < int(key[:9]) <= most
         if word == "CONFIG":
-            from timm.models import PretrainedCfg
-
-            return key in {*PretrainedCfg.__dataclass_fields__, "label_names"}
+            return key in config_keys()
         return word == "*" or key in word.split("|")
 
     def claim(self, path: Path) -> tuple[Claim | None, bool]:
@@ -335,6 +334,3 @@ def _row(what: str, claimed: object, found: object, right: bool | None, why: str
     texts = [text[:DIGITS] if len(text) == HASH else text for text in texts]
     texts = ["".join(c if c.isprintable() else "?" for c in text)[:100] for text in (*texts, why)]
     return Row(*texts[:3], OPEN if right is None else RIGHT if right else WRONG, "" if right else texts[3])
-
-
-assert set(EXACT) - {"model.pt2"} <= set(GRAPHS)

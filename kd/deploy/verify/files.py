@@ -1,14 +1,11 @@
 """What the files of an export show, and what its numbers say of each other: no graph is run."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,11 +28,10 @@ from kd.models.classifier import Classifier, tensors_digest
 from kd.models.licences import licence_of
 from kd.models.load import Spec, load
 from kd.models.teacher import count_parameters
-from kd.models.timm_folder import CONFIG, export_files
+from kd.models.timm_folder import CONFIG, export_files, known_configs, require_fitting
 
 WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, graphs.PT2, *GRAPHS)
 """The files that kd writes, beside the weights of OpenVINO's graphs."""
-LARGEST = 4096  # an argument of a network that no weight shows, such as the size of its images
 LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # of OpenVINO's weights, as `GRAPHS` calls them
 
@@ -191,24 +187,9 @@ def _by_name(told: Mapping[str, Any]) -> dict[str, str]:
     return {key: one for key, one in found.items() if one}
 
 
-def _require_size(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse arguments of a network that its weights do not have, before a layer is built with them."""
-    import timm
-
-    most = max([LARGEST, len(tensors), *(side for one in tensors.values() for side in one.shape)])
-    numbers = [int(one) for one in re.findall(r"\d+", json.dumps(config.get("model_args", {})))]
-    if max(numbers, default=0) > most:
-        raise ModelError("export.config.json", f"has the argument {max(numbers)}; the weights have no such size")
-    count = -1
-    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some networks compute as they are built
-        count = sum(one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters())
-    if count > sum(one.numel() for one in tensors.values()):
-        raise ModelError("export.config.json", f"names a network of {count:,} parameters, which the weights have not")
-
-
 def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors: Mapping[str, Tensor]) -> Classifier:
     told, size = known.claimed, known.claimed["input"]["size"]
-    _require_size(folder, told["config.json"], tensors)
+    require_fitting(folder, tensors, "export.config.json")
     spec = Spec("export", f"local-dir:{folder}", {}, labels, str(folder), exact_head=True)
     network = load(spec, size)
     known.show(EXPORT, {"about": {"parameters": count_parameters(network), "library": "timm"}})
@@ -216,22 +197,12 @@ def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors
     own, written = told["config.json"]["pretrained_cfg"], content["pretrained_cfg"]
     sure = ("input_size", "crop_pct", "num_classes", *(() if known.old else CONFIG))
     kept = {key: written[key] for key in sure if key in written}
-    for config in _known_configs(content["architecture"]):
+    for config in known_configs(content["architecture"]):
         kept |= {key: own[key] for key in own if key not in sure and config.get(key, own[key]) == own[key]}
     keys = ("num_classes", "num_features", "global_pool", "problem_type")
     known.show(EXPORT, {"config.json": {**{key: content[key] for key in keys if key in content}}})
     known.show(EXPORT, {"config.json": {"pretrained_cfg": {key: one for key, one in kept.items() if key in own}}})
     return network
-
-
-def _known_configs(architecture: str) -> list[dict[str, Any]]:
-    import timm
-
-    names, found = [architecture, *timm.list_pretrained(f"{architecture}.*")], []
-    for name in names:
-        with suppress(RuntimeError):
-            found.append(timm.get_pretrained_cfg(name).to_dict())  # type: ignore[attr-defined]
-    return found
 
 
 def show_graphs(known: Claims, folder: Path, lines: int | None) -> None:
