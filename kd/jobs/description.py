@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -256,3 +257,16 @@ def executed(
     if half and precision == "auto" and facts.cpu and model is not None:
         half = bf16_pays(*made_of(model), trained, facts.threads or cores())
     return half, attention == "fused" or (attention == "auto" and not facts.cpu)
+
+
+def used_bits(used: Counter[int], bits: int) -> list[str]:
+    """Say how many bits images of 16 bits a channel use, where the upper ones of those that are read are zero."""
+    lines = []
+    for sign, kind in ((1, "grey"), (-1, "colour")):
+        counts = {sign * number: count for number, count in used.items() if sign * number > 0}
+        most = max(counts, default=bits)
+        if most < bits:
+            head = f"{sum(counts.values())} {kind} images of 16 bits use {most} of them: read as {bits}, "
+            remedy = f"Set data.bits={max(9, most)}" if sign > 0 else "Convert them to 8 bits: Pillow keeps the upper 8"
+            lines.append(f"bits      {head}{2 ** max(0, most - bits + 8)} of 256 levels are left. {remedy}")
+    return lines

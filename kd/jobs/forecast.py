@@ -27,7 +27,7 @@ from kd.data.loader import most_skipped
 from kd.deploy.serve.decoding import refusal
 from kd.deploy.serve.limits import Limits
 from kd.files.storage import write_text
-from kd.jobs.description import described
+from kd.jobs.description import described, used_bits
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of
 from kd.models.classifier import count_attention
 from kd.parts import registry
@@ -100,7 +100,7 @@ def look(
     looked = len(damaged) + len(album)
     of = f"{looked} of {total}" if looked < total else f"all {looked}"
     lines = [f"images    decoded {of}: " + (f"{len(damaged)} damaged, to be skipped" if damaged else "none is damaged")]
-    lines += _bits(used, bits)
+    lines += used_bits(used, bits)
     if refused:
         reasons = ", ".join(f"{count} {why}" for why, count in refused.most_common())
         lines.append(f"endpoint  kd-serve refuses {refused.total()} of {of} by its default limits: {reasons}")
@@ -179,19 +179,6 @@ def _decoded(
         if not everything and now > start + LOOK_SECONDS:
             break
     return damaged, album, used, refused
-
-
-def _bits(used: Counter[int], bits: int) -> list[str]:
-    """Say how many bits images of 16 bits a channel use, where the upper ones of those that are read are zero."""
-    lines = []
-    for sign, kind in ((1, "grey"), (-1, "colour")):
-        counts = {sign * number: count for number, count in used.items() if sign * number > 0}
-        most = max(counts, default=bits)
-        if most < bits:
-            head = f"{sum(counts.values())} {kind} images of 16 bits use {most} of them: read as {bits}, "
-            remedy = f"Set data.bits={max(9, most)}" if sign > 0 else "Convert them to 8 bits: Pillow keeps the upper 8"
-            lines.append(f"bits      {head}{2 ** max(0, most - bits + 8)} of 256 levels are left. {remedy}")
-    return lines
 
 
 def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:

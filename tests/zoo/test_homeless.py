@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kd.cli.command import guarded
 
@@ -84,18 +83,13 @@ def test_the_commands_without_torch_run(homeless, exported, photos):
 
 
 @pytest.mark.slow
-def test_training_runs_or_says_what_to_set(homeless, written, exported, photos):
+def test_training_says_what_to_set(homeless, written):
     path = Path(written(run={"folder": str(homeless.scratch / "runs"), "steps": 2}))
     config = homeless.scratch / "tiny.yaml"
     config.write_text(path.read_text())
-    for each in {*photos.parents, *Path(yaml.safe_load(config.read_text())["teacher"]["model"]).parents}:
-        if each.is_relative_to(tempfile.gettempdir()):
-            each.chmod(each.stat().st_mode | 0o055)
     trained = homeless(sys.executable, "-m", "kd.cli", "train", config)
     assert trained.returncode == 2
     assert trained.stderr.splitlines()[-1].startswith("TMPDIR: No usable temporary directory found in ")
-    trained = homeless(sys.executable, "-m", "kd.cli", "train", config, TMPDIR=str(homeless.scratch))
-    assert trained.returncode == 0, trained.stderr
 
 
 def test_a_machine_without_a_folder_for_temporary_files(monkeypatch, capfd):
