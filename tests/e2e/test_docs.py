@@ -356,12 +356,10 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         statistics.median(float(row["images_per_second"]) for row in rows("timm_distillation", teacher="B", which=arm))
         for arm in ("timm", "kd live", "kd cached")
     ]
-    first, alone_first = (rows("make-run", arm=arm) for arm in ("distilled", "smoothing"))
-    assert len(first) == 3
-    (strong,), (half,) = (rows("make-run", arm=arm, seed="0") for arm in ("strong augmentation", "half length"))
-    assert float(alone_first[0]["accuracy"]) >= max(float(strong["accuracy"]), float(half["accuracy"])), "the best way"
+    first, alone_first, smooth = (rows("make-run", arm=a) for a in ("distilled", "strong augmentation", "smoothing"))
+    assert mean(alone_first) > max(mean(smooth), mean(rows("make-run", arm="half length"))), "the best of three ways"
     assert all(
-        float(b["cpu_seconds"]) >= float(a["cpu_seconds_in_all"]) for a, b in zip(first, alone_first, strict=True)
+        float(b["cpu_seconds"]) > float(a["cpu_seconds_in_all"]) for a, b in zip(first, alone_first, strict=True)
     )
     ran = rows("compare_cifar10", epoch="20")
     arms = [[row for row in ran if row["arm"] == arm] for arm in dict.fromkeys(row["arm"] for row in ran)]
@@ -375,9 +373,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"**{speed[2] / speed[0]:.1f} times** as fast",
         f"live {speed[1] / speed[0]:.2f} times",
         f"fitted on the labels|{over_seeds(first, 'teacher_accuracy')}|",
-        f"student, distilled|**{over_seeds(first)}**|",
+        f"distilled, ahead by {against(first, alone_first).removeprefix('+')}|**{over_seeds(first)}**|",
         f"the best of three ways|{over_seeds(alone_first)}|",
-        f"by {against(first, alone_first).removeprefix('+')}",
         f"took {live / timm:.2f} of timm's training time, {cached / timm:.2f} with a cache",
         f"**{mean(few[0]):.1f} %** with 25 labels a class",
         f"**{mean(many[0]):.1f} %** with 100 labels a class",
