@@ -4,7 +4,9 @@ import hashlib
 import logging
 import subprocess
 import sys
+import warnings
 import zipfile
+from typing import Any
 
 import pytest
 import timm
@@ -123,13 +125,11 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
     for parameter in own.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     pixels = torch.randn(1, 3, 28, 28)
-    import warnings
-
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of the exporter by tracing, which wrote most graphs that are about
         torch.onnx.export(Resampled(own), (pixels,), str(tmp_path / "vit.onnx"), dynamo=False, opset_version=17)
     found = read("teacher.checkpoint", tmp_path / "vit.onnx")
-    network = timm.create_model(
+    network: Any = timm.create_model(
         "vit_small_patch14_dinov2", num_classes=0, img_size=28, embed_dim=32, depth=2, num_heads=2
     ).eval()
     network.load_state_dict(found)
@@ -140,8 +140,6 @@ def test_the_graph_of_a_transformer_has_the_weights_of_timms(tmp_path):
 
 
 def test_a_graph_with_timms_names_gives_them_back(tmp_path):
-    import warnings
-
     made = tiny(2, 48)
     network = timm.create_model(made["model"], num_classes=0, img_size=16, **made["args"]).eval()
     with warnings.catch_warnings(), torch.no_grad():
