@@ -151,3 +151,13 @@ def test_threads_are_timed_with_the_keys_that_were_found(clock):
         assert advice.twice({"plain": plain, "all": best}) == ("all", pytest.approx(6.0))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("cost", "alone", "key"),
+    [(100.0, 40.0, "run.baseline_steps=1250"), (100.0, 250.0, "run.baseline_steps=200"), (100.0, 95.0, "")],
+)
+def test_check_names_the_length_of_labels_alone_that_costs_as_much(cost, alone, key):
+    """500 steps took `alone`; within a tenth nothing is said, since the verdict at the end allows it."""
+    said = estimate.same_cost(cost, alone, 500)
+    assert [key in line for line in said] == ([True] if key else [])
