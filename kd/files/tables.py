@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """By ending. A spreadsheet set to a language with decimal commas writes ";" into a .csv, and some write tabs."""
@@ -40,8 +41,9 @@ def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, lis
     else:
         first = next((line for line in text.splitlines() if line.strip()), "")
         delimiter = max((delimiter, ",", ";", "\t"), key=first.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    header = [name.strip() for name in next((row for row in reader if row), [])]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    lines = _quoted(reader, skipped)
+    header = [name.strip() for name in next((row for _, row in lines if row), [])]
     if len(header) < 2:
         wrong = "its first line does not name two columns or more"
         raise ValueError(wrong + (f": it is '{header[0]}'" if header else ""))
@@ -51,8 +53,7 @@ def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, lis
         raise ValueError(f"its first line names '{twice[0]}' twice")
 
     def rows() -> Iterator[tuple[int, list[str]]]:
-        for row in reader:
-            number = reader.line_num + skipped
+        for number, row in lines:
             if not any(cell.strip() for cell in row):
                 continue
             if len(row) != len(header):
@@ -60,3 +61,21 @@ def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, lis
             yield number, row
 
     return header, rows()
+
+
+def _quoted(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows by the number of their last line; ValueError: a quote that is not closed, or text behind one."""
+    try:
+        for row in reader:
+            yield reader.line_num + skipped, row
+    except csv.Error as error:
+        wrong = f"line {reader.line_num + skipped}: a quote is not closed, or text follows a closing one ({error})"
+        raise ValueError(f"{wrong}. Write a quote inside a value twice, and the value in quotes") from error
+
+
+def one_line(number: int, *cells: str) -> None:
+    """Require that values have no line break: an unclosed quote takes in the lines below it."""
+    if wrong := next((cell for cell in cells if "\n" in cell or "\r" in cell), ""):
+        lines = wrong.splitlines()
+        shown = f"'{lines[0][:40]}' to '{lines[-1][:40]}'"
+        raise ValueError(f"a quoted value goes over {len(lines)} lines, {shown}, and ends in line {number}")

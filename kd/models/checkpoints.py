@@ -44,6 +44,7 @@ class Weights:
     file: Path
     sets: Mapping[str, Tensors]  # by their place in the file, such as `model_ema`; "": the file is one itself
     classes: list[str] | None  # names that its folder records
+    says: str = ""  # what a trainer wrote beside them of the network and its arguments, which no shape need show
 
     @property
     def key(self) -> str:
@@ -85,7 +86,11 @@ def read(where: str, place: str) -> Weights:
     if not sets:
         allowed = "A state_dict, alone or in a dictionary"
         raise ModelError(where, f"'{files[0]}' holds no tensors by name", allowed, "Save model.state_dict()")
-    return Weights(where, files[0], sets, folder_classes(files[0].parent, where))
+    told = content.get("args")
+    told = vars(told) if isinstance(told, argparse.Namespace) else told if isinstance(told, dict) else {}
+    given = [f"{key} {told[key]}" for key in ("model", "model_kwargs") if told.get(key)]
+    says = f"its trainer wrote: {', '.join(given)}" if given else ""
+    return Weights(where, files[0], sets, folder_classes(files[0].parent, where), in_short(says) if says else "")
 
 
 def _require_few(where: str, file: Path, count: int) -> None:

@@ -52,9 +52,10 @@ def take(
         raise _refused(weights, names[0], model, own, closest, nearest)
     name, found = next(iter(fitting.items()))
     others = ", ".join(repr(other) for other in fitting if other != name)
-    chosen = f"the set '{name}'{' (averaged)' * is_averaged(name)}" if len(weights.sets) > 1 else ""
+    kind = " (averaged, or a teacher beside its student)" if name.endswith("teacher") else " (averaged)"
+    chosen = f"the set '{name}'{kind * is_averaged(name)}" if len(weights.sets) > 1 else ""
     chosen += f"; {others} would fit too ({weights.key}: raw, or a name)" if others else ""
-    return Taken(found.tensors, (chosen, *found.steps) if chosen else found.steps)
+    return Taken(found.tensors, tuple(filter(None, (chosen, *found.steps, weights.says))))
 
 
 def is_averaged(name: str) -> bool:
@@ -185,8 +186,14 @@ def _refused(
     """Return the error for a file that a network does not take: what it is, where that is known, else what differs."""
     where, kinds = weights.where, ("missing", "unexpected", "other shape")
     lists = {kind: sorted(name for name, what in off.items() if what == kind) for kind in kinds}
+    if (error := _known(weights, "changed", lists["unexpected"], model)) is not None:
+        return error
     if 2 * len(lists["missing"]) > len(own) and (error := foreign(weights, name, f"'{model}'")) is not None:
         return error
+    if lists["missing"] and all(re.search(r"running_(mean|var)$", one) for one in lists["missing"]):
+        wrong = f"'{weights.file}' has the parameters of '{model}' without the statistics of its batch norms"
+        remedy = "Save model.state_dict(), which has both; named_parameters() leaves them out"
+        return ModelError(where, f"{wrong} ({lists['missing'][0]} ...)", "Both of them", remedy)
     lists["other shape"] = [f"{n} {(*closest[n].shape,)} != {(*own[n].shape,)}" for n in lists["other shape"]]
     told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in lists.items() if items)
     return ModelError(where, f"the weights are not those of '{model}' ({told})", "", "Correct model or args")
@@ -194,10 +201,16 @@ def _refused(
 
 def foreign(weights: Weights, name: str, model: str) -> ModelError | None:
     """Return the error that says what else than a network of timm a set is of, where that is known."""
+    return _known(weights, "changed", weights.sets[name], model) or _known(
+        weights, "foreign", weights.sets[name], model
+    )
+
+
+def _known(weights: Weights, table: str, names: Collection[str], model: str) -> ModelError | None:
     name_of = model.strip("'")
     likely = next((re.sub(p, q, name_of) for p, q in KNOWN["torchvision"].items() if re.fullmatch(p, name_of)), name_of)
-    for pattern, what, remedy in KNOWN["foreign"][1:]:
-        if any(re.search(pattern, one) for one in weights.sets[name]):
+    for pattern, what, remedy in KNOWN[table][1:]:
+        if any(re.search(pattern, one) for one in names):
             wrong = f"'{weights.file}' holds {what}, and {model} does not take them"
             told = remedy.format(where=weights.where.partition(".")[0], file=weights.file, likely=likely)
             return ModelError(weights.where, wrong, "Weights of that network", told)

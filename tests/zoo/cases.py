@@ -185,6 +185,15 @@ LESS = {"apple": 2, "pear": 3}
 NUMBERS = tuple(map(str, range(12)))
 
 FOLDERS = [
+    Case(
+        "folders of storage systems",
+        lambda root: (
+            plain(root),
+            write(root / "train" / "apple" / "@eaDir" / "0.jpg" / "SYNOPHOTO_THUMB_S.jpg", photo(7)),
+            write(root / "train" / "@eaDir" / "x.jpg", photo(8)),
+            write(root / "__MACOSX" / "train" / "x.jpg", photo(9)),
+        ),
+    ),
     Case("plain", plain),
     Case("capital endings", lambda root: plain(root, ending=".JPG")),
     *[Case(f"JPEGs named {ending}", lambda root, e=ending: plain(root, ending=e)) for ending in (".jfif", ".jpe")],
@@ -392,6 +401,29 @@ TABLES = [
         remedy=rewrite(HEAD + ROWS),
     ),
     listed("empty last rows", HEAD + ROWS + ",\n,\n\n"),
+    listed(
+        "a quote that is not closed",
+        HEAD + ROWS.replace("0.jpg,apple", '0.jpg,"apple'),
+        refused=r"line \d+: a quote is not closed, or text follows a closing one",
+        remedy=rewrite(HEAD + ROWS),
+    ),
+    listed(
+        "text behind a closing quote",
+        HEAD + ROWS.replace("0.jpg,apple", '0.jpg,"Oma" cake'),
+        {'"Oma" cake': 1, "apple": 2, "pear": 3},
+        refused=r"line 2: .*text follows a closing one.*twice",
+        remedy=rewrite(HEAD + ROWS.replace("0.jpg,apple", '0.jpg,"""Oma"" cake"')),
+    ),
+    listed(
+        "a quote that is closed four lines below",
+        HEAD + ROWS.replace("1.jpg,apple", '1.jpg,"apple').replace("4.jpg,pear", '4.jpg,pear"'),
+        refused=r"goes over 4 lines.*ends in line 6",
+        remedy=rewrite(HEAD + ROWS),
+    ),
+    listed(
+        "a caption of two lines in another column",
+        "path,label,caption\n" + ROWS.replace("\n", ',"a\nb"\n'),
+    ),
     listed("backslashes", HEAD + ROWS.replace("/", "\\")),
     listed("no endings in a list", HEAD + ROWS.replace(".jpg", "")),
     listed(

@@ -38,6 +38,18 @@ OTHER = re.compile(
 """Endings of files that are not opened to see whether they are images. Some begin as a TIFF does: raw photographs."""
 
 
+SYSTEM = {
+    b"@eaDir",
+    b"@Recycle",
+    b"#recycle",
+    b"$RECYCLE.BIN",
+    b"__MACOSX",
+    b"lost+found",
+    b"System Volume Information",
+}
+"""Folders that storage systems make; some hold small copies of the images beside them. They count as hidden."""
+
+
 class File(NamedTuple):
     size: int  # bytes
     stamp: int  # see `kd.core.contracts.Stamped`
@@ -162,7 +174,7 @@ def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
-            entries = [entry for entry in listing if not entry.name.startswith(b".")]  # macOS ._* too
+            entries = [e for e in listing if not e.name.startswith(b".") and e.name not in SYSTEM]  # macOS ._* too
     except OSError as error:
         raise DataError(WHERE, f"the folder '{text(path)}' cannot be listed ({error.strerror})") from error
     return entries, status
@@ -211,7 +223,8 @@ def is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 def folders(path: str) -> list[str]:
     try:
-        return sorted(e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith("."))
+        kept = (e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith("."))
+        return sorted(name for name in kept if os.fsencode(name) not in SYSTEM)
     except OSError:
         return []
 

@@ -13,7 +13,7 @@ from sys import intern
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import file_key
 from kd.core.text import class_order, nfc
-from kd.files.tables import DELIMITERS
+from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import Repeated, as_classes, facts_of, label_images
 from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
 from kd.parts.datasets._lists import Entry, Lists, content, table
@@ -77,7 +77,11 @@ def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
         keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
         columns = [_column(header, getattr(options, key), f"data.{key}", path) for key in keys]
         image, *label = columns
-        return [Entry(row[image], intern(row[label[0]].strip()) if label else "", number) for number, row in rows]
+        entries = list[Entry]()
+        for number, row in rows:
+            one_line(number, *(row[column] for column in columns))
+            entries.append(Entry(row[image], intern(row[label[0]].strip()) if label else "", number))
+        return entries
 
     return content(path, where, [*DELIMITERS, ".txt"], FORM, read)
 

@@ -17,7 +17,7 @@ import numpy as np
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import file_key
 from kd.core.text import class_order, nfc
-from kd.files.tables import DELIMITERS
+from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import facts_of, first_few
 from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
 from kd.parts.datasets._lists import Entry, Listed, Lists, content, table
@@ -103,7 +103,10 @@ def _table(content: str, path: str, root: str, separator: str) -> tuple[list[str
         os.fsencode(name.lower()).endswith(ENDINGS) for name in glob(os.path.join(escape(root), escape(first) + ".*"))
     ):
         raise ValueError(f"its first line is an image, '{first}'; it must name the columns")
-    cells = [(number, name, [cell.strip() for cell in more]) for number, (name, *more) in rows]
+    cells = list[tuple[int, str, list[str]]]()
+    for number, (name, *more) in rows:
+        one_line(number, name, *more)
+        cells.append((number, name, [cell.strip() for cell in more]))
     classes = [nfc(name) for name in written]
     if len(classes) > 1:
         return classes, [Entry(name, _wide(more, classes, number), number) for number, name, more in cells]

@@ -589,3 +589,44 @@ def test_without_labels_the_spread_of_the_answers_is_said(written, command, file
     assert answer.code == 0, answer
     assert "it predicts 1 of 3 classes, its logits have the standard deviation 0," in answer.out + answer.err
     assert "100% of the largest entropy" in answer.out + answer.err
+
+
+QKV = "blocks.0.attn.qkv"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {f"{QKV}.base_layer.weight": f"{QKV}.weight", f"{QKV}.lora_A.default.weight": ""},
+            "adapter.*merge_and_unload",
+        ),
+        ({f"{QKV}.weight": f"{QKV}.weight", f"{QKV}.weight_scale": ""}, "quantized.*kind: onnx"),
+        ({f"{QKV}.weight_orig": f"{QKV}.weight", f"{QKV}.weight_mask": ""}, r"pruned.*prune\.remove"),
+        ({f"{QKV}.parametrizations.weight.original0": f"{QKV}.weight"}, "remove_parametrizations"),
+    ],
+    ids=["adapter", "quantized", "pruned", "parametrized"],
+)
+def test_a_changed_form_of_the_right_network_is_named(change, words, file):
+    """Most names are right: the model and its args are, so that correcting them would not help."""
+    tensors = dict(vit().state_dict())
+    for new, old in change.items():
+        tensors[new] = tensors.pop(old) if old in tensors else torch.ones(4)
+    text = refusal(file(tensors))
+    assert re.search(words, text)
+    assert "Correct model or args" not in text
+
+
+def test_parameters_without_statistics_are_named(file):
+    network = timm.create_model("resnet10t", num_classes=5)
+    text = refusal(file(dict(network.named_parameters())), model="resnet10t", args={}, size=32)
+    assert "without the statistics of its batch norms" in text
+    assert "state_dict()" in text
+
+
+def test_what_a_trainer_wrote_of_the_network_is_said(file):
+    """Heads that are divided otherwise have equal shapes: nothing but this can tell."""
+    beside = argparse.Namespace(model=NAME, model_kwargs={"num_heads": 3}, lr=0.1)
+    told = taken(file({"state_dict": vit().state_dict(), "args": beside})).notes[-1]
+    assert "num_heads" in told
+    assert NAME in told
