@@ -4,7 +4,6 @@ import ctypes
 import math
 import os
 import platform
-import resource
 import signal
 import sys
 import threading
@@ -51,6 +50,12 @@ def bf16_units(root: Path = Path("/")) -> set[str]:
 
 def peak_mib() -> float:
     """Return the largest resident memory of this process so far, MiB."""
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset / 2**20
+    import resource  # Windows has none
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 

@@ -26,7 +26,8 @@ def test_a_sifted_run_reports_what_it_saved(written, command, tmp_path):
     assert "## Sifting" in report
     kept = re.findall(r"^\| \d +\| +36 \| +(\d+) \|", report, re.MULTILINE)
     assert kept == ["36", "18", "18", "18", "18", "18"]
-    assert re.search(r"A sifted epoch took -?\d+\.\d % less time than this run's own full ones", report)
+    assert "(cold)" in report  # the only full epoch is the first, which a warm one cannot be compared with
+    assert "Not measured: no warm epoch was full" in report
 
 
 def test_a_filled_cache_runs_no_teacher(written, command, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -86,7 +85,10 @@ def main(path: Path) -> None:
     """Answer what comes on the standard input: a line with the shape, then pixels."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a runtime prints is no answer
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    if sys.platform != "win32":
+        import resource  # Windows has none, and so no limit of memory
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     run, failed = None, ""
     try:
         weights = path.with_suffix(".bin").read_bytes() if path.suffix == ".xml" else b""

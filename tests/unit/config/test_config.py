@@ -376,7 +376,8 @@ def sections(cls: type = Config) -> list[type]:
     """Return every dataclass of the schema."""
     found = [cls]
     for hint in typing.get_type_hints(cls).values():
-        inner = [arg for arg in typing.get_args(hint) if dataclasses.is_dataclass(arg)]
+        several = typing.get_origin(hint) is tuple  # a section that may be null is one key
+        inner = [arg for arg in typing.get_args(hint) if several and dataclasses.is_dataclass(arg)]
         for section in [hint] if dataclasses.is_dataclass(hint) else inner:
             found += sections(section)
     return found

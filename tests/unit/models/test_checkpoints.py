@@ -11,14 +11,14 @@ import sys
 import warnings
 from typing import Any
 
-import families
+import authors as families
 import numpy as np
 import omegaconf
 import pytest
 import timm
 import torch
 import torchvision
-from families import CLASSES, FAMILIES, authors, built
+from authors import CLASSES, FAMILIES, authors, built
 from pieces import slow
 from safetensors.torch import save_file
 from torch import nn

@@ -111,6 +111,7 @@ HELD = ("kind: multilabel, root: a, train_labels: a, val_fraction: 0.2", SEVERAL
 SHARDS = ("kind: webdataset, train: a, val: b",)
 LISTS = ("kind: csv, root: a, train_list: a.csv, val_list: b.csv",)
 HELD_OUT = ("kind: csv, root: a, train_list: a.csv, val_fraction: 0.2",)
+SMALL = "data.progressive={size: 64, until: 0.5}"
 SMDDP, CUDA = ("backend.kind=smddp",), ("backend.kind=cuda",)
 HISTORY, RELATIVE = ("sifter.kind=history",), ("sifter.kind=relative",)
 BY_TEACHER = ("sifter.kind=teacher", "teacher.cache.views=1")
@@ -169,6 +170,11 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.val_list [csv]": ("FR", "c.csv", *LISTS),
     "data.val_fraction [csv]": ("FR", "0.1", *HELD_OUT),
     "data.image_key [csv]": ("FR", "c", *LISTS),
+    "data.label_keys [hf]": ("FR", "[a, c]", "kind: hf, path: a, label_keys: [a, b]", SEVERAL),
+    "data.label_sets [webdataset]": ("R", "true", *SHARDS, "data.labels=none", "teacher.fit.epochs=0"),
+    "data.bits": ("FR", "12"),
+    "data.progressive.size": ("R", "32", SMALL),
+    "data.progressive.until": ("R", "0.6", SMALL),
     "data.label_key [csv]": ("FR", "c", *LISTS),
     "data.root [multilabel]": ("", "elsewhere", *SETS),
     "data.train_labels [multilabel]": ("FR", "c", *SETS),

@@ -120,7 +120,7 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str, int]] = {
         f"cut at {n} tenths": (lambda data, n=n: data[: len(data) * n // 10], "truncated|empty", 400) for n in range(10)
     },
     "12 bits": (lambda data: with_header(data, bits=12), "damaged", 400),
-    "65,500 x 65,500": (lambda data: with_header(data, 65_500, 65_500), "too large", 413),
+    "65,500 x 65,500": (lambda data: with_header(data, 65_500, 65_500), "beyond a limit", 413),
 }
 
 

@@ -154,7 +154,7 @@ REFUSED = {
     "probabilities called logits": (Shape(softmax=True), r"teacher\.outputs: is logits, but the answers are prob"),
     "sides that differ": (Shape(size=("B", 3, 8, 16)), r"teacher\.model: .*fails on images of 8x8 pixels"),
     "one answer of two": (Shape(reshape=(1, -1)), r"teacher\.model: .*answers two images with the shape"),
-    "one class": (Shape(widths=1), r"teacher\.model: answers with the shape 2x1"),
+    "one class": (Shape(widths=1), r"teacher\.model: has 2 classes"),  # one logit is that of the second of two
     "no mean": (Shape(options=RAW), r"teacher\.mean: is missing"),
     "mean of uint8": (Shape(type=BYTE), r"teacher\.mean: is set, but the graph takes uint8"),
 }

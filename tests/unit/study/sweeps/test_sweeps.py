@@ -186,7 +186,7 @@ def is_running(process: int) -> bool:
         (["optimizer.lr=1e-3,1e-2", "optimizer.lr=1e-4,1e-1"], "optimizer.lr", "stands again"),
         (["losses.0.weight=1,2", "losses[0].weight=3"], "losses.0.weight", "stands again"),
         (["optimizer.lr=1,1.0"], "optimizer.lr", "'1' and '1.0' make the same run"),
-        (["run.baseline=true,false"], "run.baseline", "make the same run"),
+        (["run.baseline=true,false"], "run.baseline", "changes no weight of a student"),
     ],
 )
 def test_wrong_sweeps_are_one_line_and_write_nothing(overrides, where, words, written, refused, tmp_path):
