@@ -30,6 +30,8 @@ import cases  # type: ignore[import-not-found]
 
 import _record
 
+OWN = ("nested classes", "a palette with transparency", "an MPO of 2,000 scans", "a JPEG of 2,000 scans")
+"""Cases in which what is right is a convention of kd. Others are not compared: theirs are as good."""
 OUTCOMES = ("right", "refused", "traceback", "silently_wrong")
 Read = tuple[dict[str, int], Image.Image | None]
 
@@ -93,7 +95,7 @@ def rows() -> list[dict[str, Any]]:
     made = []
     for case in cases.CASES:
         readers = {"kd": lambda root, case=case: of_kd(case, root)}
-        for name, read in PEERS.items() if case.kind == "folder" else ():
+        for name, read in PEERS.items() if case.kind == "folder" and case.name not in OWN else ():
             readers[name] = lambda root, case=case, read=read: outcome(case, read, root)
         for name, run in readers.items():
             with tempfile.TemporaryDirectory() as folder:
