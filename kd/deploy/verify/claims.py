@@ -292,7 +292,8 @@ class Claims:
 
     def _judged(self, claim: Claim, by: str, claimed: Any, found: Any) -> bool | None:
         rule = claim.rule if by == IMAGES and claim.rule else _same
-        verdicts = [_safely(rule, one, other, self) for one, other in _pairs(claimed, found)]
+        pairs = [(one, other) for one, other in _pairs(claimed, found) if one is not ABSENT or not self.old]
+        verdicts = [_safely(rule, one, other, self) for one, other in pairs]  # of kd 0.3 what it did not say is no lie
         return False if False in verdicts else None if None in verdicts else True
 
 

@@ -119,6 +119,15 @@ def test_costs_and_counts_have_three_verdicts():
         assert rows["parity/model.onnx/cpu_ms"] == (WRONG if cost > 100 else OPEN)  # a time of another machine
 
 
+def test_what_kd_0_3_did_not_say_is_no_lie():
+    """Of the alarms' reference it did not count the right answers; from `format: 2` on a missing count is WRONG."""
+    for form, verdict in ((1, RIGHT), (2, WRONG)):
+        claimed = {"format": form, "validation": {"model.onnx": {"images": 120}}}
+        known = Claims(claimed, graphs=("model.onnx",), images=120)
+        known.show(IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}})
+        assert {row.what: row.verdict for row in known.rows}["validation/model.onnx"] == verdict
+
+
 def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
     """Return the subject with another task, and with another student of it."""
     plan = replace(subject.recipe.student, task=task.build(task.Options()))
