@@ -61,7 +61,7 @@ def datasets(split: Path) -> Read:
         return counted([(names[row["label"]], row["image"].convert("RGB")) for row in found])
 
 
-def counted(pairs: list[tuple[str, Image.Image]]) -> Read:
+def counted(pairs: list[tuple[str, Any]]) -> Read:
     return dict(Counter(name for name, _ in pairs)), pairs[0][1] if pairs else None
 
 

@@ -102,7 +102,7 @@ def table(found: dict[str, int | None], drawn: list[str], equal: dict[str, str])
 
 def main(argv: list[str] | None = None) -> int:
     """Run the sample and print what the tests missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "mutants", help="folder that keeps the results")
     parser.add_argument("--files", nargs="+", default=list(FILES), help="files to mutate, as patterns")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="folders of tests that may notice")

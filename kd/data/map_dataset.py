@@ -14,7 +14,7 @@ from kd.core.contracts import Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.facts import DatasetFacts
 from kd.core.seeds import evenly_spaced, seed_from
-from kd.core.types import Batch, Plan, Sample
+from kd.core.types import Batch, Plan, Sample, Small
 
 PROBES = 16  # items of a dataset that are loaded to recognize it
 TRIES = 3  # of a DataLoader to bring the batch where a run stands
@@ -156,7 +156,7 @@ class BatchLoader:
         self.unreadable: set[int] = set()
         self._empty = 0  # epochs in a row without a batch
 
-    def epoch(self, plan: Plan, view: int, start: int = 0, small: None = None) -> Iterator[Batch]:
+    def epoch(self, plan: Plan, view: int, start: int = 0, small: Small | None = None) -> Iterator[Batch]:
         self._empty += 1
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")

@@ -16,8 +16,8 @@ from kd.core.errors import ModelError, in_short
 from kd.core.host import end_with
 from kd.deploy.serve.model import engine_of
 
-SECONDS = 120.0  # for one batch, with loading: a ViT-L takes a tenth for 16 images. Chosen
-MEMORY = 8 << 30  # bytes of addresses: onnxruntime with a ViT-B and 16 images takes 2 GiB. Chosen
+SECONDS = 120.0  # for one batch, with loading. Chosen, not measured
+MEMORY = 8 << 30  # bytes of addresses. Chosen, not measured
 LINE = 2000  # bytes of what the child says before its numbers
 TURNS = 12  # timed answers
 
