@@ -81,6 +81,13 @@ def _cost(claimed: Any, found: Any, known: "Claims") -> bool | None:
     return None if times <= (HOPELESS if known.busy else SLOWER) else False
 
 
+def _eager(claimed: Any, found: Any, known: "Claims") -> bool | None:
+    """Compare PyTorch's cost: much more than it is flatters the graphs, or the machine was busy at the export."""
+    if claimed > ALIKE * found:
+        return None if claimed <= HOPELESS * found else False
+    return _cost(claimed, found, known)
+
+
 def _rate(claimed: Any, found: Any, known: "Claims") -> bool | None:
     return _cost(1 / claimed, 1 / found, known)
 
@@ -120,7 +127,7 @@ TABLE = (
     Claim("parity/GRAPH/correct|same_top1|mAP|cosine|ece", (IMAGES,), _flips(FLIPS), "another processor"),
     Claim("parity/GRAPH/max_difference", (IMAGES,), _difference),
     Claim("parity/GRAPH/cpu_ms", (IMAGES,), _cost, "times vary"),
-    Claim("eager_ms", (IMAGES,), _cost, "times vary"),
+    Claim("eager_ms", (IMAGES,), _eager, "times vary"),
     Claim("variants/GRAPH/title|unit", (IMAGES,)),
     Claim("variants/GRAPH/images|score|agreement|cpu_ms", (MANIFEST,)),
     Claim("variants/GRAPH/runtime|precision|bytes", (EXPORT,)),

@@ -119,6 +119,15 @@ def test_costs_and_counts_have_three_verdicts():
         assert rows["parity/model.onnx/cpu_ms"] == (WRONG if cost > 100 else OPEN)  # a time of another machine
 
 
+@pytest.mark.parametrize(("found", "verdict"), [(1.2, RIGHT), (0.9, RIGHT), (9.0, WRONG), (0.1, OPEN), (0.005, WRONG)])
+def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(found, verdict, monkeypatch):
+    monkeypatch.setattr(Claims, "busy", False)
+    known = Claims({"eager_ms": 1.0})
+    known.elsewhere = False
+    known.show(IMAGES, {"eager_ms": found})
+    assert [row.verdict for row in known.rows] == [verdict]
+
+
 def test_what_kd_0_3_did_not_say_is_no_lie():
     """Of the alarms' reference it did not count the right answers; from `format: 2` on a missing count is WRONG."""
     for form, verdict in ((1, RIGHT), (2, WRONG)):
