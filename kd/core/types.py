@@ -26,7 +26,7 @@ class Decoded(NamedTuple):
     crc: int  # CRC-32 of the encoded bytes that it was decoded from; 0 where nobody knows
     used: int = 0
     """Bits that the largest value of an image of 16 bits a channel takes, below 0 in colour; 0: it has 8."""
-    format: str = ""  # of the file, as Pillow names it: "JPEG"; "" where nobody knows
+    format: str = ""  # of the file, as Pillow names it: "JPEG"; "": unknown
 
 
 class Sample(NamedTuple):

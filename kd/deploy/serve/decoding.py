@@ -42,7 +42,7 @@ class OpenedImage:
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of an image file; OSError, or a Problem where it is none."""
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for somebody who writes to it
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for a writer
         raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")
     check_bytes(status.st_size)
     with open(path, "rb", buffering=0) as file:

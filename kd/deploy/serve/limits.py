@@ -68,7 +68,7 @@ class Limits:
         return Most(most, self.max_scans, self.min_side, self.max_aspect)
 
 
-LOCAL = Limits(max_pixels=100_000_000)  # of images that come from nobody else: `kd.load`, kd-predict, kd-verify
+LOCAL = Limits(max_pixels=100_000_000)  # for local images: `kd.load`, kd-predict, kd-verify
 
 
 class Problem(Exception):
