@@ -248,11 +248,11 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from float32's."""
     from kd.config.schema import TeacherSection
     from kd.jobs.estimate import milliseconds
-    from kd.models.load import load
+    from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.parts import registry
+    from kd.setup.build_teacher import PLAIN, TeacherFactory
     from kd.setup.modes import ExecutionMode, in_short, noise
-    from kd.setup.teacher import PLAIN, TeacherFactory
 
     module = registry.find("backends", scale.kind, "backend.kind")
     backend = module.build(module.Options(), precision="fp32", timeout_seconds=60.0)
@@ -279,7 +279,7 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 def export(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Export a student that was trained here and compare ONNX Runtime with PyTorch."""
     from kd.deploy.export.export import export as job
-    from kd.deploy.export.options import ExportOptions
+    from kd.deploy.export.flags import ExportOptions
 
     folder = train(scale, work, "exported", "run.steps=2")
     start = time.perf_counter()

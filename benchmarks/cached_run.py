@@ -19,7 +19,7 @@ from typing import Any
 
 import kd
 from _record import write
-from kd.jobs.cache import cache
+from kd.jobs.fill_cache import cache
 
 CONFIG = Path(__file__).parent.parent / "configs" / "vit_food_scratch.yaml"
 PINS = (

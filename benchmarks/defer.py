@@ -33,11 +33,11 @@ from _record import HERE, hardware, write
 from kd.core.intervals import paired, wilson
 from kd.deploy.export.defer import Rule
 from kd.files.run_dir import RunDir
-from kd.models.teacher import LiveTeacher
+from kd.models.live_teacher import LiveTeacher
 from kd.setup.build import distributed
+from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_data
 from kd.setup.recipe import resolve
-from kd.setup.teacher import load_fitted
 from kd.study.finished import best_student, opened_run
 from kd.study.report.confusion import Half
 from kd.study.report.predictions import ask_all

@@ -4,7 +4,7 @@ Run: python benchmarks/layout.py [--size 64] [--batch 64] [--threads 1]
 
 Each network is built twice with the same weights and takes its steps in turns under bf16 autocast; CPU seconds,
 medians of five. `gain` is plain / channels last. `convolved`, the share of weights in convolutions, decides in
-kd/models/load.py.
+kd/models/load_classifier.py.
 """
 
 from __future__ import annotations

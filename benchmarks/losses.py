@@ -23,7 +23,7 @@ from regimes import append, earlier, settings
 from _record import write
 from kd import config
 from kd.core.text import table
-from kd.jobs.cache import cache
+from kd.jobs.fill_cache import cache
 from kd.jobs.train import teach, train
 
 Terms = list[dict[str, Any]]

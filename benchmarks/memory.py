@@ -47,7 +47,7 @@ def recipe(batch: int, precision: str, attention: str, teacher: str, student: st
 def models(plan: Any, classes: int, small: bool = False) -> tuple[Any, Any]:
     """Return (distillation, teacher) of random weights."""
     from kd.engine.criterion import Distillation
-    from kd.models.load import load
+    from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.setup.student import build_criterion
 
@@ -83,7 +83,7 @@ def step(backend: Any, plan: Any, distillation: Any, teacher: Any, batch: int) -
     import torch
 
     from kd.models.classifier import set_attention
-    from kd.models.teacher import LiveTeacher
+    from kd.models.live_teacher import LiveTeacher
     from kd.setup.modes import Trial
 
     half = torch.bfloat16 if plan.teacher.precision == "bf16" else torch.float32
@@ -111,7 +111,7 @@ def count(plan: Any, batch: int, classes: int) -> dict[str, float]:
     import torch
 
     from kd.jobs.description import executed, held_bytes, step_bytes
-    from kd.models.teacher import count_parameters
+    from kd.models.live_teacher import count_parameters
 
     with torch.device("meta"):
         distillation, teacher = models(plan, classes)

@@ -25,9 +25,9 @@ from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Criterion, Distillation
 from kd.models.classifier import set_attention
 from kd.models.compiled import compile_forward
-from kd.models.load import load
+from kd.models.live_teacher import LiveTeacher
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher
 from kd.parts.tasks.single_label import SingleLabel
 from kd.setup.student import loss_term
 

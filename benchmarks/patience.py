@@ -25,7 +25,7 @@ import yaml
 
 import kd
 from _record import write
-from kd.jobs.cache import cache
+from kd.jobs.fill_cache import cache
 from kd.jobs.train import teach
 from kd.study.report.svg import Frame, Series, lines, standalone
 

@@ -28,7 +28,7 @@ from torch import nn
 from _record import write
 from kd.core.host import BF16_FLAGS
 from kd.models.classifier import Classifier, set_attention
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.setup.modes import made_of
 

@@ -29,7 +29,7 @@ from kd import config
 from kd.core.text import table
 from kd.deploy.export.export import ExportOptions, export
 from kd.files.run_dir import RunDir
-from kd.jobs.cache import cache
+from kd.jobs.fill_cache import cache
 from kd.jobs.train import teach, train
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve

@@ -29,7 +29,7 @@ import kd
 from _record import commit, write
 from kd.config.flat import plain
 from kd.core.intervals import wilson
-from kd.jobs.cache import cache
+from kd.jobs.fill_cache import cache
 
 THEME = "tokens_cifar10"
 ARMS: dict[str, dict[str, Any]] = {

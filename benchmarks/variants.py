@@ -69,7 +69,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
 
     from kd.deploy.export.package import complete, new_export
     from kd.models import runtimes
-    from kd.models.load import load
+    from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.models.timm_folder import export_files
 

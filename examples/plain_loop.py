@@ -10,7 +10,7 @@ import torch
 from kd.core.types import Batch, Outputs, SiftContext
 from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
-from kd.models.teacher import LiveTeacher
+from kd.models.live_teacher import LiveTeacher
 from kd.parts.sifters.history import History, Options
 from kd.setup.student import loss_term
 from own_modules import blobs, network

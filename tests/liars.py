@@ -21,8 +21,8 @@ from subjects import CLASSES, SIZE, small_subject
 from kd.deploy.export import parity, variants
 from kd.deploy.export.card import card
 from kd.deploy.export.export import write
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Subject
-from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import seal
 from kd.deploy.verify.claims import WRONG
 from kd.deploy.verify.verify import Verdict, VerifyOptions, verify

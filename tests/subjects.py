@@ -15,7 +15,7 @@ from kd.deploy.export import graphs, variants
 from kd.deploy.export.graphs import Subject
 from kd.models import runtimes
 from kd.models.classifier import digest
-from kd.models.load import Spec, load
+from kd.models.load_classifier import Spec, load
 from kd.setup.recipe import resolve
 
 CLASSES = ("apple", "fig", "pear")

@@ -133,12 +133,12 @@ def test_imports():
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("kd/setup/teacher.py", "from kd.jobs.train import fit_teacher"),
+        ("kd/setup/build_teacher.py", "from kd.jobs.train import fit_teacher"),
         ("kd/parts/losses/kl.py", "from kd.parts.losses.ce import CE"),
         ("kd/parts/losses/kl.py", "from kd.parts.losses import ce"),
         ("kd/parts/losses/kl.py", "from kd.parts.tasks._logits import Logits"),
-        ("kd/parts/losses/kl.py", "def f():\n    from kd.models import load"),
-        ("kd/parts/losses/kl.py", "if TYPE_CHECKING:\n    from kd.models import load"),
+        ("kd/parts/losses/kl.py", "def f():\n    from kd.models import load_classifier"),
+        ("kd/parts/losses/kl.py", "if TYPE_CHECKING:\n    from kd.models import load_classifier"),
         ("kd/engine/loop.py", "from kd.setup import build"),
         ("kd/engine/loop.py", "import timm.data"),
         ("kd/core/errors.py", "import kd.files.storage"),
@@ -148,11 +148,11 @@ def test_imports():
         ("kd/jobs/train.py", "import kd.cli.training"),
         ("kd/jobs/progress/console.py", "from kd.jobs import train"),
         ("kd/files/storage.py", "import pickle"),
-        ("kd/sifting/loader.py", "from kd.parts.sifters.none import Everything"),
-        ("kd/sifting/loader.py", "from kd.engine import loop"),
+        ("kd/sifting/dataloader.py", "from kd.parts.sifters.none import Everything"),
+        ("kd/sifting/dataloader.py", "from kd.engine import loop"),
         ("kd/sifting/frameworks.py", "from transformers import TrainerCallback"),
         ("kd/parts/sifters/relative.py", "from kd.sifting import SiftingDataloader"),
-        ("kd/deploy/serve/app.py", "from kd.models import load"),
+        ("kd/deploy/serve/app.py", "from kd.models import load_classifier"),
         ("kd/deploy/serve/model.py", "import torch"),
         ("kd/deploy/predict/predict.py", "import torch"),
         ("kd/study/report/page.py", "from kd.deploy.serve import app"),
@@ -189,6 +189,12 @@ def test_a_class_name_means_one_thing():
     """`Options` is what every part has."""
     names = Counter(node.name for _, node in definitions(ast.ClassDef) if node.name != "Options")
     assert len([name for name, count in names.items() if count > 1]) <= 8
+
+
+def test_a_file_name_stands_once():
+    """A file is called after what it does, so that its name alone says which one is meant."""
+    names = Counter(path.name for path in FILES if path.name not in ("__init__.py", "__main__.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_few_functions_take_many_arguments():

@@ -12,7 +12,7 @@ import timm
 import torch
 
 from kd.core.errors import KdError
-from kd.models.load import built_bare
+from kd.models.load_classifier import built_bare
 from kd.models.recognize import INDEX, signature
 
 

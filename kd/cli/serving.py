@@ -10,7 +10,7 @@ from pathlib import Path
 from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken
 from kd.core.errors import Interrupted
 from kd.core.text import VARIANTS_NOTE, table, variant_rows
-from kd.deploy.export.options import ExportOptions, accepted_line
+from kd.deploy.export.flags import ExportOptions, accepted_line
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""

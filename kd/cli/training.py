@@ -105,7 +105,7 @@ def cache(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         settings = load_config(options)
-        from kd.jobs.cache import cache
+        from kd.jobs.fill_cache import cache
 
         filled = cache(settings, options.export)
         print(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kd.cluster.rules import refusals
+from kd.cluster.aws_limits import refusals
 from kd.core.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
 from kd.core.options import option, whole_number
 

@@ -170,7 +170,7 @@ class Sifter(Protocol):
 class TeacherModel(Protocol):
     """A frozen model: `networks/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
 
-    `spec` is a `kd.models.load.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
+    `spec` is a `kd.models.spec.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
     `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
     """
 

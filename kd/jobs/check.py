@@ -17,11 +17,11 @@ from kd.core.types import Outputs
 from kd.data.views import Views
 from kd.engine.criterion import Distillation
 from kd.models.classifier import Pick, Preprocessing, feature_shapes
-from kd.models.teacher import FAILURES, LiveTeacher
+from kd.models.live_teacher import FAILURES, LiveTeacher
+from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_distillation, student_spec
-from kd.setup.teacher import META, Teachers, load_teachers, pixels_of, readable
 
 LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0
 
@@ -61,7 +61,7 @@ def check(recipe: Recipe) -> Checked:
     phases = {"distillation": recipe, **fits}
     for phase in (*fits.values(), recipe):
         if phase.student.kind == "timm":
-            from kd.models.load import require_weights  # not for a network of one's own
+            from kd.models.load_classifier import require_weights  # not for a network of one's own
 
             require_weights(student_spec(phase.student, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
@@ -72,7 +72,7 @@ def check(recipe: Recipe) -> Checked:
     }
     cache = ""
     if plan.needed and plan.cache.views and teachers.model is not None:
-        from kd.setup.cache import cache_codec, price  # only where answers are stored
+        from kd.setup.open_cache import cache_codec, price  # only where answers are stored
 
         codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
         cache = price(plan.cache, codec, len(data.train))

@@ -20,13 +20,13 @@ from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
 from kd.jobs.check import Checked, check, compare
 from kd.models.classifier import set_attention
-from kd.models.teacher import FAILURES, NoTeacher, count_parameters, on_meta
+from kd.models.live_teacher import FAILURES, NoTeacher, count_parameters, on_meta
 from kd.parts import registry
 from kd.setup.build import sifter_alone
+from kd.setup.build_teacher import Teachers
 from kd.setup.data import split_batch
 from kd.setup.modes import made_of
 from kd.setup.recipe import Recipe, TeacherPlan
-from kd.setup.teacher import Teachers
 
 
 def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
@@ -101,7 +101,7 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
         kept = section.views * sizes[0] * 3 * section.image_size**2
         return [f"store     views: {kept / 2**30:.2f} GiB of memory on each rank, once all of them are made"]
     from kd.data.store import slot_bytes  # only where pixels are stored
-    from kd.setup.store import keep_rules
+    from kd.setup.open_store import keep_rules
 
     most = sum(slot_bytes(rule.most) * size for rule, size in zip(keep_rules(section), sizes, strict=True))
     return [f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from images at the start"]

@@ -23,12 +23,12 @@ from kd.jobs.check import compare
 from kd.jobs.observe import Observer
 from kd.jobs.progress.console import Console
 from kd.models.classifier import Ensemble
-from kd.models.teacher import LiveTeacher, count_parameters, is_on_meta
+from kd.models.live_teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Built, build_run
+from kd.setup.build_teacher import Setting, Teachers, spread_text
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe, TeacherPlan
 from kd.setup.student import load_distillation
-from kd.setup.teacher import Setting, Teachers, spread_text
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:

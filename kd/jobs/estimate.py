@@ -25,14 +25,14 @@ from kd.core.text import clock, money
 from kd.core.types import Costs, Dims
 from kd.engine.criterion import Distillation
 from kd.models.classifier import Classifier
-from kd.models.teacher import NoTeacher
+from kd.models.live_teacher import NoTeacher
 from kd.parts import registry
 from kd.setup.build import sifter_alone
+from kd.setup.build_teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
 from kd.setup.data import BatchSplit, Data, split_batch, workers_of
 from kd.setup.modes import Trial, Work, torch_mode
 from kd.setup.recipe import Recipe, fit_folders, is_fitted, resolve
 from kd.setup.student import apply_mode, build_criterion, build_distillation
-from kd.setup.teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
 
 BUDGET_SECONDS = 3.0  # for timing the steps of a run in turns, after one of each
 CPU_TRIAL, QUICK_MS = 16, 50.0

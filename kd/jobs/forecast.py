@@ -32,11 +32,11 @@ from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure
 from kd.models.classifier import count_attention
 from kd.parts import registry
 from kd.setup.build import distributed
+from kd.setup.build_teacher import TeacherFactory, teacher_mode
 from kd.setup.data import open_sources
 from kd.setup.modes import ExecutionMode, Work, in_short, noise, torch_mode
 from kd.setup.recipe import Recipe
 from kd.setup.student import apply_mode
-from kd.setup.teacher import TeacherFactory, teacher_mode
 from kd.study.audit import lists
 from kd.study.audit.copies import Album, copies
 from kd.study.sifting import sifting_text

@@ -20,8 +20,8 @@ from kd.engine.monitor.timeline import APART, SPANS, Timeline
 from kd.engine.run import Logger, Run
 from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
+from kd.setup.build_teacher import Setting
 from kd.setup.recipe import LoopPlan
-from kd.setup.teacher import Setting
 
 if TYPE_CHECKING:
     from kd.engine.monitor.evidence import Facts, Finding

@@ -22,9 +22,9 @@ from kd.jobs.check import check
 from kd.jobs.distill import distill
 from kd.jobs.observe import accounted
 from kd.setup.build import distributed
+from kd.setup.build_teacher import META, Setting, Teachers, load_teachers
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe, Record, TeacherPlan, as_long, fit_folders, flatten, is_fitted, is_free, resolve
-from kd.setup.teacher import META, Setting, Teachers, load_teachers
 
 POLL = 0.5  # seconds between two looks at the folder
 MINE, FITTED, IN_USE = 0, 1, 2  # what rank 0 found; a number, because it is summed over the ranks
@@ -189,7 +189,7 @@ def _own(data: Data, recipe: Recipe, backend: Backend) -> Data:
     """Return the data under the plan of a fit: its own seed, batch size, views and augmentation."""
     own = replace(data, plan=recipe.data)
     if data.stored is not None:
-        from kd.setup.store import keep_rules  # only where pixels are stored
+        from kd.setup.open_store import keep_rules  # only where pixels are stored
 
         if keep_rules(own.plan) != keep_rules(data.plan):  # of another crop the store keeps other pixels
             return open_data(replace(own.plan, folder=data.plan.folder), backend, listed=replace(own, stored=None))

@@ -18,7 +18,7 @@ from torch import Tensor
 from kd.core.errors import ModelError
 from kd.models.checkpoints import Weights, read
 from kd.models.fitting import config_of, foreign, take
-from kd.models.load import built_bare
+from kd.models.load_classifier import built_bare
 
 INDEX = Path(__file__).with_name("shapes.txt")
 TRIED = 60  # networks of the same shapes that are tried; 46 share those of a ViT-B/16

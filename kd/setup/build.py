@@ -19,13 +19,13 @@ from kd.engine.criterion import Distillation
 from kd.engine.monitor.timeline import region
 from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Logger, Run, RunStore
-from kd.models.teacher import LiveTeacher, NoTeacher
+from kd.models.live_teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
+from kd.setup.build_teacher import Setting, TeacherReport, choose_teacher
 from kd.setup.data import BatchSplit, Data, evaluation_loader, loaders
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
 from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
-from kd.setup.teacher import Setting, TeacherReport, choose_teacher
 
 BANK = 10_000  # most training images in the k-NN index that scores an embedding student; shown without augmentation
 
@@ -111,7 +111,7 @@ def build_run(
     with region("open cache"):
         answering: Teacher = report.live if teacher.needed else NoTeacher()
         if model is not None and teacher.needed and teacher.cache.views:
-            from kd.setup.cache import open_cache  # only where answers are stored
+            from kd.setup.open_cache import open_cache  # only where answers are stored
 
             answering = open_cache(teacher, report, setting)
     with region("choose student"):

@@ -89,7 +89,7 @@ class Data:
         if not found["erase"]:  # the pixels are those from before this key
             del found["erase"]
         if self.plan.store in ("ram", "disk"):  # a store of decoded pixels changes them
-            from kd.setup.store import keep_rules
+            from kd.setup.open_store import keep_rules
 
             found["store"] = list(asdict(keep_rules(self.plan)[0]).values())
         return found
@@ -208,7 +208,7 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data 
     backend.barrier()
     if plan.store in ("none", "views"):
         return data
-    from kd.setup.store import open_store  # only where pixels are stored
+    from kd.setup.open_store import open_store  # only where pixels are stored
 
     return replace(data, stored=open_store(plan, (data.train, data.val), plan.folder, backend, fill))
 
@@ -284,7 +284,7 @@ def loaders(
         return _remote(both, section, split, backend)
     count, shown = workers_of(section, backend), both[0]
     if section.store == "views" and section.views:
-        from kd.setup.store import store_views  # only where views are stored
+        from kd.setup.open_store import store_views  # only where views are stored
 
         shown = store_views(shown, section.views, backend)
     train = _local(shown, _share(backend, split.batch_size, split.accumulate), section, backend, timeout_seconds)

@@ -27,12 +27,12 @@ from kd.models.classifier import (
     set_attention,
     trained_network,
 )
+from kd.models.live_teacher import FAILURES, require_repeatable
 from kd.models.spec import Spec
-from kd.models.teacher import FAILURES, require_repeatable
 from kd.parts import registry
+from kd.setup.build_teacher import Setting, Teachers
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
 from kd.setup.recipe import StudentPlan
-from kd.setup.teacher import Setting, Teachers
 
 
 def build_student(

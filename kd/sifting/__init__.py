@@ -18,8 +18,8 @@ from kd.sifting.config import (
     SiftingBaseConfig,
     UnsupportedDataFormatException,
 )
+from kd.sifting.dataloader import SiftingDataloader
 from kd.sifting.frameworks import TrainingMetricsRecorder, enable_sifting, install_as_smart_sifting
-from kd.sifting.loader import SiftingDataloader
 from kd.sifting.loss import Loss
 
 __all__ = [

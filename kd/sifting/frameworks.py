@@ -12,7 +12,7 @@ from typing import Any
 
 from kd.core.errors import KdError, MissingExtra
 from kd.sifting.config import RelativeProbabilisticSiftConfig, SiftConfigValidationException
-from kd.sifting.loader import SiftingDataloader
+from kd.sifting.dataloader import SiftingDataloader
 from kd.sifting.timing import logger
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")

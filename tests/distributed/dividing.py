@@ -10,9 +10,9 @@ import torch
 
 from kd.core.errors import BackendError
 from kd.core.types import Batch
-from kd.models.load import load
+from kd.models.live_teacher import LiveTeacher, is_on_meta, on_meta
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher, is_on_meta, on_meta
 from kd.parts import registry
 
 VIT = {"patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.backends.cpu import CPU
 

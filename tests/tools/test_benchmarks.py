@@ -11,7 +11,7 @@ import yaml
 
 from kd import config
 from kd.config.flat import plain
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.study.sweeps.space import Space
 

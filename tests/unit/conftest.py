@@ -12,9 +12,9 @@ from kd.files.run_dir import Memory, RunDir
 from kd.jobs.progress.console import Console
 from kd.jobs.train import obtain_teachers
 from kd.setup.build import Setting, build_backend, build_run
+from kd.setup.build_teacher import Teachers
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.setup.teacher import Teachers
 
 
 class Made(NamedTuple):

@@ -218,7 +218,7 @@ def test_foreign_messages_are_one_sentence_without_codes():
 
 def test_class_order_that_a_teacher_does_not_have_is_named(tmp_path):
     """Folders 0 to 11 are in the order of numbers: a teacher whose names are in the order of text is refused."""
-    from kd.models.load import check_classes
+    from kd.models.load_classifier import check_classes
 
     data = [str(number) for number in range(12)]
     with pytest.raises(KdError, match=r"class 2 is '10', the data's is '2' \(the same classes in another order\)"):
@@ -259,7 +259,7 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
     from kd.deploy.serve.decoding import prepare
     from kd.deploy.serve.limits import Limits, Problem
     from kd.files.pixels import centre_crop
-    from kd.models.load import load
+    from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.parts.datasets._decode import decode
 

@@ -7,7 +7,7 @@ from kd.core.intervals import Samples, paired, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
 from kd.deploy.export.defer import lines_of
-from kd.deploy.export.options import accepted_line
+from kd.deploy.export.flags import accepted_line
 from kd.deploy.export.receipt import ALONE, OWN, licence_lines, plain
 from kd.files.manifest import DIGITS, served_first
 from kd.models.licences import UNKNOWN

@@ -15,8 +15,8 @@ from kd.core.host import environment, versions
 from kd.core.text import written
 from kd.deploy.export import graphs
 from kd.deploy.export.card import card, loading
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Made, ReadImages, Subject
-from kd.deploy.export.options import ExportOptions
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.receipt import licences, receipt
@@ -27,9 +27,9 @@ from kd.models import packages, runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.timm_folder import export_files, is_timm
 from kd.setup.build import distributed
+from kd.setup.build_teacher import load_fitted
 from kd.setup.data import DataPlan, open_data, open_sources
 from kd.setup.recipe import Recipe, resolve
-from kd.setup.teacher import load_fitted
 from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
 
 FORMAT = 2  # of manifest.json: another number where the card is drawn otherwise, or keys have another meaning

@@ -16,7 +16,7 @@ from kd.core.scores import Scored
 from kd.core.text import percent
 from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import calibrate
-from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses
+from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.variants import INT8, ONNX, STATIC
 from kd.deploy.serve.bench import Latency

@@ -15,7 +15,7 @@ from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
-from kd.models.teacher import count_parameters
+from kd.models.live_teacher import count_parameters
 from kd.models.timm_folder import is_timm
 from kd.setup.recipe import Recipe
 from kd.study.finished import MAP_DATASET

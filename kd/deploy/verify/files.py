@@ -16,7 +16,7 @@ from kd.core.intervals import wilson
 from kd.deploy.export import graphs, variants
 from kd.deploy.export.card import card
 from kd.deploy.export.export import FORMAT
-from kd.deploy.export.options import limits, misses
+from kd.deploy.export.flags import limits, misses
 from kd.deploy.export.parity import IMAGES as IMAGES_FILE
 from kd.deploy.export.receipt import NAMED, OWN
 from kd.deploy.verify.claims import EXPORT, MANIFEST, Claims
@@ -26,8 +26,8 @@ from kd.files.pixels import MARGIN
 from kd.models import runtimes
 from kd.models.classifier import Classifier, tensors_digest
 from kd.models.licences import licence_of
-from kd.models.load import Spec, load
-from kd.models.teacher import count_parameters
+from kd.models.live_teacher import count_parameters
+from kd.models.load_classifier import Spec, load
 from kd.models.timm_folder import CONFIG, export_files, known_configs, require_fitting
 
 WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, graphs.PT2, *GRAPHS)

@@ -17,9 +17,9 @@ from kd.core.text import table
 from kd.deploy.export import graphs
 from kd.deploy.export.receipt import licence_lines
 from kd.deploy.serve.model import describe
-from kd.deploy.verify.answers import show_answers
 from kd.deploy.verify.claims import EXPORT, OPEN, RIGHT, WRONG, Claims, Row
 from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
+from kd.deploy.verify.graph_outputs import show_answers
 from kd.deploy.verify.images import Shown, lines_of
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import GRAPHS, MANIFEST
@@ -143,7 +143,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
             show_answers(known, folder, shown, task, network, options.trust)
     if options.run is not None:
-        from kd.deploy.verify.run import show_run  # it opens runs
+        from kd.deploy.verify.run_folder import show_run  # it opens runs
 
         show_run(known, options.run, options.trust, lines)
 

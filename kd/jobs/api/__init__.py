@@ -32,7 +32,7 @@ from kd.jobs.progress.console import Console
 from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
-from kd.models.teacher import LiveTeacher
+from kd.models.live_teacher import LiveTeacher
 from kd.parts import registry
 from kd.setup.build import distributed, settings_of, sift_context
 from kd.setup.data import split_batch

@@ -49,7 +49,7 @@ class Result(Trained):
     def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
         """Export the best student, as `kd-export` does; the code that the run names is run.
 
-        `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.options`, such as `int8=True`.
+        `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.flags`, such as `int8=True`.
         """
         from kd.deploy.export.export import ExportOptions, export  # most callers do not export
 
@@ -105,7 +105,7 @@ class Distilled:
             mean: of each channel, for pixels in 0..1, as the transform of `val` normalizes.
             std: standard deviation of each channel, likewise.
             classes: names in the order of the logits; empty: the `classes` of the training dataset, or numbered.
-            options: fields of `kd.deploy.export.options.ExportOptions` by their own names, such as `int8=True`.
+            options: fields of `kd.deploy.export.flags.ExportOptions` by their own names, such as `int8=True`.
 
         Raises:
             ConfigError: images that are no square RGB pixels, or were normalized otherwise.

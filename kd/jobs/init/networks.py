@@ -10,10 +10,10 @@ import torch
 
 from kd.core.errors import ModelError
 from kd.files.json_file import read_json
-from kd.models.load import load, require_weights
+from kd.models.live_teacher import count_parameters
+from kd.models.load_classifier import load, require_weights
 from kd.models.recognize import identify
 from kd.models.spec import Spec
-from kd.models.teacher import count_parameters
 from kd.models.timm_folder import cached, folder_classes, takes_any_size
 from kd.study.sweeps.frontier import timed
 

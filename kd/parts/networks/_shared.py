@@ -13,7 +13,7 @@ from kd.core.errors import ModelError
 from kd.core.facts import file_key
 from kd.core.text import nfc
 from kd.models.classifier import Pick
-from kd.models.load import check_classes
+from kd.models.load_classifier import check_classes
 from kd.models.spec import Spec
 from kd.parts.registry import named_module
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError
 from kd.core.types import Outputs
 from kd.models.classifier import resized
+from kd.models.live_teacher import fails
 from kd.models.runtimes import Sessions, graph_files, open_session
 from kd.models.spec import Spec
-from kd.models.teacher import fails
 from kd.models.timm_folder import folder_config
 from kd.parts.networks import _shared as shared
 

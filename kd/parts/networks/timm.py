@@ -8,7 +8,7 @@ from torch import nn
 from kd.core.errors import ModelError
 from kd.core.facts import NetworkFacts, file_key
 from kd.models.classifier import Classifier
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.networks._shared import columns, named
 

@@ -20,9 +20,9 @@ from kd.core.types import Outputs
 from kd.models.checkpoints import read
 from kd.models.classifier import Classifier, Network, main_output
 from kd.models.fitting import take
-from kd.models.load import without_meta_warnings
+from kd.models.live_teacher import FAILURES, fails
+from kd.models.load_classifier import without_meta_warnings
 from kd.models.spec import Spec
-from kd.models.teacher import FAILURES, fails
 from kd.parts.networks import _shared as shared
 from kd.parts.networks._shared import Options
 

@@ -16,11 +16,11 @@ from kd.data.views import Views
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import write_json
-from kd.models.teacher import LiveTeacher
+from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
+from kd.setup.build_teacher import load_fitted
 from kd.setup.data import DataPlan, open_sources
 from kd.setup.recipe import StudentPlan, TeacherPlan
-from kd.setup.teacher import load_fitted
 from kd.study.audit.lists import FOLDER, read_repeats, thumbnail, with_ids
 from kd.study.finished import Trust, best_student
 from kd.study.report.record import Picture, Predictions

@@ -8,7 +8,7 @@ from kd.core.intervals import Samples
 from kd.core.scores import TITLES, Scored, Scores, skipped_text
 from kd.core.text import clock, table
 from kd.files.manifest import DIGITS, served_first
-from kd.setup.cache import CHECKED
+from kd.setup.open_cache import CHECKED
 from kd.study.report.record import RunRecord, on_cpu, total
 from kd.study.sifting import sifted
 

@@ -22,11 +22,11 @@ from kd.files.run_dir import RunDir
 from kd.files.storage import write_json, write_text
 from kd.models import runtimes
 from kd.models.classifier import Classifier
+from kd.models.live_teacher import count_parameters
 from kd.models.runtimes import cpu_ms
-from kd.models.teacher import count_parameters
+from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.setup.teacher import load_fitted
 from kd.study.finished import best_student
 from kd.study.report.svg import Series, esc, lines, standalone
 from kd.study.sweeps.space import Trial, student_alike

@@ -15,7 +15,7 @@ from kd import config
 from kd.core.errors import ConfigError, DataError, KdError, ModelError
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Criterion
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts import registry
 from kd.setup.data import open_sources

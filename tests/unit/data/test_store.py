@@ -22,7 +22,7 @@ from kd.data.views import Evaluate, Mixing, Train, Views, random_box
 from kd.files.records import Records
 from kd.parts.datasets import imagefolder
 from kd.setup.build import build_backend
-from kd.setup.store import open_store, store_views
+from kd.setup.open_store import open_store, store_views
 
 
 class Pictures:

@@ -23,14 +23,14 @@ from subjects import CLASSES, PIXELS, SIZE, VIT, small_subject
 from kd.core.errors import KdError
 from kd.deploy.export import parity, variants
 from kd.deploy.export.export import write
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Subject
-from kd.deploy.export.options import ExportOptions
 from kd.deploy.verify.claims import IMAGES, OPEN, RIGHT, WRONG, Claims
 from kd.deploy.verify.verify import NotVerifiedError
 from kd.files.manifest import MANIFEST
 from kd.models import runtimes
 from kd.models.classifier import tensors_digest
-from kd.models.load import Spec, load
+from kd.models.load_classifier import Spec, load
 from kd.parts.tasks import embedding, label_sets
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from kd import config
 from kd.core.errors import ConfigError, DataError
 from kd.engine.loop import train
-from kd.jobs import cache as job
+from kd.jobs import fill_cache as job
 from kd.models.cache import Codec
 
 LOG = "run.every.log=1"

@@ -16,7 +16,7 @@ from kd.core.facts import Intervals
 from kd.core.types import Plan, State
 from kd.engine.loop import train
 from kd.engine.run import RunLength
-from kd.jobs import cache as job
+from kd.jobs import fill_cache as job
 from kd.jobs.check import check
 from kd.jobs.description import describe
 from kd.jobs.estimate import Bench, estimate, measure

@@ -10,9 +10,9 @@ from kd import config
 from kd.engine.criterion import Distillation
 from kd.jobs.description import describe, held_bytes, step_bytes
 from kd.models.classifier import set_attention
-from kd.models.load import load
+from kd.models.live_teacher import LiveTeacher, on_meta
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher, on_meta
 from kd.setup.build import build_backend
 from kd.setup.modes import ExecutionMode, Trial
 from kd.setup.recipe import Recipe, resolve

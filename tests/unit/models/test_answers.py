@@ -12,9 +12,9 @@ from kd.core.errors import ModelError
 from kd.jobs.description import describe
 from kd.models import answer_table
 from kd.models.answer_table import read, read_vectors
+from kd.setup.build_teacher import load_teachers
 from kd.setup.data import Data, open_sources
 from kd.setup.recipe import resolve
-from kd.setup.teacher import load_teachers
 
 TABLE = "name,fig,pear\na/1.jpg,1.5,-2\na/2.jpg,0.5,3\n"
 WHERE = "teacher.model"

@@ -20,7 +20,7 @@ from kd.core.types import Batch
 from kd.files.records import record_bytes
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
-from kd.models.teacher import LiveTeacher
+from kd.models.live_teacher import LiveTeacher
 
 IMAGES, CLASSES = 40, 5
 

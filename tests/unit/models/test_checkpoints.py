@@ -25,7 +25,7 @@ from torch import nn
 
 from kd.core.errors import ModelError
 from kd.models import checkpoints, fitting
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.recognize import identify
 from kd.models.spec import Spec
 from kd.parts import registry

@@ -7,7 +7,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 from kd.models.classifier import Classifier, set_attention
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 
 CLASSES = ("a", "b", "c", "d", "e")

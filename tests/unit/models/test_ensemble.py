@@ -5,9 +5,9 @@ import torch
 
 from kd.core.types import Batch
 from kd.models.classifier import Ensemble, digest
-from kd.models.load import load
+from kd.models.live_teacher import LiveTeacher
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher
 from kd.parts.tasks.single_label import SingleLabel
 
 CLASSES = ("a", "b", "c", "d")

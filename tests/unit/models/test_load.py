@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kd.core.errors import ModelError
 from kd.models.classifier import Classifier, digest
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.models.timm_folder import export_files, folder_classes
 

@@ -12,7 +12,7 @@ from kd.core.errors import MissingExtra, ModelError
 from kd.deploy.export.parity import EAGER, GraphOutputs, check_exact
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.tasks.single_label import SingleLabel
 

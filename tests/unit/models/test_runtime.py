@@ -15,10 +15,10 @@ from kd.core.errors import ModelError
 from kd.core.types import Batch
 from kd.models.classifier import Classifier
 from kd.models.compiled import compile_forward
-from kd.models.load import load
+from kd.models.live_teacher import LiveTeacher
+from kd.models.load_classifier import load
 from kd.models.runtimes import Exported, exported
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher
 
 CLASSES = ("apple", "fig", "pear")
 ARGS = {"patch_size": 8, "embed_dim": 96, "depth": 2, "num_heads": 2}

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kd.core.types import Batch
-from kd.models.load import load
+from kd.models.live_teacher import LiveTeacher, NoTeacher
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher, NoTeacher
 
 CLASSES = ("a", "b", "c")
 CPU = torch.device("cpu")

@@ -14,14 +14,14 @@ from kd.config import Config
 from kd.config.explain import explain
 from kd.data.store import identity
 from kd.models.classifier import Ensemble
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.tasks.single_label import SingleLabel
-from kd.setup.cache import cache_codec, cache_identity
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
+from kd.setup.open_cache import cache_codec, cache_identity
+from kd.setup.open_store import keep_rules
 from kd.setup.recipe import TeacherPlan, fit_folders, is_free, resolve
-from kd.setup.store import keep_rules
 
 SETTINGS = {
     "run": {"name": "tiny"},

@@ -19,16 +19,13 @@ from kd.core.host import bf16_units
 from kd.engine.loop import train
 from kd.jobs.progress.console import Console
 from kd.models.classifier import Classifier, Ensemble
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.backends import _ddp
 from kd.parts.backends.cpu import CPU
 from kd.parts.tasks import single_label
 from kd.setup.build import build_backend
-from kd.setup.data import open_sources
-from kd.setup.modes import ExecutionMode, made_of, require, torch_mode
-from kd.setup.recipe import resolve
-from kd.setup.teacher import (
+from kd.setup.build_teacher import (
     LARGEST_ERROR,
     Setting,
     Teachers,
@@ -38,6 +35,9 @@ from kd.setup.teacher import (
     readable,
     teacher_mode,
 )
+from kd.setup.data import open_sources
+from kd.setup.modes import ExecutionMode, made_of, require, torch_mode
+from kd.setup.recipe import resolve
 
 
 @pytest.fixture

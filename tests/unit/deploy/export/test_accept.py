@@ -13,7 +13,7 @@ from subjects import PIXELS
 from kd.core.errors import ModelError
 from kd.deploy.export import graphs, variants
 from kd.deploy.export.export import write
-from kd.deploy.export.options import ExportOptions, NotAcceptedError, limits, misses, sentence
+from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses, sentence
 from kd.deploy.export.parity import compare, eager_runner
 from kd.deploy.serve.model import describe, load
 from kd.parts.tasks import single_label

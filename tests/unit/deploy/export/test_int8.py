@@ -14,7 +14,7 @@ from kd.deploy.export.parity import EAGER, GraphOutputs, compare, eager_runner
 from kd.deploy.export.variants import STATIC
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.models.load import load
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.tasks.single_label import SingleLabel
 

@@ -12,7 +12,7 @@ import torch
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.deploy.export import graphs
 from kd.deploy.export.export import write
-from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.package import new_export
 from kd.deploy.serve.model import describe, load
 from kd.models import runtimes

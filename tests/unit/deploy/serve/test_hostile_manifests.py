@@ -13,7 +13,7 @@ from subjects import small_subject
 
 from kd.core.errors import ModelError
 from kd.deploy.export.export import write
-from kd.deploy.export.options import ExportOptions
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.serve.model import describe
 from kd.files.manifest import checksum
 

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from families import FAMILIES, FLAT, REFUSED, SIDE, answers, load, make, prepared
 
 from kd.core.errors import ModelError
+from kd.models.live_teacher import require_repeatable
 from kd.models.spec import Spec
-from kd.models.teacher import require_repeatable
 from kd.parts import registry
 
 

@@ -18,9 +18,9 @@ from kd.jobs.check import compare
 from kd.jobs.description import describe
 from kd.models.spec import Spec
 from kd.parts.networks._shared import named
+from kd.setup.build_teacher import load_teachers, pixels_of, readable
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.setup.teacher import load_teachers, pixels_of, readable
 from kd.study.report.report import report
 
 CPU = torch.device("cpu")

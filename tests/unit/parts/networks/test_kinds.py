@@ -19,9 +19,9 @@ from kd import config
 from kd.core.errors import KdError, ModelError
 from kd.models.answer_table import AnswerTable, read, write
 from kd.models.classifier import main_output
+from kd.setup.build_teacher import load_teachers
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.setup.teacher import load_teachers
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 KINDS = ("transformers", "zero_shot", "torch", "onnx", "answers")

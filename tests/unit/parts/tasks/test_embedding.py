@@ -17,7 +17,7 @@ from kd.data.map_dataset import MapDataset
 from kd.engine.criterion import Criterion
 from kd.engine.loop import train
 from kd.models.cache import Codec, Store
-from kd.models.teacher import Uncached
+from kd.models.live_teacher import Uncached
 from kd.parts.backends.cpu import CPU
 from kd.parts.tasks import embedding
 from kd.parts.tasks.embedding import STRENGTHS, nearest, ridge

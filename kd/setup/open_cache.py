@@ -18,10 +18,10 @@ from kd.files.records import record_bytes
 from kd.files.storage import hashed_folder, log
 from kd.models.cache import DENSE_CLASSES, TOPK, CachedTeacher, Codec, Store, open_store, owned
 from kd.models.classifier import feature_shapes
+from kd.setup.build_teacher import Setting, TeacherReport
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import TeacherPlan
-from kd.setup.teacher import Setting, TeacherReport
 
 CHECKED = 16  # records that are computed again whenever a cache is opened
 SEARCHED = 4096  # ids among which these are looked for first: a large cache is not read as a whole

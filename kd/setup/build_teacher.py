@@ -20,8 +20,8 @@ from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
 from kd.models.classifier import Classifier, Ensemble, set_attention
+from kd.models.live_teacher import LiveTeacher, NoTeacher, is_on_meta, require_repeatable
 from kd.models.spec import Spec
-from kd.models.teacher import LiveTeacher, NoTeacher, is_on_meta, require_repeatable
 from kd.parts import registry
 from kd.setup.data import BatchSplit, Data, split_batch
 from kd.setup.modes import ExecutionMode, noise, require, torch_mode

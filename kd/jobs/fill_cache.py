@@ -19,10 +19,10 @@ from kd.jobs.train import obtain_teachers, opened
 from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
 from kd.setup.build import shown_split
-from kd.setup.cache import open_cache
+from kd.setup.build_teacher import Setting, choose_teacher
 from kd.setup.data import loaders
+from kd.setup.open_cache import open_cache
 from kd.setup.recipe import TeacherPlan, resolve
-from kd.setup.teacher import Setting, choose_teacher
 
 ROWS = 1024  # records that are read at once
 
