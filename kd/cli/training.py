@@ -176,7 +176,7 @@ def report(argv: Sequence[str] | None = None) -> int:
         "kd-report",
         "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
         "the machine did, what was sifted, which classes and photographs the student loses against its teacher.",
-        "kd-report runs/vit_food runs/zscore --to compared.html",
+        "kd-report runs/vit_food runs/wttm --to compared.html",
         with_config=False,
     )
     text = "run folders; also key=value, such as price.instance=NAME"

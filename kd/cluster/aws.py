@@ -148,7 +148,7 @@ def _client(service: str) -> Any:
     try:
         import boto3
     except ImportError as error:
-        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'kd[sagemaker]'") from error
+        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'PATH/kd[sagemaker]'") from error
     return boto3.client(service)
 
 

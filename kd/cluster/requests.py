@@ -260,7 +260,7 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
         from botocore.session import get_session
         from botocore.validate import ParamValidator
     except ImportError as error:
-        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'kd[sagemaker]'") from error
+        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'PATH/kd[sagemaker]'") from error
     shape = get_session().get_service_model("sagemaker").operation_model(operation).input_shape
     report = ParamValidator().validate(request, shape)
     if report.has_errors():

@@ -57,7 +57,7 @@ def alternatives(override: str) -> list[str]:
 
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
-    """Yield the keys below a section whose values name files that the run reads (see `kd.core.types.file_key`)."""
+    """Yield the keys below a section whose values name files that the run reads (see `kd.core.facts.file_key`)."""
     for one in fields(section):
         value, key = getattr(section, one.name), f"{where}.{one.name}".lstrip(".")
         if "files" in one.metadata and value:

@@ -113,7 +113,7 @@ def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
         wrong = f"is {data.store}, but with data.loader=ray other hosts decode, which do not share it"
         yield ConfigError("data.store", wrong, "none", "Set data.store=none, or data.loader=local")
     if here and not installed("ray"):
-        remedy = "pip install 'kd[ray]', or set data.loader=local"
+        remedy = "pip install 'PATH/kd[ray]', or set data.loader=local"
         yield MissingExtra("data.loader", "is ray, which is not installed", "", remedy)
     elif cluster and not os.environ.get("RAY_ADDRESS"):
         wrong = "is ray, but the variable RAY_ADDRESS names no cluster"
@@ -329,7 +329,7 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
         remedy = "Set teacher.precision=auto, or another teacher.runtime"
         yield ConfigError("teacher.precision", wrong, f"On {runtime}: {', '.join(precisions)}", remedy)
     if here and not installed(runtime):
-        extra = "kd[openvino]" if runtime == "openvino" else runtime
+        extra = "PATH/kd[openvino]" if runtime == "openvino" else runtime
         remedy = f"pip install '{extra}', or set {where}=auto"
         needed = "which" if value == runtime else f"for which {runtime}"
         wrong = f"is {value}, {needed} is not installed"

@@ -14,7 +14,7 @@ from kd.core.errors import DataError, MissingExtra, in_short
 from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-EXTRAS = {"s3": "pip install 'kd[sagemaker]'", "gs": "pip install gcsfs"}
+EXTRAS = {"s3": "pip install 'PATH/kd[sagemaker]'", "gs": "pip install gcsfs"}
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of this machine's disk
 
 

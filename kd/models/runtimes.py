@@ -249,7 +249,7 @@ def require(name: str, option: str, extra: str = "") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        remedy = f"pip install 'kd[{extra}]'" if extra else f"pip install {name}, or export with --no-onnx"
+        remedy = f"pip install 'PATH/kd[{extra}]'" if extra else f"pip install {name}, or export with --no-onnx"
         raise MissingExtra(option, f"{name} is not installed", "", remedy) from error
 
 

@@ -271,9 +271,9 @@ def missing(name: str) -> str | None:
     if name == INT8:
         return None
     if not runtimes.installed("openvino"):
-        return "openvino is not installed: pip install 'kd[openvino]'"
+        return "openvino is not installed: pip install 'PATH/kd[openvino]'"
     if name == BF16 and not runtimes.has_bf16():
         return "OpenVINO finds no bfloat16 units in this processor"
     if name == STATIC and not runtimes.installed("nncf"):
-        return "nncf is not installed: pip install 'kd[nncf]'"
+        return "nncf is not installed: pip install 'PATH/kd[nncf]'"
     return None

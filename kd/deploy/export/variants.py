@@ -28,8 +28,8 @@ from kd.models import runtimes
 ONNX = "model.onnx"
 INT8, STATIC = "model.int8.onnx", "openvino.int8.xml"
 VIEWS = 300
-"""Training views on which NNCF finds ranges: its own default. With SmoothQuant and so many, two ViTs with planted
-outliers lost 0.0 and 0.65 points of 40 (benchmarks/int8_planted*.csv)."""
+"""Training views on which NNCF finds ranges: its own default. With SmoothQuant, two ViTs with planted outliers lost 0.0
+and 0.65 points of 40 (int8_planted in benchmarks/ at commit 443d35d4)."""
 Views = Callable[[int], parity.Batches]  # so many
 SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
 JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it

@@ -139,7 +139,7 @@ def _open(data: bytes, limits: Limits) -> Image.Image:
         raise
     except Exception as error:  # as in `decode`; a damaged header is enough
         if boxed and boxed not in NAMES:
-            remedy = "Send a JPEG, or install pillow-heif beside the server: pip install 'kd[heic]'" * (boxed == "HEIC")
+            remedy = "Send a JPEG, or on the server: pip install 'PATH/kd[heic]'" * (boxed == "HEIC")
             detail = f"This is {boxed}. Allowed are the formats {', '.join(NAMES)}. {remedy or 'Send a JPEG'}."
             raise Problem(415, detail) from error
         if begins_as_image(data):

@@ -316,7 +316,7 @@ def _onnx(content: bytes, threads: int) -> Engine:
 
 
 def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: str) -> Engine:
-    openvino = _import("openvino", "pip install 'kd[openvino]', or choose --file model.onnx")
+    openvino = _import("openvino", "pip install 'PATH/kd[openvino]', or choose --file model.onnx")
     settings = {
         "INFERENCE_PRECISION_HINT": hint,  # what kd-export compared with PyTorch, whatever OpenVINO would choose here
         "NUM_STREAMS": str(slots),

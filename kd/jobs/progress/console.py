@@ -22,7 +22,7 @@ ASKING = 0.05  # share of the images for which a teacher answers, by which rows 
 
 
 class Console:
-    """Show the progress of a run. See `kd.core.contracts.Logger`."""
+    """Show the progress of a run. See `kd.engine.run.Logger`."""
 
     def __init__(
         self, title: str, quiet: bool = False, trackers: Trackers | None = None, scores: Scores | None = None

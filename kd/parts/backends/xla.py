@@ -286,5 +286,5 @@ def build(options: Options, precision: str, timeout_seconds: float) -> XLA:
     if _import_error is not None:
         wrong = f"is 'xla', but torch_xla cannot be imported ({_import_error})"
         allowed = "torch_xla ends with torch 2.9; on Trn2 and Trn3 with newer torch use backend.kind=neuron"
-        raise MissingExtra("backend.kind", wrong, allowed, "Run: pip install 'kd[xla]' in an environment of its own")
+        raise MissingExtra("backend.kind", wrong, allowed, "pip install 'PATH/kd[xla]' in its own environment")
     return XLA(torch.device("cpu"), precision, timeout_seconds)

@@ -30,7 +30,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else 
 """What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
 ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
 """Of the names of image files."""
-PILLOW_HEIF = "pillow-heif reads them: pip install 'kd[heic]'"
+PILLOW_HEIF = "pillow-heif reads them: pip install 'PATH/kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """What would read files of an ending that may be unread here."""
 MOST = Most()

@@ -1,6 +1,6 @@
 """A Hugging Face dataset: from the hub by name, from a local folder, or saved with `save_to_disk`.
 
-Needs the extra: `pip install 'kd[hf]'`.
+Needs the extra: `pip install 'PATH/kd[hf]'`.
 """
 
 import os
@@ -143,7 +143,7 @@ def _import_datasets() -> Any:
         if error.name != "datasets":
             raise  # it is installed; something that it needs is not
         wrong = "the dataset 'hf' needs the package datasets"
-        raise MissingExtra("data.kind", wrong, "", "Run: pip install 'kd[hf]'") from error
+        raise MissingExtra("data.kind", wrong, "", "Run: pip install 'PATH/kd[hf]'") from error
     return datasets
 
 

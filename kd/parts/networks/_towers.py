@@ -27,7 +27,7 @@ def library(where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        wrong, remedy = "needs the package transformers, which is not installed", "pip install 'kd[transformers]'"
+        wrong, remedy = "needs the package transformers, which is not installed", "pip install 'PATH/kd[transformers]'"
         raise MissingExtra(f"{where}.kind", wrong, "", remedy) from error
 
 

@@ -55,7 +55,7 @@ def test_files_that_are_not_read_are_shown_by_check_and_by_the_run(
     ours = {**settings, "data": {**settings["data"], "root": str(root)}}
     if HEIF:
         pytest.skip("pillow-heif is installed: the files would be read")
-    heic = "2 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]')"
+    heic = "2 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'PATH/kd[heic]')"
     expected = [heic, "1 folder has no image and is no class: train/plum", "1 file is not read: 1 .txt"]
     checked = describe(resolve(config.load(ours))).splitlines()
     assert [line.strip() for line in checked if "no image and" in line or "not read" in line] == expected

@@ -217,7 +217,7 @@ def curve(run) -> list[float]:
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
-    pytest.importorskip(runtime, reason="pip install 'kd[openvino]'")
+    pytest.importorskip(runtime, reason="pip install 'PATH/kd[openvino]'")
     exact, _, _ = built()
     other, facts, out = built(f"teacher.runtime={runtime}")
     assert facts["modes"]["teacher"] == f"fp32+{runtime}"
@@ -350,7 +350,7 @@ def test_what_cannot_be(overrides, message):
 @pytest.mark.parametrize(
     ("package", "key", "message"),
     [
-        ("openvino", "runtime=openvino", "runtime: is openvino, which is not installed. pip install 'kd[openvino]'"),
+        ("openvino", "runtime=openvino", "is openvino, which is not installed. pip install 'PATH/kd[openvino]'"),
         ("onnxruntime", "runtime=onnxruntime", "is onnxruntime, which is not installed. pip install 'onnxruntime'"),
         ("onnxruntime", "precision=int8", "precision: is int8, for which onnxruntime is not installed. pip install"),
     ],

@@ -65,7 +65,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path):
     for name in ("fig/1.HEIC", "fig/2.HEIC", "fruit/plum/a.npy", "apple/Thumbs.db"):
         (tmp_path / "train" / name).write_bytes(b"x")
     unread, bare = build(options(tmp_path), "train", None).notes
-    assert unread.startswith("5 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'kd[heic]'), 1 .")
+    assert unread.startswith("5 files are not read: 2 .HEIC (pillow-heif reads them: pip install 'PATH/kd[heic]'), 1 .")
     assert all(f"1 {ending}" in unread for ending in (".txt", ".npy", ".db"))
     assert bare == "3 folders have no image and are no class: train/fig, train/fruit/plum, train/nuts"
 
