@@ -22,6 +22,13 @@ def test_the_committed_page_is_what_the_tool_prints(name):
     assert (ROOT / "docs" / f"{name}.md").read_text() == tool(name).page(), f"run python tools/{name}.py"
 
 
+def test_the_committed_drawings_are_what_the_tool_draws():
+    drawings = tool("drawings")
+    for name, drawn in (("how", drawings.how()), ("rooms", drawings.rooms())):
+        assert (ROOT / "docs" / f"{name}.svg").read_text() == drawn, "run python tools/drawings.py"
+        assert "prefers-color-scheme: dark" in drawn
+
+
 def test_every_file_says_what_it_is():
     for path in (ROOT / "benchmarks").glob("*.csv"):
         header, rows = tool("results").read(path)

@@ -1,0 +1,123 @@
+"""Draw docs/how.svg (README: from photographs to an endpoint) and docs/rooms.svg (design: who may import whom).
+
+    python tools/drawings.py
+
+Both have colours for light and dark screens. The rooms and their order come from tests/test_imports.py.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STYLE = """<style>
+.ground{fill:#ffffff}.box{fill:#f2f4f7;stroke:#98a2b3}.ours{fill:#e8f0fe;stroke:#2f6fde}.arrow{stroke:#475467;fill:none}
+.head{fill:#475467}text{fill:#1d2939;font:14px sans-serif;text-anchor:middle}.small{fill:#475467;font-size:11.5px}
+.left{text-anchor:start}
+@media (prefers-color-scheme: dark){.ground{fill:#0d1117}.box{fill:#21262d;stroke:#6e7681}
+.ours{fill:#14284b;stroke:#6ea8fe}.arrow{stroke:#b1bac4}.head{fill:#b1bac4}text{fill:#f0f6fc}.small{fill:#b1bac4}}
+</style>"""
+MEANINGS = {
+    "core": "errors, types, protocols, scores",
+    "files": "atomic files, run folder, checkpoints",
+    "models": "networks, the frozen teacher, its cache",
+    "parts": "what a kind: may name",
+    "config": "YAML to one typed Config",
+    "data": "views, loader, store",
+    "engine": "the training loop",
+    "cluster": "hosts that decode, SageMaker requests",
+    "setup": "a Config becomes a Run",
+    "study": "report, sweeps, audit",
+    "deploy": "export, verify, serve, predict, drift",
+    "jobs": "init, train, cache, check; the Python API",
+    "cli": "the commands",
+}
+
+
+def box(x: float, y: float, width: float, height: float, title: str, *lines: str, kind: str = "box") -> str:
+    """Return a box with a title and smaller lines below it."""
+    first = y + height / 2 + 5 - 8 * len(lines)
+    parts = [f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="7"/>']
+    parts.append(f'<text x="{x + width / 2:g}" y="{first:g}">{escape(title)}</text>')
+    for number, line in enumerate(lines, 1):
+        parts.append(f'<text class="small" x="{x + width / 2:g}" y="{first + 16 * number:g}">{escape(line)}</text>')
+    return "".join(parts)
+
+
+def arrow(*points: tuple[float, float]) -> str:
+    """Return a line through points with a head at its end, which points right or up or down."""
+    (x0, y0), (x, y) = points[-2:]
+    dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
+    head = (
+        f"{x:g},{y:g} {x - 8 * dx - 4 * dy:g},{y - 8 * dy - 4 * dx:g} {x - 8 * dx + 4 * dy:g},{y - 8 * dy + 4 * dx:g}"
+    )
+    line = " ".join(f"{px:g},{py:g}" for px, py in points)
+    return f'<polyline class="arrow" points="{line}"/><polygon class="head" points="{head}"/>'
+
+
+def drawing(width: float, height: float, label: str, *parts: str) -> str:
+    """Return an SVG file."""
+    ground = f'<rect class="ground" width="{width:g}" height="{height:g}"/>'
+    start = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width:g} {height:g}" aria-label="{label}">'
+    )
+    return "\n".join([start, STYLE, ground, *parts, "</svg>", ""])
+
+
+def how() -> str:
+    """Draw the way from photographs and a teacher to an endpoint."""
+    return drawing(
+        900,
+        206,
+        "photographs and a teacher, stored outputs, student, checked export, endpoint",
+        box(14, 16, 136, 74, "photographs", "labelled or not"),
+        box(14, 116, 136, 74, "teacher", "large, frozen"),
+        arrow((150, 153), (198, 153)),
+        arrow((82, 90), (82, 116)),
+        box(198, 116, 148, 74, "stored outputs", "the teacher runs once", "per view of an image", kind="ours"),
+        arrow((150, 53), (394, 53)),
+        arrow((346, 153), (460, 153), (460, 90)),
+        box(394, 16, 132, 74, "student", "small", "one YAML file: a run", kind="ours"),
+        arrow((526, 53), (574, 53)),
+        box(574, 16, 138, 74, "export", "ONNX or int8,", "equal to PyTorch", kind="ours"),
+        arrow((712, 53), (760, 53)),
+        box(760, 16, 126, 74, "endpoint", "on a CPU, without", "torch; drift alarms", kind="ours"),
+        arrow((643, 90), (643, 130)),
+        box(574, 130, 138, 60, "model card", "kd-verify recomputes it", kind="ours"),
+        '<text class="small" x="462" y="176">the student learns the outputs</text>',
+    )
+
+
+def rooms() -> str:
+    """Draw the rooms in the order in which they may import each other."""
+    text = (ROOT / "tests" / "test_imports.py").read_text()
+    order = re.findall(r'^    "(\w+)": ', text.split("MAY_IMPORT = {", 1)[1].split("}\n", 1)[0], re.MULTILINE)
+    names = [name for name in order if name in MEANINGS]
+    if {*names} != {*MEANINGS}:
+        raise SystemExit(f"tools/drawings.py: rooms without a meaning: {sorted({*names} ^ {*MEANINGS})}")
+    parts = []
+    for number, name in enumerate(names):
+        column, row = divmod(number, 5)
+        x, y = 40 + 290 * column, 14 + 66 * row
+        parts.append(
+            box(x, y, 250, 50, f"{number + 1}  {name}/", MEANINGS[name], kind="ours" if name == "engine" else "box")
+        )
+        if row < 4 and number + 1 < len(names):
+            parts.append(arrow((x + 125, y + 50), (x + 125, y + 66)))
+        elif number + 1 < len(names):
+            parts.append(arrow((x + 250, y + 25), (x + 270, y + 25), (x + 270, 39), (x + 290, 39)))
+    note = '<text class="small left" x="600" y="240">A room may import rooms with smaller numbers.</text>'
+    more = '<text class="small left" x="600" y="258">sifting/ stands alone.</text>'
+    return drawing(900, 350, "the rooms of kd/ in their import order", *parts, note, more)
+
+
+def main() -> None:
+    """Write both files."""
+    for name, drawn in (("how", how()), ("rooms", rooms())):
+        (ROOT / "docs" / f"{name}.svg").write_text(drawn)
+
+
+if __name__ == "__main__":
+    main()
