@@ -233,7 +233,8 @@ def labels(run: Path) -> list[dict[str, Any]]:
     from kd.data.loader import BATCH
     from kd.setup.data import open_sources
     from kd.setup.recipe import resolve
-    from kd.study.finished import best_student, opened_run
+    from kd.setup.student import best_student
+    from kd.study.finished import opened_run
 
     folder, stored = opened_run(run)
     recipe = resolve(stored)

@@ -33,7 +33,7 @@ from kd.jobs.fill_cache import cache
 from kd.jobs.train import teach, train
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.study.finished import best_student
+from kd.setup.student import best_student
 
 REGIMES = {
     "both": {"train_images": 410, "imbalance": 30, "redundancy": 4},

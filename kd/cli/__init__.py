@@ -1,1 +1,1 @@
-"""The commands."""
+"""The commands: flags, messages, exit codes, and the processes that they start."""

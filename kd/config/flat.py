@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kd.config.load import apply_overrides, load, parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.facts import FileKey
-from kd.core.text import written
+from kd.core.references import written
 
 
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kd.core.errors import ConfigError, KdError
-from kd.core.text import Referenced
+from kd.core.references import Referenced
 
 _KEY = re.compile(r"\$\{([A-Za-z_][\w.\[\]-]*)\}")
 """A reference to another key of the configuration."""

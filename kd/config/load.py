@@ -19,7 +19,7 @@ from kd.config.schema import BackendSection, Config
 from kd.config.tuning import allows, section_of, types_of
 from kd.config.validate import validate
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, in_short
-from kd.core.text import Referenced, written
+from kd.core.references import Referenced, written
 from kd.parts import registry
 
 

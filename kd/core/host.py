@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from kd.core.errors import Interrupted
-from kd.core.text import redact
+from kd.core.references import redact
 
 CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
@@ -229,7 +229,7 @@ def shared_memory_mib(folder: str = "/dev/shm") -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, machine and command of this process; see `kd.core.text.redact`."""
+    """Return versions, machine and command of this process; see `kd.core.references.redact`."""
     return {
         "packages": versions("kd", "torch", "timm", "torchvision", "pillow", "numpy", "safetensors", "omegaconf"),
         "python": platform.python_version(),

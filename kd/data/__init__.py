@@ -1,1 +1,1 @@
-"""From a source to batches: views, transforms, sampler, loader."""
+"""From an image to a batch: views, loader, workers, the store of decoded pixels."""

@@ -1,6 +1,6 @@
 """From a plan to this rank's micro-batches, in this process or in workers. The order is the plan's.
 
-And the images of a split in batches, and a model's answers to them, in this process.
+And the images of a split in batches, in this process.
 """
 
 import atexit
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
@@ -26,7 +25,7 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from kd.core.contracts import Dataset
 from kd.core.errors import DataError, KdError
 from kd.core.host import BusyClock
-from kd.core.types import Batch, Loading, Outputs, Plan, Small
+from kd.core.types import Batch, Loading, Plan, Small
 from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
 
 BATCH = 50
@@ -257,14 +256,6 @@ def evaluation_plan(num_images: int, batch_size: int) -> Plan:
     return Plan(ids=ids, weights=weights)
 
 
-class Answered(NamedTuple):
-    """What a model answers to a batch; all on the CPU."""
-
-    ids: Tensor  # int64 [B]
-    labels: Tensor  # int64 [B], or int8 [B, C]; -1 where nobody knows
-    outputs: Outputs
-
-
 def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Iterator[Batch]:
     """Yield the images `ids` in batches of up to `size`, on the CPU; those that cannot be decoded are left out."""
     for first in range(0, len(ids), size):
@@ -275,12 +266,3 @@ def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Itera
             pixels = torch.stack([sample.pixels for _, sample in samples])
             batch = Batch.of(pixels, labels, torch.tensor([id for id, _ in samples]))
             yield replace(batch, crc=tuple(sample.crc for _, sample in samples))
-
-
-def ask(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Answered]:
-    """Yield ids, labels and the outputs of a model on `device`, without gradients."""
-    # A module that takes pixels is asked by `lambda batch: module(batch.image)`.
-    for batch in batches:
-        with torch.no_grad():
-            outputs = model(batch.to(device))
-        yield Answered(batch.ids.cpu(), batch.label.cpu(), outputs.map(lambda tensor: tensor.cpu()))

@@ -1,1 +1,1 @@
-"""The loop. It knows contracts and nothing concrete."""
+"""The training loop and what it is made of. It knows contracts and no part."""

@@ -1,1 +1,1 @@
-"""What the commands do: one job a module, from a configuration or a run folder to artifacts."""
+"""What a person starts: one job a module, from a configuration or a run folder to artifacts."""

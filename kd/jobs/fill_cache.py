@@ -14,10 +14,11 @@ from kd.config import Config
 from kd.core.contracts import Source
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.core.types import Outputs, Plan
-from kd.data.loader import LocalLoader, ask
+from kd.data.loader import LocalLoader
 from kd.jobs.train import obtain_teachers, opened
 from kd.models.answer_table import AnswerTable, write
 from kd.models.cache import CachedTeacher, Store
+from kd.models.inference import predict
 from kd.setup.build import shown_split
 from kd.setup.build_teacher import Setting, choose_teacher
 from kd.setup.data import loaders
@@ -127,7 +128,7 @@ def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setti
         live: Any = cached.live
         split = shown_split(setting, source, torch.arange(len(source)))
         batches = backend.put(split.loader.epoch(split.plan, 0))
-        found = [_only(one.outputs) for one in ask(live.validation(source is data.test), batches, backend.device)]
+        found = [_only(one.outputs) for one in predict(live.validation(source is data.test), batches, backend.device)]
         return torch.cat(found)[: len(source)]
 
     values = torch.stack([torch.cat(list(stored(view))) for view in views])

@@ -14,8 +14,8 @@ from kd.config import Config
 from kd.core.contracts import Backend
 from kd.core.errors import ConfigError, FolderInUse, RunError
 from kd.core.host import peak_mib
+from kd.core.references import redact, written
 from kd.core.scores import Trained
-from kd.core.text import redact, written
 from kd.files.run_dir import BILLED, RunDir
 from kd.files.storage import read_rows, write_text
 from kd.jobs.check import check
@@ -175,7 +175,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         if backend.rank == 0:
             from kd.deploy.export.package import write_folder  # these three only where a teacher was fitted
             from kd.models.timm_folder import export_files
-            from kd.study.finished import best_student
+            from kd.setup.student import best_student
 
             student, provenance = best_student(folder, recipe.student, data.plan, data.classes)
             problem_type = recipe.student.task.problem_type

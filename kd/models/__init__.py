@@ -1,1 +1,1 @@
-"""Student and teacher models."""
+"""Networks as kd runs them: classifiers, weights, the frozen teacher, its cache, graphs in other runtimes."""

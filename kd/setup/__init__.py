@@ -1,1 +1,1 @@
-"""What a configuration leaves open, found out when a run starts: kernels, batch, workers, whether a sifter pays."""
+"""A configuration becomes a `Run`: plans of values, then what they name is opened, built and compared."""

@@ -11,16 +11,19 @@ import torch
 from torch import nn
 
 from kd.config.reads import loss_facts
-from kd.config.schema import LossSection
+from kd.config.schema import DataSection, LossSection
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import ModelError, raised
+from kd.core.host import environment
 from kd.core.seeds import seed_from
 from kd.core.types import Dims
 from kd.engine.criterion import Criterion, Distillation, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
+from kd.files.run_dir import RunDir
 from kd.models.classifier import (
     Classifier,
+    digest,
     feature_shapes,
     head_parameters,
     layer_groups,
@@ -248,3 +251,22 @@ def parameter_groups(tuning: Tuning, weight_decay: float, module: Distillation) 
     if tuning.head_lr == 1:
         return found
     return scaled(found, dict.fromkeys(head_parameters(trained_network(module.student)), tuning.head_lr))
+
+
+def best_student(
+    folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
+) -> tuple[Classifier, dict[str, Any]]:
+    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
+    state, tensors, _ = folder.best()
+    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
+    load_student(student, tensors)
+    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
+    provenance = {
+        "kd": environment()["packages"]["kd"],
+        "step": state.step,
+        "metrics": rows[-1] if rows else {},
+        "run": folder.path.name,
+        "digest": digest(student.network),
+        "eval_crop": data.eval_crop,
+    }
+    return student, provenance

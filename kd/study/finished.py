@@ -1,4 +1,4 @@
-"""A finished or interrupted run, read: its configuration, its best student, and whether its folder can be trusted.
+"""A finished or interrupted run, read: its configuration, and whether its folder can be trusted.
 
 Somebody else may have written a run folder. Reading one runs no code that it names and shows no other images than its
 own, unless a person vouches for it.
@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -22,17 +21,11 @@ from kd import config
 from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
 from kd.config.load import read_yaml
-from kd.config.reads import loss_facts
-from kd.config.schema import DataSection, LossSection
+from kd.config.schema import DataSection
 from kd.core.errors import KdError, RunError
-from kd.core.host import environment
-from kd.core.types import Dims
 from kd.files.run_dir import RunDir
-from kd.models.classifier import Classifier, digest
 from kd.parts import registry
 from kd.setup.data import Data, DataPlan
-from kd.setup.recipe import StudentPlan
-from kd.setup.student import build_student, load_student
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 
@@ -73,43 +66,6 @@ def parse(file: Path | str, text: str, trust: bool) -> Config:
         remedy = "Restore it, or choose another run.name"
         raise RunError("run.name", f"'{file}' is not the config of a run: {reason}", "", remedy) from error
     raise untrusted(key, f"names the module '{module}', which '{file}' would import")
-
-
-def best_student(
-    folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
-) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
-    state, tensors, _ = folder.best()
-    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
-    load_student(student, tensors)
-    rows = [row for row in folder.metrics("val") if row["step"] == state.step]
-    provenance = {
-        "kd": environment()["packages"]["kd"],
-        "step": state.step,
-        "metrics": rows[-1] if rows else {},
-        "run": folder.path.name,
-        "digest": digest(student.network),
-        "eval_crop": data.eval_crop,
-    }
-    return student, provenance
-
-
-def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
-    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
-    _, tensors, _ = folder.best()
-    number = 0
-    for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
-        prefix = f"model.criterion.terms.{number}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        if section.weight and facts.projects:
-            teacher, student = own["project.weight"].shape
-            dims = Dims(2, student, teacher)
-            term: Any = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
-            term.load_state_dict(own)
-            return term.project
-        number += teachers if facts.features else 1
-    wrong = "no loss of this run maps the student's vectors into the teacher's space"
-    raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from kd import config
 from kd.core.errors import CorruptImage, KdError
-from kd.jobs.forecast import look
+from kd.jobs.scan_images import scan
 from kd.parts import registry
 from kd.setup.data import DataPlan, open_sources
 
@@ -44,7 +44,7 @@ def read(root: Path, keys: Mapping[str, Any]) -> Found:
     plan = DataPlan(kind=kind, options=registry.default_options("datasets", kind, **made), **section)
     data = open_sources(plan)
     most = plan.max_skipped if plan.on_corrupt == "skip" else -1.0
-    lines = look(data.splits, most, root.parent / "audit", everything=True, bits=plan.bits)
+    lines = scan(data.splits, most, root.parent / "audit", everything=True, bits=plan.bits)
     counts, first = Counter[str](), None
     for id in range(len(data.train)):
         try:
@@ -152,7 +152,7 @@ def test_a_storage_that_is_away_is_no_damaged_image(tmp_path, monkeypatch):
         "datasets", "imagefolder", root=str(plain(tmp_path)))))  # fmt: skip
     os.rename(tmp_path / "train", tmp_path / "away")
     with pytest.raises(KdError, match="the storage is away") as caught:
-        look(data.splits, 0.5, tmp_path / "audit")
+        scan(data.splits, 0.5, tmp_path / "audit")
     assert not isinstance(caught.value, CorruptImage)
 
 

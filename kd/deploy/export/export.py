@@ -8,11 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kd import config
-from kd.config.schema import BackendSection, DataSection, StudentSection
+from kd.config.reads import loss_facts
+from kd.config.schema import BackendSection, DataSection, LossSection, StudentSection
 from kd.core.errors import ModelError, RunError
 from kd.core.host import environment, versions
-from kd.core.text import written
+from kd.core.references import written
+from kd.core.types import Dims
 from kd.deploy.export import graphs
 from kd.deploy.export.card import card, loading
 from kd.deploy.export.flags import ExportOptions
@@ -26,11 +30,13 @@ from kd.files.run_dir import RunDir
 from kd.models import packages, runtimes
 from kd.models.classifier import Classifier, digest
 from kd.models.timm_folder import export_files, is_timm
+from kd.parts import registry
 from kd.setup.build import distributed
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import DataPlan, open_data, open_sources
 from kd.setup.recipe import Recipe, resolve
-from kd.study.finished import Trust, best_projector, best_student, opened_run, require_files
+from kd.setup.student import best_student
+from kd.study.finished import Trust, opened_run, require_files
 
 FORMAT = 2  # of manifest.json: another number where the card is drawn otherwise, or keys have another meaning
 
@@ -224,3 +230,21 @@ def _environment() -> dict[str, Any]:
     found.pop("command")  # it holds paths of whoever exported, and this file is published
     found["packages"] |= versions("onnx", "onnxscript", "onnxruntime", "openvino")
     return found
+
+
+def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
+    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
+    _, tensors, _ = folder.best()
+    number = 0
+    for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
+        prefix = f"model.criterion.terms.{number}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if section.weight and facts.projects:
+            teacher, student = own["project.weight"].shape
+            dims = Dims(2, student, teacher)
+            term: Any = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims)
+            term.load_state_dict(own)
+            return term.project
+        number += teachers if facts.features else 1
+    wrong = "no loss of this run maps the student's vectors into the teacher's space"
+    raise RunError("--index", wrong, "An embedding student with the loss `cosine`", "Train it with {kind: cosine}")

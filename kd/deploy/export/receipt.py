@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kd.core.intervals import Samples
-from kd.core.text import table, written
+from kd.core.references import written
+from kd.core.text import table
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages

@@ -1,1 +1,1 @@
-"""Whether what an export says of itself is so: claims, the images that they are of, the chain."""
+"""Whether the claims of an export are true: its files, its images, its outputs, the run that it names."""

@@ -26,7 +26,8 @@ from kd.files.run_dir import RunDir
 from kd.jobs.api.arguments import Arguments, batch_of
 from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.recipe import Recipe, resolve, values_of
-from kd.study.finished import best_student, opened_run
+from kd.setup.student import best_student
+from kd.study.finished import opened_run
 from kd.study.report.summary import samples_of
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""What a person sees while a run goes: the console, and experiment trackers."""
+"""What the terminal and experiment trackers show while a run goes."""

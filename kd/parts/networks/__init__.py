@@ -1,1 +1,1 @@
-"""Teachers: where a frozen model comes from. See `kd.core.contracts.TeacherModel`."""
+"""Networks: where a teacher or student comes from. See `kd.core.contracts.TeacherModel`."""

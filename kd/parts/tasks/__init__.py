@@ -1,1 +1,1 @@
-"""Tasks: what a model answers, how it is scored, and how that is shown. One file, one task."""
+"""Tasks: what a model predicts, how it is scored, and how that is shown. One file, one task."""

@@ -1,1 +1,1 @@
-"""Is a number true? Images that repeat, and labels that a teacher doubts. NumPy and Pillow only."""
+"""Whether data are sound: images that repeat, and labels that a teacher doubts. NumPy and Pillow only."""

@@ -1,1 +1,1 @@
-"""Reports of a run: progress, tables, model cards, trackers."""
+"""The report of a run: what its folder records as text, tables, figures and one page."""

@@ -11,18 +11,20 @@ from PIL import Image
 from kd.core.contracts import Dataset
 from kd.core.errors import DataError, KdError, RunError
 from kd.core.seeds import evenly_spaced
-from kd.data.loader import ask, batches_of
+from kd.data.loader import batches_of
 from kd.data.views import Views
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import write_json
+from kd.models.inference import predict
 from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import DataPlan, open_sources
 from kd.setup.recipe import StudentPlan, TeacherPlan
+from kd.setup.student import best_student
 from kd.study.audit.lists import FOLDER, read_repeats, thumbnail, with_ids
-from kd.study.finished import Trust, best_student
+from kd.study.finished import Trust
 from kd.study.report.record import Picture, Predictions
 
 FILE = "answers.json"
@@ -125,7 +127,7 @@ def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torc
         for name, model in models.items():
             takes_pixels = name == "student"
             start = time.process_time()
-            (answer,) = ask((lambda one: model(one.image)) if takes_pixels else model, [batch], device)  # noqa: B023
+            (answer,) = predict((lambda one: model(one.image)) if takes_pixels else model, [batch], device)  # noqa: B023
             seconds[name] += time.process_time() - start
             logits_BC = answer.outputs.logits.float()
             best = logits_BC.softmax(-1).max(-1)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kd import config
 from kd.core.errors import RunError, in_short
-from kd.core.text import redact, table
+from kd.core.references import redact
+from kd.core.text import table
 from kd.files.json_file import read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text

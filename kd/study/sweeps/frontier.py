@@ -27,7 +27,7 @@ from kd.models.runtimes import cpu_ms
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
-from kd.study.finished import best_student
+from kd.setup.student import best_student
 from kd.study.report.svg import Series, esc, lines, standalone
 from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials

@@ -16,7 +16,7 @@ from kd.config.explain import explain
 from kd.config.load import _out_of_range
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.host import environment
-from kd.core.text import redact
+from kd.core.references import redact
 from kd.parts import registry
 from kd.setup.recipe import resolve
 

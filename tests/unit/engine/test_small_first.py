@@ -23,7 +23,7 @@ from kd.jobs.estimate import Bench, estimate, measure
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.recipe import fit_folders, resolve
-from kd.study.finished import best_student
+from kd.setup.student import best_student
 
 SMALL = ("data.progressive.size=8", "data.progressive.until=0.6", "run.every.log=1", "data.augment.crop=0.5")
 RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3", "sifter.beta_value=0.5")

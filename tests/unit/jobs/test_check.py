@@ -12,7 +12,7 @@ from PIL import Image
 from kd import config
 from kd.core.contracts import Noted, Source, Stamped
 from kd.core.errors import CorruptImage, DataError
-from kd.jobs.forecast import look
+from kd.jobs.scan_images import scan
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.study.audit.lists import read_repeats
@@ -37,7 +37,7 @@ def sources(settings: dict, root: Path, *overrides: str):
 
 def test_repeats_are_named_listed_and_shown(settings: dict, leaking: Path, tmp_path: Path):
     data = sources(settings, leaking)
-    lines = look(data.splits, -1.0, tmp_path / "run", everything=True)
+    lines = scan(data.splits, -1.0, tmp_path / "run", everything=True)
     assert lines[0] == "images    decoded all 52: none is damaged"
     assert lines[1] == "repeats   1 pairs in two splits (1 with the same bytes), 1 with two labels in one"
     assert "train:train/fig/03.jpg = val:val/fig/copy.jpg (same bytes, 1.00)" in lines[2]
@@ -55,7 +55,7 @@ def test_repeats_are_named_listed_and_shown(settings: dict, leaking: Path, tmp_p
 
 
 def test_clean_images_leave_no_file(settings: dict, photos: Path, tmp_path: Path):
-    lines = look(sources(settings, photos).splits, -1.0, tmp_path / "run")
+    lines = scan(sources(settings, photos).splits, -1.0, tmp_path / "run")
     assert lines[1].startswith("repeats   none among all 49")
     assert not (tmp_path / "run").exists()
 
@@ -68,20 +68,20 @@ def test_more_damaged_images_than_a_run_skips_are_refused_and_named(settings: di
         (root / f"train/{name}.jpg").write_bytes(b"\xff\xd8\xff")
     splits = sources(settings, root).splits
     with pytest.raises(DataError, match=r"data\.max_skipped: 3 of the \d+ images of 'train'") as refused:
-        look(splits, 0.01, tmp_path / "run")
+        scan(splits, 0.01, tmp_path / "run")
     with pytest.raises(CorruptImage, match=r"3 images among all 49 are damaged") as stopped:
-        look(splits, -1.0, tmp_path / "run")
+        scan(splits, -1.0, tmp_path / "run")
     for name in ("fig/03.jpg", "fig/04.jpg", "pear/05.jpg"):
         assert f"train:train/{name}" in str(refused.value)
         assert f"train:train/{name}" in str(stopped.value)
     left = sources(settings, root, f"data.exclude={tmp_path / 'run/audit/damaged.txt'}").splits
-    assert "none is damaged" in look(left, -1.0, tmp_path / "run")[0]
-    assert "3 damaged, to be skipped" in look(splits, 0.2, tmp_path / "run")[0]
+    assert "none is damaged" in scan(left, -1.0, tmp_path / "run")[0]
+    assert "3 damaged, to be skipped" in scan(splits, 0.2, tmp_path / "run")[0]
 
 
 def test_the_list_is_taken_by_data_exclude(settings: dict, leaking: Path, tmp_path: Path):
     whole = sources(settings, leaking)
-    look(whole.splits, -1.0, tmp_path / "run", everything=True)
+    scan(whole.splits, -1.0, tmp_path / "run", everything=True)
     file = tmp_path / "run/audit/exclude.txt"
     text = file.read_text()
     assert "\ntrain:train/fig/03.jpg\n" in text
@@ -93,7 +93,7 @@ def test_the_list_is_taken_by_data_exclude(settings: dict, leaking: Path, tmp_pa
     assert "data.exclude: 1 of 38 images of the split 'train' are left out" in data.notes
     assert data.train.fingerprint != whole.train.fingerprint
     assert data.val.fingerprint == whole.val.fingerprint  # so that two runs are compared on the same images
-    assert "none among all 51" not in look(data.splits, -1.0, tmp_path / "again", everything=True)[1]
+    assert "none among all 51" not in scan(data.splits, -1.0, tmp_path / "again", everything=True)[1]
 
 
 def test_what_is_left_is_a_source_with_other_ids(settings: dict, leaking: Path, tmp_path: Path):
@@ -165,12 +165,12 @@ def test_a_list_that_is_in_use_stays_when_it_is_written_anew(written, command, l
 
 def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp_path: Path, monkeypatch):
     splits, folder = sources(settings, leaking).splits, tmp_path / "run"
-    look(splits, -1.0, folder, everything=True)
+    scan(splits, -1.0, folder, everything=True)
     with (folder / "audit/duplicates.csv").open("a") as file:
         file.write("a part,0.9,train,train/fig/00.jpg,fig,val,val/fig/00.jpg,fig\n")
         file.write("a part,0.9,train,train/fig/gone.jpg,fig,val,val/fig/00.jpg,fig\n")
-    monkeypatch.setattr("kd.jobs.forecast.MOST_LOOKED", 51)
-    assert "decoded 51 of 52" in look(splits, -1.0, folder)[0]
+    monkeypatch.setattr("kd.jobs.scan_images.MOST_LOOKED", 51)
+    assert "decoded 51 of 52" in scan(splits, -1.0, folder)[0]
     names = [pair.one.name for pair in read_repeats(folder / "audit")]
     assert "train/fig/00.jpg" in names
     assert "train/fig/gone.jpg" not in names
@@ -183,7 +183,7 @@ def test_what_kd_serve_refuses_is_counted(settings, photos, tmp_path):
     for name, size in kinds.items():
         Image.new("L", size).save(tmp_path / "more/train/fig" / name)
     settings["data"]["root"] = str(tmp_path / "more")
-    lines = look(open_sources(resolve(config.load(settings)).data).splits, -1.0, tmp_path / "run", everything=True)
+    lines = scan(open_sources(resolve(config.load(settings)).data).splits, -1.0, tmp_path / "run", everything=True)
     (line,) = [line for line in lines if line.startswith("endpoint")]
     assert line.startswith("endpoint  kd-serve refuses 4 of all 54 by its default limits: ")
     for reason in (

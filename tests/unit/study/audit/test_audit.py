@@ -14,9 +14,10 @@ from torch import nn
 
 from kd import config
 from kd.core.types import Batch, Outputs
-from kd.jobs.evaluate import TeacherAnswers, answers_to, doubted, narrow, neighbours, planted
+from kd.jobs.evaluate import answers_to
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
+from kd.study.audit.labels import TeacherAnswers, doubted, narrow, neighbours, planted
 from kd.study.audit.lists import Repeat, Seen, read_repeats, write_table
 from kd.study.report.report import read
 

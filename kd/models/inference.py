@@ -1,0 +1,26 @@
+"""Outputs of a model for batches of images, on the CPU."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kd.core.types import Batch, Outputs
+
+
+class Predicted(NamedTuple):
+    """What a model predicts for a batch; all on the CPU."""
+
+    ids: Tensor  # int64 [B]
+    labels: Tensor  # int64 [B], or int8 [B, C]; -1 unknown
+    outputs: Outputs
+
+
+def predict(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Predicted]:
+    """Yield ids, labels and the outputs of a model on `device`, without gradients."""
+    # For a module that takes pixels: `lambda batch: module(batch.image)`.
+    for batch in batches:
+        with torch.no_grad():
+            outputs = model(batch.to(device))
+        yield Predicted(batch.ids.cpu(), batch.label.cpu(), outputs.map(lambda tensor: tensor.cpu()))
