@@ -60,7 +60,7 @@ def read(path: str, where: str) -> AnswerTable:
     file = Path(path).expanduser()
     ending = file.suffix.lower()
     if ending not in ENDINGS:
-        remedy = "See docs/guide.md"
+        remedy = "See docs/weights.md"
         if ending == ".npy":
             remedy = "It names no images: write np.savez('FILE.npz', logits=..., names=..., classes=...)"
         raise ModelError(where, f"is '{path}'", f"A file that ends in {', '.join(ENDINGS)}", remedy)
@@ -68,7 +68,7 @@ def read(path: str, where: str) -> AnswerTable:
         found = (_csv if ending in (".csv", ".tsv") else _binary)(file)
     except FAILURES as error:
         reason = in_short(error)
-        allowed = "logits or embeddings, with names; see docs/guide.md"
+        allowed = "logits or embeddings, with names; see docs/weights.md"
         raise ModelError(where, f"'{path}' cannot be read as answers ({reason})", allowed, "Write it anew") from error
     names, val_names = ([posixpath.normpath(name) for name in each] for each in (found.names, found.val_names))
     found = replace(found, names=names, val_names=val_names)
