@@ -5,12 +5,12 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.interpolate import resolve
@@ -236,8 +236,11 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         return _INVALID if len(errors) > before else filled
     value = _as_written(annotation, value)
     try:
-        node: Any = OmegaConf.merge(OmegaConf.structured(cls), {key: _plain(value)}).get(key)  # type: ignore[union-attr]
-        converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+        if _fits(annotation, value):
+            converted = value
+        else:  # a schema of the one key: merging into all of the section's costs ten times as much
+            node: Any = OmegaConf.merge(OmegaConf.structured(_alone(cls, key)), {key: _plain(value)}).get(key)  # type: ignore
+            converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
     except (OmegaConfBaseException, TypeError):  # a section where a list belongs is a TypeError
         errors.append(ConfigError(where, f"is {value!r}", allows(cls, key), "Change the value"))
         return _INVALID
@@ -249,6 +252,21 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
         errors.append(ConfigError(where, f"is {value!r}", bounds, "Change the value"))
         return _INVALID
     return converted if key == "kind" or get_origin(annotation) is Literal else _referenced(value, converted)
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    """Return whether OmegaConf would return the value as it is; dollars and question marks mean something to it."""
+    if type(value) is str and not {"$", "?"}.isdisjoint(value):
+        return False
+    if get_origin(annotation) is Literal:
+        return type(value) is str and value in get_args(annotation)
+    return type(value) is annotation and annotation in (bool, int, float, str)
+
+
+@cache
+def _alone(cls: type, key: str) -> type:
+    """Return a dataclass that has one field of another's."""
+    return dataclasses.make_dataclass("Alone", [(key, types_of(cls)[key], dataclasses.field(default=MISSING))])
 
 
 def _plain(value: Any) -> Any:
