@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from kd.core.errors import MissingExtra, RunError, in_short
+from kd.core.errors import RunError, in_short, needed
 from kd.files.storage import atomic_folder, refuse_unlisted
 
 LOGS = "/aws/sagemaker/TrainingJobs"
@@ -145,10 +145,7 @@ class _Log:
 
 
 def _client(service: str) -> Any:
-    try:
-        import boto3
-    except ImportError as error:
-        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'PATH/kd[sagemaker]'") from error
+    boto3 = needed("boto3", "kd-launch", "boto3 is not installed", "pip install 'PATH/kd[sagemaker]'")
     return boto3.client(service)
 
 

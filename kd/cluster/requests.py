@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kd.cluster.aws_limits import refusals
-from kd.core.errors import ConfigError, ConfigErrors, KdError, MissingExtra, did_you_mean
+from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
 from kd.core.options import option, whole_number
 
 if TYPE_CHECKING:
@@ -256,13 +256,12 @@ def transform_requests(hosting: Hosting, images: str, output: str, at_once: int)
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:
     """Check a request by botocore's validator, for lengths, patterns and enumerations that it skips, and by `rules`."""
-    try:
-        from botocore.session import get_session
-        from botocore.validate import ParamValidator
-    except ImportError as error:
-        raise MissingExtra("kd-launch", "boto3 is not installed", "", "pip install 'PATH/kd[sagemaker]'") from error
-    shape = get_session().get_service_model("sagemaker").operation_model(operation).input_shape
-    report = ParamValidator().validate(request, shape)
+    session, validation = (
+        needed(f"botocore.{name}", "kd-launch", "boto3 is not installed", "pip install 'PATH/kd[sagemaker]'")
+        for name in ("session", "validate")
+    )
+    shape = session.get_session().get_service_model("sagemaker").operation_model(operation).input_shape
+    report = validation.ParamValidator().validate(request, shape)
     if report.has_errors():
         lines = report.generate_report().splitlines()
         raise ConfigErrors([ConfigError(operation, line, "", "See the options of kd-launch") for line in lines])

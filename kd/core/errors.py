@@ -6,11 +6,13 @@ Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to
 """
 
 import difflib
+import importlib
 import os
 import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class KdError(Exception):
@@ -105,7 +107,7 @@ FOREIGN: set[str] = set()  # files of parts from outside the repository, whereve
 
 def raised(error: BaseException) -> str:
     """Return `TYPE: message (FILE, line N, in NAME)`, the place where `own_line` knows it."""
-    text, line = f"{type(error).__name__}: {in_short(error, 1000)}", own_line(error)
+    text, line = named(error, 1000), own_line(error)
     return f"{text} ({line})" if line else text
 
 
@@ -118,6 +120,19 @@ def in_short(error: object, most: int = 200) -> str:
     text = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
     text = " ".join("".join(one if one.isprintable() else " " for one in text).split())
     return text[:most].rstrip(" .:;,(") or type(error).__name__
+
+
+def named(error: BaseException, most: int = 200) -> str:
+    """Return a foreign error as `TYPE: first sentence`."""
+    return f"{type(error).__name__}: {in_short(error, most)}"
+
+
+def needed(package: str, where: str, wrong: str, remedy: str) -> Any:
+    """Import an optional package; MissingExtra: it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtra(where, wrong, "", remedy) from error
 
 
 def own_line(error: BaseException) -> str:

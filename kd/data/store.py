@@ -31,7 +31,7 @@ from kd.data.subset import decoded
 from kd.data.views import Evaluate, Views
 from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
-from kd.files.storage import disk_error, log, open_folder
+from kd.files.storage import log, on_disk, open_folder
 
 FORMAT = 5  # raised with every change of a record; a store of another format is filled anew
 HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
@@ -199,10 +199,8 @@ def _memory(name: str) -> int:
 
 
 def _opened(path: Path, pixels: int) -> Slots:
-    try:
+    with on_disk(path, WHERE):
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise disk_error(error, path, WHERE) from error
     return Slots(file, pixels, f"'{path}'", path)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kd.core.errors import KdError, RunError, in_short
+from kd.core.errors import KdError, RunError, named
 
 Value = TypeVar("Value")
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -26,20 +26,8 @@ def read_json(
 
     A damaged file, of which `build` raises one of `DAMAGE`, is an error of `kind` at the config path `where`.
     """
-    return parse_json(file.read_bytes(), f"'{file}'", where, remedy, build, kind)
-
-
-def parse_json(
-    content: str | bytes,
-    subject: str,
-    where: str,
-    remedy: str,
-    build: Callable[[Any], Value] = object_of,
-    kind: type[KdError] = RunError,
-) -> Value:
-    """Return what `build` makes of JSON that was read; `subject` names it in the error. See `read_json`."""
+    content = file.read_bytes()
     try:
         return build(json.loads(content))
     except DAMAGE as error:
-        reason = f"{type(error).__name__}: {in_short(error)}"
-        raise kind(where, f"{subject} is damaged ({reason})", "", remedy) from error
+        raise kind(where, f"'{file}' is damaged ({named(error)})", "", remedy) from error

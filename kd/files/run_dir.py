@@ -79,10 +79,8 @@ class RunDir:
             return
         row = {"kind": kind, "step": state.step, "epoch": state.epoch, "images": state.images}
         row |= {"seconds": round(state.seconds, 3), **{name: float(value) for name, value in values.items()}}
-        try:
+        with storage.on_disk(self._metrics_file, "run.folder"):
             storage.append_rows(self._metrics_file, row)
-        except OSError as error:
-            raise storage.disk_error(error, self._metrics_file, "run.folder") from error
 
     def alone(self) -> "RunDir":
         """Return the folder of the baseline that was trained last; it need not be there."""
@@ -101,11 +99,9 @@ class RunDir:
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
-        try:
+        with storage.on_disk(self._metrics_file, "run.folder"):
             if self._metrics_file.is_file():  # its rows must be there when the checkpoint is
                 storage.flush(self._metrics_file)
-        except OSError as error:
-            raise storage.disk_error(error, self._metrics_file, "run.folder") from error
         checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
         try:
             best_folder = self._best()
@@ -200,7 +196,7 @@ class RunDir:
             storage.keep_rows(self._metrics_file, lambda row: row["step"] <= step)
 
     def _enter(self) -> None:
-        try:
+        with storage.on_disk(self.path, "run.folder"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock = storage.lock(self.path / ".lock", "run.name")
@@ -213,8 +209,6 @@ class RunDir:
                     raise FolderInUse("run.name", f"process {holder} is writing '{self.path}'", "", remedy)
             storage.recover(self.checkpoints, alone=True)
             storage.recover(self.path)
-        except OSError as error:
-            raise storage.disk_error(error, self.path, "run.folder") from error
 
 
 def _facts(content: Any) -> dict[str, Any]:

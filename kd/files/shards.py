@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 
 from kd.core.errors import DataError, did_you_mean
 from kd.files import object_store
-from kd.files.storage import disk_error, lock, log, recover
+from kd.files.storage import lock, log, on_disk, recover
 
 BLOCK = 512  # bytes of a tar block; headers and contents begin on its multiples
 MAX_HEADER = 2**20  # bytes of an extended header. tarfile reads one whole, whatever size it claims.
@@ -133,12 +133,10 @@ def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
             Shard(str(folder / version / url.rpartition("/")[2]), url)
             for version, url in zip(versions, urls, strict=True)
         ]
-        try:
+        with on_disk(folder, where):
             folder.mkdir(parents=True, exist_ok=True)
             while (locked := lock(folder / ".lock", where)) is None:
                 time.sleep(0.5)
-        except OSError as error:
-            raise disk_error(error, folder, where) from error
         with locked:
             missing = [shard for shard in shards if not os.path.isfile(shard.path)]
             if missing:

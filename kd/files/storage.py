@@ -105,13 +105,12 @@ def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
     """Yield the path of a draft that becomes `path` if the block ends well, and is removed if it does not."""
     draft = _beside(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield draft
-        flush(draft)
-        os.replace(draft, path)
-        flush(path.parent)
-    except OSError as error:
-        raise disk_error(error, path, where) from error
+        with on_disk(path, where):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield draft
+            flush(draft)
+            os.replace(draft, path)
+            flush(path.parent)
     finally:
         with suppress(OSError):
             draft.unlink()
@@ -134,6 +133,15 @@ def disk_error(error: OSError, path: Path, where: str) -> RunError:
     wrong = f"the disk is full at '{path}'" if full else f"cannot write '{path}' ({error.strerror or error})"
     remedy = "Free space and run the same command again: it resumes" if full else "Choose a folder that you may write"
     return RunError(where, wrong, "", remedy)
+
+
+@contextmanager
+def on_disk(path: Path, where: str) -> Iterator[None]:
+    """Let an OSError in this block be one line about a path: see `disk_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, path, where) from error
 
 
 def flush(path: Path) -> None:
@@ -271,12 +279,10 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
         if not file.is_file():
             write_json(file, identity, where)
     remedy = f"Remove the folder '{folder}', which is then filled again, or use another one"
-    try:
+    with on_disk(file, where):
         while not file.is_file() and time.monotonic() < deadline:
             time.sleep(0.05)
         stored = read_json(file, where, remedy)
-    except OSError as error:
-        raise disk_error(error, file, where) from error
     for name in identity | stored:
         if stored.get(name) != identity.get(name):
             old, new = (str(each.get(name))[:60] for each in (stored, identity))

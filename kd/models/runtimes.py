@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kd.core.errors import MissingExtra, ModelError, in_short
+from kd.core.errors import MissingExtra, ModelError, in_short, needed
 from kd.core.host import signal_stack
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
@@ -246,11 +246,8 @@ def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
 
 def require(name: str, option: str, extra: str = "") -> Any:
     """Import a package."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        remedy = f"pip install 'PATH/kd[{extra}]'" if extra else f"pip install {name}, or export with --no-onnx"
-        raise MissingExtra(option, f"{name} is not installed", "", remedy) from error
+    remedy = f"pip install 'PATH/kd[{extra}]'" if extra else f"pip install {name}, or export with --no-onnx"
+    return needed(name, option, f"{name} is not installed", remedy)
 
 
 def _failed(tool: str, error: Exception) -> ModelError:

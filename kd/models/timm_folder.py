@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, named
 from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
@@ -139,7 +139,7 @@ def _unanswered(repository: str) -> str:
             HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision or None, timeout=HUB_SECONDS)
             outcome.append("")
         except Exception as error:
-            outcome.append(f"{type(error).__name__}: {in_short(error)}")
+            outcome.append(named(error))
 
     thread = Thread(target=ask, daemon=True)  # a name server may be slower than any timeout
     thread.start()

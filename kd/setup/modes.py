@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from kd.config.schema import QUANTIZED, RUNTIMES
-from kd.core import errors
 from kd.core.contracts import Backend, Teacher
-from kd.core.errors import KdError, ModelError
+from kd.core.errors import KdError, ModelError, named
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import Distillation
 from kd.models.classifier import count_attention
@@ -123,9 +122,7 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
 
 def in_short(error: Any) -> str:
     """Return the message of an error, short enough for one line."""
-    if isinstance(error, KdError):
-        return error.wrong
-    return f"{type(error).__name__}: {errors.in_short(error)}"
+    return error.wrong if isinstance(error, KdError) else named(error)
 
 
 class Trial:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, named
 from kd.core.evaluation import Task
 from kd.core.host import cores
 from kd.core.scores import Scored
@@ -157,9 +157,8 @@ class _Workbench:
             self.makers[name]()
         except Exception as error:  # of any type: runtimes and NNCF have their own
             self._remove(name)
-            why = f"{type(error).__name__}: {in_short(error)}"
-            self.made.lines.append(f"left out: {name}, because writing it failed ({why})")
-            self.failures[name] = f"cannot be written ({why})"
+            self.made.lines.append(f"left out: {name}, because writing it failed ({named(error)})")
+            self.failures[name] = f"cannot be written ({named(error)})"
         return self.failures.get(name, "")
 
     def _remove(self, name: str) -> None:

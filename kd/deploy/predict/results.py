@@ -10,15 +10,16 @@ import errno
 import filecmp
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kd.core.errors import DataError, FolderInUse, MissingExtra, RunError
+from kd.core.errors import DataError, FolderInUse, RunError, needed
 from kd.deploy.predict.image_list import ImageList
 from kd.deploy.predict.rows import ASKED, BY, MEASURES, SECOND, STAMP, Row
-from kd.files.storage import REMEDY, atomic_file, disk_error, recover, take_lock
+from kd.files.storage import REMEDY, atomic_file, disk_error, on_disk, recover, take_lock
 
 WHERE = "--to"
 SHOWN = 10  # unreadable images that a message names
@@ -66,10 +67,8 @@ class Journal:
         self._count(row)
 
     def _write(self, row: Row) -> None:
-        try:
+        with on_disk(self.path, WHERE):
             self._file.write(_line(row))
-        except OSError as error:
-            raise disk_error(error, self.path, WHERE) from error
 
     def _count(self, row: Row) -> None:
         self.done += 1
@@ -81,10 +80,8 @@ class Journal:
 
     def flush(self) -> None:
         """Give the rows to the system, where they survive the end of this process."""
-        try:
+        with on_disk(self.path, WHERE):
             self._file.flush()
-        except OSError as error:
-            raise disk_error(error, self.path, WHERE) from error
 
     def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
@@ -231,10 +228,6 @@ def check_format(target: Path) -> None:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        remedy = "pip install pyarrow, or write .csv or .jsonl"
-        raise MissingExtra(WHERE, "Parquet needs pyarrow", "", remedy) from error
-    return pyarrow, pyarrow.parquet
+    remedy = "pip install pyarrow, or write .csv or .jsonl"
+    parquet = needed("pyarrow.parquet", WHERE, "Parquet needs pyarrow", remedy)
+    return sys.modules["pyarrow"], parquet

@@ -1,7 +1,6 @@
 """An export as it is served: what the folder says of itself, and its graph, loaded in onnxruntime or OpenVINO."""
 
 import hashlib
-import importlib
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
+from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short, needed
 from kd.core.host import cores, signal_stack
 from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
 from kd.deploy.serve.limits import LOCAL, Limits, Problem
@@ -305,7 +304,7 @@ def engine_of(file: str, content: bytes, weights: bytes, threads: int, slots: in
 
 
 def _onnx(content: bytes, threads: int) -> Engine:
-    runtime = _import("onnxruntime", "pip install onnxruntime")
+    runtime = needed("onnxruntime", WHERE, "onnxruntime is not installed", "pip install onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     # A thread that spins while it waits takes CPU time from the decoding of other images.
@@ -316,7 +315,8 @@ def _onnx(content: bytes, threads: int) -> Engine:
 
 
 def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: str) -> Engine:
-    openvino = _import("openvino", "pip install 'PATH/kd[openvino]', or choose --file model.onnx")
+    remedy = "pip install 'PATH/kd[openvino]', or choose --file model.onnx"
+    openvino = needed("openvino", WHERE, "openvino is not installed", remedy)
     settings = {
         "INFERENCE_PRECISION_HINT": hint,  # what kd-export compared with PyTorch, whatever OpenVINO would choose here
         "NUM_STREAMS": str(slots),
@@ -338,10 +338,3 @@ def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: st
         return next(iter(local.request.infer({0: pixels}).values())).copy()
 
     return run
-
-
-def _import(name: str, remedy: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra(WHERE, f"{name} is not installed", "", remedy) from error

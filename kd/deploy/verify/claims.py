@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from kd.core.errors import ConfigError, DataError, KdError, in_short
+from kd.core.errors import ConfigError, DataError, KdError, named
 from kd.core.host import cores, processor, versions
 from kd.files.json_file import DAMAGE
 from kd.files.manifest import DIGITS
@@ -235,7 +235,7 @@ class Claims:
         except KdError as error:
             self.refuse(what, error.wrong)
         except (*DAMAGE, OSError, RuntimeError, SafetensorError) as error:
-            self.refuse(what, f"cannot be read ({type(error).__name__}: {in_short(error)})")
+            self.refuse(what, f"cannot be read ({named(error)})")
 
     def fits(self, word: str, key: str) -> bool:
         if word == "GRAPH" or word == "EXACT":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import KdError, ModelError, in_short
+from kd.core.errors import KdError, ModelError, named
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.core.text import table
@@ -106,8 +106,7 @@ def verify(options: VerifyOptions) -> Verdict:
         wrong = f"'{folder}' cannot be read ({error.strerror}: '{error.filename}')"
         raise UnreadableExport("export", wrong, "", "Make it readable") from error
     except DAMAGE as error:
-        reason = f"{type(error).__name__}: {in_short(error)}"
-        wrong = f"'{folder}' has a damaged manifest.json, or one of an older kd ({reason})"
+        wrong = f"'{folder}' has a damaged manifest.json, or one of an older kd ({named(error)})"
         raise UnreadableExport("export", wrong, "", "Export anew: kd-export RUN") from error
 
 

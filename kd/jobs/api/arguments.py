@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
-from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError, in_short
+from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError, named
 from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
@@ -189,9 +189,8 @@ def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.de
         except KdError:
             raise
         except Exception as error:  # whatever a module of somebody else raises
-            reason = f"{type(error).__name__}: {in_short(error)}"
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
-            wrong = f"fails on an image of train, {pixels}: {reason}"
+            wrong = f"fails on an image of train, {pixels}: {named(error)}"
             remedy = "Resize in the transform, or in the module"
             if not image.is_floating_point():
                 remedy = "End the transform in float pixels: image.float() / 255"

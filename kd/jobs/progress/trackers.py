@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import ConfigError, MissingExtra, did_you_mean, in_short
+from kd.core.errors import ConfigError, MissingExtra, did_you_mean, named
 
 log = logging.getLogger("kd")
 
@@ -40,8 +40,7 @@ class Trackers:
             return call()
         except Exception as error:
             self._started.pop(name, None)
-            reason = f"{type(error).__name__}: {in_short(error)}"
-            log.warning(f"run.trackers: '{name}' failed ({reason}). Training goes on without it.")
+            log.warning(f"run.trackers: '{name}' failed ({named(error)}). Training goes on without it.")
             return None
 
 

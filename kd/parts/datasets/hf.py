@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, MissingExtra, did_you_mean, in_short
+from kd.core.errors import DataError, MissingExtra, did_you_mean, named
 from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
 from kd.files.pixels import Least
@@ -157,7 +157,7 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
     try:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
     except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
-        wrong = f"'{options.path}' cannot be loaded ({type(error).__name__}: {in_short(error)})"
+        wrong = f"'{options.path}' cannot be loaded ({named(error)})"
         allowed = "A folder, or a name on the hub with data.name where it has several configurations"
         remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
         raise DataError(WHERE, wrong, allowed, remedy) from error

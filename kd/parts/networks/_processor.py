@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from kd.core.errors import ModelError, in_short
+from kd.core.errors import ModelError, named
 from kd.models.classifier import Preprocessing
 from kd.models.spec import Spec
 
@@ -41,11 +41,10 @@ def read_processor(spec: Spec, hub: Any) -> Any:
     try:
         return hub.AutoImageProcessor.from_pretrained(spec.model, trust_remote_code=False)
     except Exception as error:  # transformers raises many types, all caused by the folder
-        reason = in_short(error)
         files = [Path(spec.model) / name for name in ("preprocessor_config.json", "processor_config.json")]
         there = [f"'{file.name}' of '{spec.model}' cannot be used" for file in files if file.is_file()]
         wrong = there[0] if there else f"'{spec.model}' has no preprocessor_config.json"
-        wrong = f"{wrong} ({type(error).__name__}: {reason}), so that nothing says how pixels are normalized"
+        wrong = f"{wrong} ({named(error)}), so that nothing says how pixels are normalized"
         remedy = "Write it there: AutoImageProcessor.from_pretrained(...).save_pretrained(folder)"
         raise ModelError(f"{spec.where}.model", wrong, "", remedy) from error
 
@@ -78,8 +77,7 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
     try:
         found = processor(images=image, return_tensors="pt").get("pixel_values")
     except Exception as error:  # transformers raises many types, all caused by the folder
-        reason = in_short(error)
-        wrong = f"the processor of '{spec.model}' fails ({type(error).__name__}: {reason})"
+        wrong = f"the processor of '{spec.model}' fails ({named(error)})"
         numbers = _keys(processor, ("image_mean", "image_std", "rescale_factor", "size", "crop_size"))
         raise ModelError(f"{spec.where}.model", wrong, f"Its keys are {numbers}", "Correct them") from error
     if not isinstance(found, torch.Tensor) or found.ndim != 4 or found.shape[:2] != (1, 3):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import MissingExtra, ModelError, in_short
+from kd.core.errors import MissingExtra, ModelError, named
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
@@ -47,8 +47,7 @@ def quiet(hub: Any) -> Iterator[None]:
 
 
 def refused(spec: Spec, error: Exception) -> ModelError:
-    reason = in_short(error)
-    wrong = f"'{spec.model}' cannot be loaded ({type(error).__name__}: {reason})"
+    wrong = f"'{spec.model}' cannot be loaded ({named(error)})"
     allowed = "A folder that save_pretrained wrote, or an id on the hub; weights as safetensors"
     return ModelError(f"{spec.where}.model", wrong, allowed, "Check the name; an id on the hub needs the network")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kd import config
-from kd.core.errors import RunError, in_short
+from kd.core.errors import RunError, named
 from kd.core.references import redact
 from kd.core.text import table
-from kd.files.json_file import read_json
+from kd.files.json_file import DAMAGE, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
 from kd.setup.recipe import Recipe, resolve
@@ -64,9 +64,8 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {in_short(error)}"
-        wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({reason})"
+    except DAMAGE as error:
+        wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({named(error)})"
         remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
         raise RunError("run", wrong, "", remedy) from error
 

@@ -15,7 +15,7 @@ from kd.core.host import cores
 from kd.core.scores import Column
 from kd.core.text import table
 from kd.files.json_file import read_json
-from kd.files.storage import disk_error, lock, write_json, write_text
+from kd.files.storage import lock, on_disk, write_json, write_text
 from kd.study.sweeps import frontier
 from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
 from kd.study.sweeps.trials import Trials, failure
@@ -99,11 +99,9 @@ def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: s
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    try:
+    with on_disk(folder, "run.folder"):
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder / ".lock", "run.name")
-    except OSError as error:
-        raise disk_error(error, folder, "run.folder") from error
     if held is None:
         raise FolderInUse("run.name", f"another sweep is writing '{folder}'", "", "Wait for it, or choose another name")
     with held:

@@ -19,7 +19,7 @@ from kd.core.host import end_with
 from kd.core.scores import Column, Scored
 from kd.files.json_file import DAMAGE
 from kd.files.run_dir import RunDir
-from kd.files.storage import append_rows, disk_error, flush, lock, read_rows
+from kd.files.storage import append_rows, flush, lock, on_disk, read_rows
 from kd.setup.recipe import resolve
 from kd.study.sweeps.space import Trial, prepared_alike, write_yaml
 
@@ -191,11 +191,9 @@ class Trials:
         if (scored := run.scored()) is not None:
             last = _of_column(scored, key)
             row |= {"test": last} if scored.split == "test" else last
-        try:
+        with on_disk(self._journal, "run.folder"):
             append_rows(self._journal, row)
             flush(self._journal)
-        except OSError as error:
-            raise disk_error(error, self._journal, "run.folder") from error
         self.rows[trial.name] = row
         shown = ", ".join(f"{key}={text}" for key, text in trial.values.items())
         log.info("sweep: %s: %s", shown, self.column().with_title(row["score"]))
