@@ -80,7 +80,7 @@ def _skew(labels: torch.Tensor) -> list[str]:
     if share <= 2 * most / max(1, len(sizes)):
         return []
     largest = f"the {most} largest have {100 * share:.0f} % of the images ({sizes[0]} to {sizes[most - 1]} each"
-    return [f"classes   {largest}, the smallest {sizes[-1]}); see docs/faster.md, train on fewer images"]
+    return [f"classes   {largest}, the smallest {sizes[-1]}); see docs/sifting.md, uneven classes"]
 
 
 def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:

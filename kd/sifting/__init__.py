@@ -1,6 +1,6 @@
 """Drop-in names for scripts written for SageMaker's `smart_sifting`, in any PyTorch loop.
 
-Parameters, defaults, errors and metric names are as documented there; docs/faster.md lists where each name stood.
+Parameters, defaults, errors and metric names are as documented there; docs/sifting.md lists where each name stood.
 
 The method is Selective-Backprop (arXiv:1910.00762), written without access to the closed original. It scores each
 sample with an extra forward pass, so it saves time only where that is cheap compared with a training step. The loader
