@@ -1,9 +1,11 @@
-"""Write docs/results.md: every measurement of benchmarks/, from the headers and rows of its CSV.
+"""Write docs/results.md, a row per published claim, and beside the CSVs tables.md, a table per file.
 
-    python tools/results.py           # writes the page
-    python tools/results.py --print   # prints it
+    python tools/results.py           # writes the pages
+    python tools/results.py --print   # prints docs/results.md
 
-A CSV's header says what was measured (`what`), what to know of it (`note`), and which columns stand here:
+A claim's number is computed from the rows of its file; conditions that the header has are not repeated.
+
+A CSV's header says what was measured (`what`), what to know about it (`note`), and which columns its table has:
 `show: BY BY: VALUE +VALUE | COLUMN=VALUE` makes a row for each combination of the columns before the colon. A value is
 listed for up to three raw rows, else its median with the range; `+` sums it. Behind the bar, only such rows count.
 """
@@ -11,24 +13,119 @@ listed for up to three raw rows, else its median with the range; `+` sums it. Be
 from __future__ import annotations
 
 import csv
+import os
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LISTED = 3  # raw values in a cell; of more a reader wants the middle
+FOLDER = ROOT / "benchmarks"  # below which the CSVs lie
+RELEASE = "2026-11-25"  # of 0.3.0, which changed the training views; what is younger was measured since
+STUDENT_T = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # two-sided 95 %, by the number of seeds
+LISTED = 3  # raw values in a cell; for more, the median and the range
 TITLE = """# Results
 
-Written by `python tools/results.py` from the files in `benchmarks/`. Each has command, commit, machine, versions and
-date in its header, and one raw measurement a row. A cell lists up to three raw values (as a rule the seeds); of more it
+One row per published claim, written by `python tools/results.py` from the files in `benchmarks/`. `±` is a 95 %
+interval over seeds (Student's t), paired where two ways of training are compared; brackets are the interval over test
+images; `n` counts seeds or rounds. The file has machine, commit, all arguments, versions and every raw value;
+[tables](TABLES) shows them.
+
+`since`: measured after 0.3.0 changed the training views. Most machines had two shared cores: **compare ratios within
+one file, not times of two.**
+"""
+TABLES = """# Tables
+
+Written by `python tools/results.py` from the CSVs in this folder. Each has command, commit, machine, versions and date
+in its header, and one raw measurement per row. A cell lists up to three raw values (as a rule the seeds); for more it
 has the median and the range.
 
 Machines: `amd-epyc-2cores` has two cores of an AMD EPYC, on 2026-11-21 with AVX2, later with AVX-512 and bfloat16
-units; `intel-xeon-2cores` has AMX. Both were shared unless a note says otherwise. **Compare ratios within one file, not
-times of two.**
+units; `intel-xeon-2cores` has AMX. Both were shared unless a note says otherwise.
 """
+Rows = list[dict[str, str]]
+Number = Callable[[Rows], tuple[str, str]]
+
+
+class Claim(NamedTuple):
+    """A published number: its conditions, the file without machine and date, and how it follows from the rows."""
+
+    subject: str
+    what: str
+    file: str
+    number: Number
+
+
+def chosen(rows: Rows, where: dict[str, str]) -> Rows:
+    """Return the rows with these values; there must be one."""
+    found = [row for row in rows if all(row[key] == value for key, value in where.items())]
+    if not found:
+        raise SystemExit(f"tools/results.py: no row has {where}")
+    return found
+
+
+def spread(values: list[float], unit: str, sign: str = "") -> str:
+    """Return the mean with its interval over seeds, or the mean alone below three seeds."""
+    digits = 2 if unit == "times" else 1
+    text = f"{statistics.mean(values):{sign}.{digits}f}"
+    if len(values) in STUDENT_T:
+        text += f" ± {STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5:.{digits}f}"
+    return f"{text} {unit}"
+
+
+def level(column: str, times: float = 1, unit: str = "%", **where: str) -> Number:
+    """Return the mean over seeds; empty cells do not count."""
+
+    def number(rows: Rows) -> tuple[str, str]:
+        values = [times * float(row[column]) for row in chosen(rows, where) if row[column]]
+        return spread(values, unit), str(len(values))
+
+    return number
+
+
+def gain(arm: str, over: str, key: str = "arm", column: str = "accuracy", times: float = 1, **where: str) -> Number:
+    """Return the paired difference over the seeds that both ways have."""
+
+    def number(rows: Rows) -> tuple[str, str]:
+        mine, other = (
+            {row["seed"]: times * float(row[column]) for row in chosen(rows, {key: name, **where})}
+            for name in (arm, over)
+        )
+        pairs = [mine[seed] - other[seed] for seed in mine if seed in other]
+        return spread(pairs, "points", "+"), str(len(pairs))
+
+    return number
+
+
+def gain_of(column: str, over: str) -> Number:
+    """Return the paired difference of two columns, in points."""
+    return lambda rows: (
+        spread([100 * (float(row[column]) - float(row[over])) for row in rows], "points", "+"),
+        str(len(rows)),
+    )
+
+
+def ratio(key: str, of: str, to: str, column: str, **where: str) -> Number:
+    """Return how large one way is relative to another's: the medians of rounds, the means of up to three seeds."""
+
+    def number(rows: Rows) -> tuple[str, str]:
+        values = [[float(row[column]) for row in chosen(rows, {key: name, **where})] for name in (of, to)]
+        above, below = map(statistics.mean if len(values[0]) <= LISTED else statistics.median, values)
+        return f"{above / below:.2f} times", str(len(values[0]))
+
+    return number
+
+
+def one(form: str, **where: str) -> Number:
+    """Return the columns of a single row, as `form` names them."""
+    return lambda rows: (form.format(**{k: number(v) for k, v in chosen(rows, where)[0].items()}), "1")
+
+
+def total(form: str, column: str, **where: str) -> Number:
+    """Return the sum of a column."""
+    return lambda rows: (form.format(sum(float(row[column]) for row in chosen(rows, where))), "1")
 
 
 def read(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -83,26 +180,205 @@ def table(header: dict[str, str], rows: list[dict[str, str]]) -> Iterator[str]:
         yield f"| {' | '.join(text.replace('|', '/') for text in (*key, *cells))} |"
 
 
+def wttm(rows: Rows) -> tuple[str, str]:
+    """Return the paired difference of two losses."""
+    kl = {row["seed"]: float(row["accuracy"]) for row in chosen(rows, {"loss": "kl", "setting": "temperature 4"})}
+    pairs = [float(row["accuracy"]) - kl[row["seed"]] for row in chosen(rows, {"loss": "wttm", "setting": "alone"})]
+    return spread(pairs, "points", "+"), str(len(pairs))
+
+
+HELP, TRAIN, SHIP, CHECK = "Does a teacher help?", "Faster training", "Export, endpoint, alarms", "Checks and scale"
+FEW, LONG = "proof_few_labels", "sifting"
+ALONE = "labels only, strong"
+CLAIMS = (
+    Claim(HELP, "`make run`: distilled over labels alone", "make-run", gain("distilled", "strong augmentation")),
+    Claim(HELP, "the same, distilled student", "make-run", level("accuracy", arm="distilled")),
+    Claim(HELP, "the same with all labels", "make-run", gain("distilled, all labels", "smoothing, all labels")),
+    Claim(HELP, "CIFAR-10, 25 labels per class, 48,750 pictures without", FEW, gain("soft", ALONE, labels="25")),
+    Claim(HELP, "100 labels per class, 48,000 without", FEW, gain("soft", ALONE, labels="100")),
+    Claim(HELP, "400 labels per class, 45,000 without", FEW, gain("soft", ALONE, labels="400")),
+    Claim(HELP, "100 labels: teacher's class over its probabilities", FEW, gain("hard", "soft", labels="100")),
+    Claim(HELP, "CIFAR-10, all labels, 20 epochs, equal steps", "full_labels", gain("kl", "labels only")),
+    Claim(HELP, "Tiny ImageNet, all labels, 10 passes", "proof_tiny_imagenet", gain("soft", "labels only")),
+    Claim(HELP, "fruit photographs, pretrained student", "proof_grocery", gain("soft", "labels only")),
+    Claim(HELP, "the same, random student", "proof_grocery", gain("scratch, soft", "scratch, labels only")),
+    Claim(HELP, "fruit, README's commands: student", "from_folder", one("{student:.1f} % ({low:.1f} to {high:.1f})")),
+    Claim(HELP, "the same: accepted int8 file", "from_folder", one("{file_right:.1f} %, {mb:.1f} MB")),
+    Claim(
+        HELP,
+        "fruit, random student of kd-init",
+        "init_sweep",
+        one("{test:.1f} % ({low:.1f} to {high:.1f})", folder="grocery-fruit", temperature="2.0", lr="0.003"),
+    ),
+    Claim(HELP, "`wttm` over `kl` at temperature 4, 5 epochs", "losses", wttm),
+    Claim(HELP, "label sets, rendered trays, mAP", "multi_label", gain_of("distilled_map", "labels_only_map")),
+    Claim(HELP, "embeddings without labels, nearest neighbours", "embedding", level("student_knn", 100)),
+    Claim(
+        HELP,
+        "students of CIFAR-10: the best",
+        "frontier_cifar10",
+        one("{test:.3f} at {ms:.2f} ms", student="residual_16"),
+    ),
+    Claim(
+        TRAIN,
+        "timm's train.py, ViT-B teacher, kd live",
+        "timm_distillation",
+        ratio("which", "kd live", "timm", "images_per_second", teacher="B"),
+    ),
+    Claim(
+        TRAIN,
+        "the same, warm cache",
+        "timm_distillation",
+        ratio("which", "kd cached", "timm", "images_per_second", teacher="B"),
+    ),
+    Claim(
+        TRAIN,
+        "CIFAR-10 at equal accuracy (36 %), live: timm's time",
+        "compare_cifar10",
+        ratio("arm", "kd, teacher each step", "timm", "training_seconds", epoch="20"),
+    ),
+    Claim(
+        TRAIN,
+        "the same, cache of 4 views",
+        "compare_cifar10",
+        ratio("arm", "kd, cache of 4 views", "timm", "training_seconds", epoch="20"),
+    ),
+    Claim(TRAIN, "cached teacher, same views", "cached_run", level("accuracy", 100, run="ahead")),
+    Claim(TRAIN, "fresh views, live teacher", "cached_run", level("accuracy", 100, run="fresh")),
+    Claim(TRAIN, "8 epochs, 2 views", "views", level("accuracy", arm="8 epochs, 2 views")),
+    Claim(TRAIN, "photograph at 224 px from memory", "loading", ratio("which", "ram", "none", "ms")),
+    Claim(TRAIN, "one H200, ViT-B to ViT-Ti, 280 px, live", "gpu", one("{value:.0f} images/s", what="kd-train, live")),
+    Claim(TRAIN, "the same, cached", "gpu", one("{value:.0f} images/s", what="kd-train, cached")),
+    Claim(TRAIN, "compiled step, ResNet-18", "compile", one("{ratio_again:.2f} times", network="resnet18")),
+    Claim(TRAIN, "channels last, ResNet-18", "layout", one("{step_gain:.2f} times", network="resnet18")),
+    Claim(TRAIN, "48 px first, equal CPU time, AMX", "tokens_cifar10_amx", gain("48 px first", "all patches")),
+    Claim(TRAIN, "half of the patches", "tokens_cifar10_amx", gain("50 % left out", "all patches")),
+    Claim(
+        TRAIN,
+        "`history` over fewer epochs, 100 epochs, CIFAR-10",
+        LONG,
+        gain("history", "fewer", data="cifar10", schedule="long"),
+    ),
+    Claim(TRAIN, "`random` over fewer epochs", LONG, gain("random", "fewer", data="cifar10", schedule="long")),
+    Claim(TRAIN, "sweep of nine runs, CPU time", "sweep", total("{:.0f} s", "cpu_s", way="kd-sweep")),
+    Claim(
+        SHIP,
+        "student of 32 px pictures, one core",
+        "endpoint_few_labels",
+        one("{images_per_second:.0f} images/s, p99 {p99_ms:.1f} ms"),
+    ),
+    Claim(
+        SHIP,
+        "8 clients, ViT-Ti's fastest file, over LitServe",
+        "serve_litserve_pick",
+        ratio("which", "kd-serve", "litserve 1 worker", "rps", clients="8"),
+    ),
+    Claim(
+        SHIP,
+        "request with 12 million pixels, reduced decoding",
+        "photographs_endpoint",
+        ratio("margin", "1.5", "0.0", "cpu_ms", photograph="12 MP", clients="1"),
+    ),
+    Claim(
+        SHIP,
+        "ViT-Ti's shape, OpenVINO int8",
+        "variants_table",
+        level("times_float32", unit="times", student="vit_ti", file="openvino.int8.xml", threads="1"),
+    ),
+    Claim(SHIP, "alarms, share of a request's CPU time", "shift_cost", one("{share:.4f}")),
+    Claim(
+        SHIP,
+        "CIFAR-10, 15 % passed on: CPU time, points behind the teacher",
+        "defer_cifar10",
+        lambda rows: (
+            "{:.2f} to {:.2f} of it, {:.1f} to {:.1f}".format(
+                *(side(float(row["cpu"]) for row in chosen(rows, {"asked": "most"})) for side in (min, max)),
+                *(side(-100 * float(row["value"]) for row in chosen(rows, {"asked": "most"})) for side in (min, max)),
+            ),
+            "3",
+        ),
+    ),
+    Claim(
+        CHECK,
+        "random wrong labels among the first listed",
+        "audit_labels",
+        one("{right:.0f} of {at:.0f}", by="teacher"),
+    ),
+    Claim(
+        CHECK,
+        "accuracy's intervals from 200 images that hold",
+        "intervals",
+        one("{held_of_100:.1f} of 100", score="accuracy (Wilson)"),
+    ),
+    Claim(
+        CHECK,
+        "estimated peak memory, 64 images, fused",
+        "memory",
+        lambda rows: (
+            f"{float(chosen(rows, {'batch': '64', 'attention': 'fused'})[0]['counted / taken']):.2f} of it",
+            "1",
+        ),
+    ),
+    Claim(CHECK, "listing, bytes per image", "scale", one("{held_bytes:.0f}", part="listing", images="1000000")),
+)
+
+
+def file_of(name: str) -> Path:
+    """Return the CSV of a measurement; the newest, where several machines have one of that name."""
+    files = [
+        path for path in FOLDER.rglob(f"{name}_*.csv") if re.fullmatch(rf"{name}_[a-z0-9]+-[\w-]+\.csv", path.name)
+    ]
+    if not files:
+        raise SystemExit(f"tools/results.py: no file {name}_*.csv")
+    return max(files, key=lambda path: path.stem[-10:])
+
+
+def command(header: dict[str, str]) -> str:
+    """Return the command without arguments of this machine's folders."""
+    words = header["command"].removeprefix("PYTHONPATH=. ").split()
+    return " ".join(words[:2]) if words[0] == "make" else next(word for word in words if word.endswith(".py"))
+
+
 def page() -> str:
-    """Return the page."""
-    parts = [TITLE]
-    for path in sorted((ROOT / "benchmarks").glob("*.csv")):
+    """Return docs/results.md."""
+    tables = os.path.relpath(FOLDER / "tables.md", ROOT / "docs")
+    parts, subject = [TITLE.replace("TABLES", tables)], ""
+    for claim in CLAIMS:
+        if claim.subject != subject:
+            subject = claim.subject
+            parts.append(f"\n## {subject}\n\n|claim|number|n|command, file|since|\n|---|---:|---:|---|---|\n")
+        path = file_of(claim.file)
         header, rows = read(path)
+        value, seeds = claim.number(rows)
+        link = f"[{claim.file}]({os.path.relpath(path, ROOT / 'docs')})"
+        since = "yes" if header["date"] > RELEASE else "no"
+        parts.append(f"|{claim.what}|{value}|{seeds}|`{command(header)}`, {link}|{since}|\n")
+    return "".join(parts)
+
+
+def tables() -> dict[Path, str]:
+    """Return the text of tables.md in each folder that has CSVs."""
+    parts: dict[Path, list[str]] = {}
+    for path in sorted(FOLDER.rglob("*.csv")):
+        header, rows = read(path)
+        if "show" not in header:
+            continue
         name = path.name.removesuffix(f"_{header['hardware']}_{header['date']}.csv")
         facts = f"`{header['command']}`, commit {header['commit']}, {header['hardware']}, {header['date']}."
         note = [f"*{header['note']}*", ""] if "note" in header else []
-        parts.append(
-            "\n".join([f"## {name}", "", f"{header['what']}.", "", facts, "", *note, *table(header, rows), ""])
-        )
-    return "\n".join(parts)
+        lines = [f"## {name}", "", f"{header['what']}.", "", facts, "", *note, *table(header, rows), ""]
+        parts.setdefault(path.parent, [TABLES]).append("\n".join(lines))
+    return {folder / "tables.md": "\n".join(texts) for folder, texts in parts.items()}
 
 
 def main() -> None:
-    """Write or print the page."""
+    """Write or print the pages."""
     if "--print" in sys.argv[1:]:
         print(page(), end="")
     else:
         (ROOT / "docs" / "results.md").write_text(page())
+        for path, text in tables().items():
+            path.write_text(text)
 
 
 if __name__ == "__main__":

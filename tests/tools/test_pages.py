@@ -22,6 +22,24 @@ def test_the_committed_page_is_what_the_tool_prints(name):
     assert (ROOT / "docs" / f"{name}.md").read_text() == tool(name).page(), f"run python tools/{name}.py"
 
 
+def test_the_committed_tables_are_what_the_tool_prints():
+    for path, text in tool("results").tables().items():
+        assert path.read_text() == text, "run python tools/results.py"
+
+
+def test_a_claim_follows_from_its_rows():
+    results = tool("results")
+    rows = [
+        {"seed": seed, "arm": arm, "accuracy": value}
+        for seed, arm, value in (("0", "a", "3"), ("1", "a", "5"), ("2", "a", "7"), ("0", "b", "2"), ("1", "b", "4"))
+    ]
+    assert results.level("accuracy", arm="a")(rows) == ("5.0 ± 5.0 %", "3")  # 4.303 * 2 / sqrt(3)
+    assert results.gain("a", "b")(rows) == ("+1.0 points", "2")  # seed 2 has no pair
+    assert results.ratio("arm", "a", "b", "accuracy")(rows) == ("1.67 times", "3")
+    with pytest.raises(SystemExit):
+        results.level("accuracy", arm="c")(rows)
+
+
 def test_the_committed_drawings_are_what_the_tool_draws():
     drawings = tool("drawings")
     for name, drawn in (("how", drawings.how()), ("rooms", drawings.rooms())):
