@@ -1,6 +1,7 @@
 """Who may import whom (docs/design.md), how long a file may be, and that `import kd` stays light."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,7 +24,7 @@ MAY_IMPORT = {
     "config": {"core", "parts.registry"},
     "data": {"core", "files"},
     "engine": {"core", "files"},
-    "cluster": {"core", "files", "data"},
+    "cluster": {"core", "files", "parts.registry", "data"},
     "setup": BELOW_SETUP,
     "study": BELOW_SETUP | {"setup", "parts.tasks"},
     "deploy": BELOW_SETUP | {"setup", "parts.tasks", "study"},
@@ -195,6 +196,21 @@ def test_a_file_name_stands_once():
     """A file is called after what it does, so that its name alone says which one is meant."""
     names = Counter(path.name for path in FILES if path.name not in ("__init__.py", "__main__.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+DEVICES = re.compile(r"""["']xla["']|device\.type (==|!=|in|not in) """)
+DEVICES_ELSEWHERE = {
+    "kd/parts/sifters/_window.py": 1,  # MPS lacks float64; kd.sifting works in loops without a backend of kd
+    "kd/sifting/loss.py": 1,  # another's loop: the generator of its GPU
+    "kd/sifting/timing.py": 1,  # another's loop: its GPU is waited for
+    "kd/study/report/predictions.py": 1,  # a report has no backend: it takes a GPU where there is one
+}
+
+
+def test_devices_are_known_below_their_parts():
+    """What others must know of a device stands in `BackendFacts`."""
+    counts = Counter(name_of(path) for path in FILES for _ in DEVICES.finditer(path.read_text()))
+    assert {name: count for name, count in counts.items() if "parts/backends" not in name} == DEVICES_ELSEWHERE
 
 
 def test_few_functions_take_many_arguments():

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from kd.cluster.aws_limits import refusals
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
+from kd.core.facts import BackendFacts
 from kd.core.options import option, whole_number
+from kd.parts import registry
 
 if TYPE_CHECKING:
     from kd.core.facts import FileKey
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
 CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 while a job runs, and back when it starts again
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
-RUNS_ON = {"cuda": ("ml.p", "ml.g"), "smddp": ("ml.p4d.", "ml.p4de."), "xla": ("ml.trn",), "neuron": ("ml.trn",)}
-"""How the instance types begin that a backend needs."""
-AUTO = (("ml.trn1", "xla"), ("ml.trn", "neuron"), ("ml.p", "cuda"), ("ml.g", "cuda"))  # else "cpu"
 NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
 METRICS = {
     "train:loss": rf"\| loss {NUMBER}",
@@ -140,15 +139,22 @@ def _backend(job: Job, errors: list[KdError]) -> str:
     """Return `backend.kind`; what is left to the machine is decided here, so that this machine can check it."""
     kind = job.backend or job.keys.get("backend.kind", "auto")
     if kind == "auto":
-        return next((kind for begin, kind in AUTO if job.instance.startswith(begin)), "cpu")
-    wanted = RUNS_ON.get(kind, ("",))
-    if kind == "smddp" and job.keys.get("backend.fallback", "none") != "none":
+        known = ((name, begin) for name in registry.names("backends") for begin in _facts(name).chosen_on)
+        fit = [(len(begin), name) for name, begin in known if job.instance.startswith(begin)]
+        return max(fit, default=(0, "cpu"))[1]
+    wanted = _facts(kind).instances
+    if job.keys.get("backend.fallback", "none") != "none":
         wanted = ("",)
     if not job.instance.startswith(wanted):
         allowed = f"'{kind}' runs on {', '.join(f'{name}*' for name in wanted)}"
         wrong = f"is '{kind}', which does not run on {job.instance}"
         errors.append(ConfigError("backend.kind", wrong, allowed, "Choose another --instance or --backend"))
     return kind
+
+
+def _facts(kind: str) -> BackendFacts:
+    options = registry.options_type("backends", kind, "backend.kind")()
+    return registry.facts("backends", kind, options, "backend.kind")
 
 
 def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdError]]:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import QUANTIZED, RUNTIMES, TRAINED, Config, DataSection, StudentSection, TeacherSection
@@ -41,21 +41,13 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     if "tokens" in read.features and config.student.args.get("patch_drop_rate"):
         wrong = f"is {config.student.args['patch_drop_rate']}, but a loss compares the tokens of all patches"
         yield ConfigError("student.args.patch_drop_rate", wrong, "0, or other losses", "Leave one of them out")
-    if (config.backend.kind, config.optimizer.zero, config.optimizer.on_nonfinite) == ("xla", True, "skip"):
-        wrong = "is 'skip', but torch_xla's ZeRO applies every step"
-        yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
-    if config.optimizer.kind == "muon" and config.backend.kind in ("xla", "neuron"):
-        wrong = f"is muon, which was not tried on {config.backend.kind}"
-        yield ConfigError("optimizer.kind", wrong, "adamw or sgd there", "Set optimizer.kind=adamw")
-    if config.backend.kind == "xla" and config.optimizer.zero and config.student.tuning.freeze_epochs:
-        wrong = f"is {config.student.tuning.freeze_epochs}, but torch_xla's ZeRO was not tried without some gradients"
-        yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")
     yield from _divided(config.teacher)
     if config.teacher.model:
         yield from _several(config.teacher)
     elif config.teacher.also:
         yield ConfigError("teacher.also", "names further teachers, but there is no first", "", "Set teacher.model")
     facts = registry.facts("backends", config.backend.kind, config.backend.options, "backend.kind")
+    yield from _optimizer(config, facts)
     yield from _execution(config.teacher, config.student, config.backend.kind, facts, bool(read.features), here)
 
 
@@ -133,7 +125,7 @@ def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
             yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
         if wanted.unmixed and config.data.augment.mixes:
             wrong = f"'{term.kind}' needs one label an image, but mixup or cutmix is on"
-            allowed = "Losses that mix: ce, kl, dist, wttm, and those on features"
+            allowed = f"Losses that mix: {', '.join(_losses_where(lambda facts: not facts.unmixed))}"
             remedy = "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
             yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
 
@@ -146,7 +138,8 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.logits and wanted.logits != task.logits:
             wrong = f"'{term.kind}' reads logits by a {wanted.logits}, but {have}"
-            allowed = f"logits by a {task.logits}: {_losses_by(task.logits)}" if task.logits else "features"
+            fit = _losses_where(lambda facts: facts.logits == task.logits)
+            allowed = f"logits by a {task.logits}: {', '.join(fit)}" if task.logits else "features"
             yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on {allowed}", "Take one of these")
     if label not in ("", task.label):
         scored = {"class": "one label", "set": "a set of labels"}[task.label]
@@ -164,10 +157,10 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
         yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
 
 
-def _losses_by(function: str) -> str:
+def _losses_where(test: Callable[[LossFacts], bool]) -> list[str]:
+    """Return the names of kd's losses with which, by their default options, something is so."""
     defaults = {name: registry.default_options("losses", name) for name in registry.names("losses")}
-    facts = {name: registry.facts("losses", name, options, "losses") for name, options in defaults.items()}
-    return ", ".join(name for name, known in facts.items() if known.logits == function)
+    return [name for name, options in defaults.items() if test(registry.facts("losses", name, options, "losses"))]
 
 
 def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Iterator[KdError]:
@@ -211,7 +204,8 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.labels:
             wrong = f"'{term.kind}' learns from labels, but data.labels is none"
-            yield ConfigError(f"losses[{i}].kind", wrong, "Losses on the teacher's answers: kl, wttm, ...", "Drop it")
+            others = ", ".join(_losses_where(lambda facts: facts.teacher and not facts.labels))
+            yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on the teacher's outputs: {others}", "Drop it")
     labelled = {
         "run.baseline": config.run.baseline,
         "teacher.fit.epochs": teacher.fit.epochs > 0,
@@ -266,6 +260,20 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
             allowed = "Each teacher once; one that is to be fitted may come again, with another seed"
             yield ConfigError(where, "is a teacher that is there already", allowed, "Change its weight")
         seen.append(key)
+
+
+def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
+    """Yield what the optimizer asks of a backend that cannot do it."""
+    frozen, section, zero = config.student.tuning.freeze_epochs, config.optimizer, facts.own_zero
+    if zero and section.zero and section.on_nonfinite == "skip":
+        wrong = f"is 'skip', but {zero} applies every step"
+        yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
+    if section.kind == "muon" and not facts.muon:
+        wrong = f"is muon, which was not tried on {config.backend.kind}"
+        yield ConfigError("optimizer.kind", wrong, "adamw or sgd there", "Set optimizer.kind=adamw")
+    if zero and section.zero and frozen:
+        wrong = f"is {frozen}, but {zero} was not tried without some gradients"
+        yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")
 
 
 def _divided(teacher: TeacherSection) -> Iterator[KdError]:

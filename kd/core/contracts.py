@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import KdError
+from kd.core.facts import BackendFacts
 from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, Small
 
 
@@ -250,7 +251,7 @@ class Backend(Protocol):
     local_world_size: int  # ranks on this machine
     autocast_dtype: torch.dtype | None  # bfloat16, or None for float32
     auto_mode: str  # what `auto` means on this device, `precision+attention`: a fact of its units, such as bf16+unfused
-    compiles: bool  # whether each shape of a batch is a graph that is compiled
+    facts: BackendFacts  # what its module says of its options
 
     def bf16_pays(self, made_of: Callable[[], tuple[float, float]], trained: bool) -> bool:
         """Return whether `auto_mode` holds for a network, where it names bf16; see `kd.core.host.bf16_pays`."""

@@ -64,11 +64,19 @@ class SifterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """What others must know of a backend before it is built."""
+    """What others must know of a backend and its device, before it is built and after; `Backend.facts` has them."""
 
     cpu: bool = False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
+    cuda: bool = False  # torch.cuda names its device, pins memory for it, times and profiles it
     compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
-    threads: int = 0  # of torch on each rank, by its options; 0: all cores divided by the ranks here
+    complete: bool = False  # its device has all of torch: fused optimizers, float64, a sort
+    inference: bool = True  # torch's inference mode works on its device
+    muon: bool = True  # the optimizer muon was tried on it
+    own_zero: str = ""  # a ZeRO of its own, by name, that applies every step and needs every gradient
+    threads: int | None = None
+    """Of torch on each rank, by its key `threads`. 0: all cores divided by the ranks here. None: it has no such key."""
+    instances: tuple[str, ...] = ("",)  # how the names of SageMaker's instance types begin that it runs on
+    chosen_on: tuple[str, ...] = ()  # of these, those on which `backend.kind: auto` means it; the longest name decides
 
 
 def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:

@@ -251,6 +251,7 @@ class SiftContext:
     balance: float = 0.0  # share of the images that an unsifted epoch draws, as many of each class; 0: all
     answers: Callable[[int, Sequence[int]], tuple[Tensor, Tensor]] | None = None
     """Return the teacher's stored logits [K, C] to a view of images, and which are stored, bool [K]."""
+    on_device: bool = False  # whether the device has float64 and a sort; else the losses come to the host for a draw
 
     @classmethod
     def alone(cls, labels: Tensor, batch_size: int, seed: int = 0) -> SiftContext:

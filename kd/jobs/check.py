@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kd.core.contracts import Backend
 from kd.core.errors import ModelError
 from kd.core.types import Outputs
 from kd.data.views import Views
@@ -94,11 +95,13 @@ class Compared:
     share of its probability that belongs to the data's."""
 
 
-def compare(plan: TeacherPlan, teachers: Teachers, device: torch.device) -> list[Compared]:
+def compare(plan: TeacherPlan, teachers: Teachers, backend: Backend | None = None) -> list[Compared]:
     """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks."""
     if plan.shard or plan.pipeline:
         return []
-    device = torch.device("cpu") if device.type == "xla" else device  # it would compile for each batch size
+    device = torch.device("cpu")
+    if backend is not None and not backend.facts.compiles:  # else it would compile for each batch size
+        device = backend.device
     members = zip(plan.members, teachers.members, strict=False)
     shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
     found = [_compared(where, one, plan, shown, device) for where, one in members if where not in plan.fits]

@@ -125,7 +125,7 @@ def _augmented(fit: Fit, student: Augment) -> list[str]:
 
 def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     try:
-        return [one.text for one in compare(plan, teachers, torch.device("cpu"))]
+        return [one.text for one in compare(plan, teachers)]
     except NotPrepared:
         return ["not asked: the images do not exist yet"]
 

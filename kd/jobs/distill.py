@@ -73,7 +73,7 @@ def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, ti
     """Build the run of an opened folder, record what it is made of, and say what its set-up found out."""
     known = folder.manifest()
     if "teacher_home" not in known:
-        compared = compare(recipe.teacher, setting.teachers, setting.backend.device)
+        compared = compare(recipe.teacher, setting.teachers, setting.backend)
         for one in compared:
             console.info(f"{one.where}: {one.text}")
         folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
@@ -158,7 +158,7 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
     if several:
         require_teacher("teacher", alone["teacher"], plan, run)
         for where, member in zip(plan.members, teachers.members, strict=True):  # one may have another order of classes
-            live = LiveTeacher(member, run.backend.device).validation()
+            live = LiveTeacher(member, run.backend.device, inference=run.backend.facts.inference).validation()
             alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.decides}"]
     for where, value in alone.items():
         if len(alone) > 1:

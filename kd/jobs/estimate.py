@@ -77,7 +77,7 @@ class Bench:
             live = TeacherFactory(whole, teachers.model, backend, data.plan.image_size)(mode)
         split = split_batch(data.plan, 1, len(data.train))
         bench = cls(recipe, backend, split, teachers, live, module, min(CPU_TRIAL, split.micro_batch))
-        if backend.device.type == "cpu":
+        if backend.facts.cpu:
             with bench.trial() as trial:
                 asking = milliseconds(trial.ask) if teachers.model is not None else 0.0
                 if asking + milliseconds(trial.step) > QUICK_MS:
@@ -112,7 +112,7 @@ class Bench:
 
     def costs(self, ms: Mapping[str, float], teacher: float = 0.0) -> Costs:
         """Return what an image costs, with so many milliseconds of the teacher; loading shares a CPU with the step."""
-        on_cpu, workers = self.backend.device.type == "cpu", self.workers
+        on_cpu, workers = self.backend.facts.cpu, self.workers
         load = ms["load"] / (max(1, workers) if not on_cpu else cores() if workers else 1)
         return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
 
@@ -196,7 +196,7 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     shown |= {small: ms["small step"], "loading then": ms["small load"]}
     each = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value)
     precision = "bfloat16" if backend.autocast_dtype is not None else "float32"
-    device = torch.cuda.get_device_name() if backend.device.type == "cuda" else f"{cores()} CPU cores"
+    device = torch.cuda.get_device_name() if backend.facts.cuda else f"{cores()} CPU cores"
     unknown = "" if load else "; loading not measured, the images do not exist yet"
     lines = [
         f"time      about {clock(total)}: {text}",

@@ -18,7 +18,6 @@ from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of
 from kd.jobs.scan_images import scan
 from kd.models.classifier import count_attention
-from kd.parts import registry
 from kd.setup.build import distributed
 from kd.setup.build_teacher import TeacherFactory, teacher_mode
 from kd.setup.data import open_sources
@@ -56,7 +55,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, data, backend)
         ms = measure(bench)
-        peak, on_cpu = peak_mib() + LATER_MIB, backend.device.type == "cpu"
+        peak, on_cpu = peak_mib() + LATER_MIB, backend.facts.cpu
         if on_cpu:
             peak += counted * (1 - bench.images / bench.split.micro_batch)
         told, own = f"memory    {peak:.0f} MiB at the peak of the process", checked[-1].removeprefix("memory    ")
@@ -66,8 +65,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 
 def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     """Time what keys at `auto` and `off` leave open, and return lines for a person."""
-    recipe, made, run = bench.recipe, list[Found](), bench.planned(bench.recipe)
-    facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
+    facts, made, run = bench.backend.facts, list[Found](), bench.planned(bench.recipe)
     with ExitStack() as stack:
         if not facts.compiles:
             asked = bench.asking(run) * run.cost(TEACHER) * ms["teacher"] / 1000
@@ -78,7 +76,7 @@ def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
         lines, most = [line for one in made for line in one.keys], torch.get_num_threads()
         stack.callback(torch.set_num_threads, most)
         threads, more = most, list[str]()
-        if timed and facts.cpu and not facts.threads:
+        if timed and facts.cpu and facts.threads == 0:
             threads, more = compare_threads(most, best)
         lines += more
         if len(lines) > 1 and timed:
@@ -171,7 +169,7 @@ def torch_stages(precision: str, attention: str, layers: int) -> list[list[dict[
 def exported_forms(section: TeacherSection, model: TeacherModel, backend: Backend) -> list[dict[str, Any]]:
     """Return the graphs that may be compared with torch."""
     divided = section.shard or section.pipeline
-    if divided or section.runtime != "auto" or backend.device.type != "cpu" or getattr(model, "features", ()):
+    if divided or section.runtime != "auto" or not backend.facts.cpu or getattr(model, "features", ()):
         return []
     forms = [*(("fp32", runtime) for runtime in RUNTIMES), ("bf16", "openvino")]
     allowed = ("fp32", "bf16") if section.precision == "auto" else (section.precision,)

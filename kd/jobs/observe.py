@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from kd.core.errors import RunError
 from kd.core.facts import BackendFacts
 from kd.core.host import cores
@@ -45,9 +43,9 @@ def accounted(began: float) -> Iterator[None]:
         _reached.clear()
 
 
-def clock_of(facts: BackendFacts, device: torch.device) -> str:
+def clock_of(facts: BackendFacts) -> str:
     """Return what the times of spans mean on a kind of backend. See `Timeline`."""
-    return "tracing" if facts.compiles else "device" if device.type == "cuda" else "host"
+    return "tracing" if facts.compiles else "device" if facts.cuda else "host"
 
 
 class Observer:
@@ -58,13 +56,13 @@ class Observer:
         self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
         folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
-        clock = clock_of(setting.facts, backend.device)
+        clock = clock_of(backend.facts)
         since, profiler = _reached[0] if _reached else time.perf_counter(), None
         self.timeline = Timeline(clock, own, start, backend.communication_ms, since=since)
         if loop.profile and backend.rank == 0:
             from kd.engine.monitor.profiler import Profiler  # torch.profiler: only where steps are named
 
-            profiler = Profiler(loop.profile, folder.path / "profile", backend.device.type, self.timeline.span)
+            profiler = Profiler(loop.profile, folder.path / "profile", backend.facts.cuda, self.timeline.span)
             self.timeline.on_step = profiler.step
         self._profiler = profiler
         self.monitor: Monitor | None = None

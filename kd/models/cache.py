@@ -185,9 +185,9 @@ class CachedTeacher:
     # What a record says is what the student is given, in the step that writes it too: filling as training goes and
     # filling ahead are one run, to the bit where the teacher's bits do not depend on the number of images in a batch.
 
-    def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False) -> None:
+    def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False, on_cpu: bool = True) -> None:
         """Put a store before a live teacher; `fixed_shape`: it is compiled, so run it on whole micro-batches only."""
-        self.live, self.store, self.fixed_shape = live, store, fixed_shape
+        self.live, self.store, self.fixed_shape, self.on_cpu = live, store, fixed_shape, on_cpu
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
         self._bytes = 0
         self._outputs, self._seconds = 0, 0.0  # computed since the last flush, on a CPU; elsewhere no clock of it tells
@@ -249,7 +249,7 @@ class CachedTeacher:
         bare = replace(batch, teacher_outputs=None)
         before = time.process_time()
         said = self.live(bare if whole else bare.take(places))
-        if rows.device.type == "cpu":
+        if self.on_cpu:
             self._outputs, self._seconds = self._outputs + len(rows), self._seconds + time.process_time() - before
         if whole and len(rows) < len(batch.ids):
             said = said.map(lambda tensor: tensor.index_select(0, rows))

@@ -54,11 +54,13 @@ class LiveTeacher(Uncached):
         shard: Place | None = None,
         pipeline: Callable[[nn.Module], nn.Module] | None = None,
         remake: Callable[[Any], nn.Module] | None = None,
+        inference: bool = True,
     ) -> None:
         """Freeze a copy of `model` on `device`; normalization stays float32; `micro_batch` 0: the whole batch."""
         # `shard` shards the model over the ranks, of which rank 0's alone needs weights, `pipeline` splits it into
         # stages: with either, all ranks must call the teacher equally often. `remake`, which goes with neither,
-        # converts the frozen model on its device.
+        # converts the frozen model on its device. `inference`: the device knows torch's inference mode.
+        self.frozen = torch.inference_mode if inference else torch.no_grad
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids
         frozen.eval().requires_grad_(False)
@@ -85,12 +87,10 @@ class LiveTeacher(Uncached):
 
     def _forward(self, batch: Batch) -> list[Outputs]:
         image, size = batch.image if batch.whole is None else batch.whole, self.micro_batch or batch.image.shape[0]
-        # torch_xla does not support views in inference mode
-        frozen = torch.no_grad() if image.device.type == "xla" else torch.inference_mode()
         asked: Any = [image.split(size)]
         if self.reads_ids:
             asked += [batch.ids.split(size), itertools.repeat(batch.view)]
-        with frozen, torch.autocast(image.device.type, enabled=False):
+        with self.frozen(), torch.autocast(image.device.type, enabled=False):
             return [self.model(*part) for part in zip(*asked, strict=False)]
 
     def __call__(self, batch: Batch) -> Outputs:

@@ -50,14 +50,16 @@ def build_backend(section: BackendSection) -> Backend:
     """Build the backend; the caller sets it up and closes it."""
     precision = "fp32" if section.precision == "auto" else section.precision
     kind, options, seconds = section.kind, section.options, section.timeout_seconds
-    return registry.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
+    made = registry.build("backends", kind, options, "backend.kind", precision=precision, timeout_seconds=seconds)
+    made.facts = registry.facts("backends", kind, options, "backend.kind")
+    return made
 
 
 def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> torch.optim.Optimizer:
     """Build the optimizer with fused kernels where the device has them."""
     section = plan.optimizer
     parameters = parameter_groups(plan.tuning, section.weight_decay, module)
-    fused, betas = backend.device.type in ("cpu", "cuda"), tuple(section.betas)
+    fused, betas = backend.facts.complete, tuple(section.betas)
     cls: type[torch.optim.Optimizer]
     if section.kind == "muon":
         from timm.optim.muon import Muon  # loads all of timm's optimizers
@@ -157,7 +159,7 @@ def found_out(setting: Setting, task: Task, report: TeacherReport, mode: Executi
         "task": task.name,
         "scores": task.scores.record(),
         "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},
-        "threads": torch.get_num_threads() if run.backend.device.type == "cpu" else 0,
+        "threads": torch.get_num_threads() if run.backend.facts.cpu else 0,
         "batch": str(setting.split),
         "workers": getattr(run.loader, "workers", 0),
         **({"teacher_error": report.error} if report.error else {}),
@@ -198,6 +200,7 @@ def sift_context(
         seed=seed,
         labels=labels,
         reduce_sum=lambda tensor: backend.reduce_sum(tensor.to(backend.device)).cpu(),
+        on_device=backend.facts.complete,
     )
 
 

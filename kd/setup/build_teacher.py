@@ -15,7 +15,6 @@ from torch import nn
 from kd.config.schema import BackendSection, TeacherSection
 from kd.core.contracts import Backend, Noted, Source, TeacherModel
 from kd.core.errors import CorruptImage, ModelError, RunError
-from kd.core.facts import BackendFacts
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
@@ -73,10 +72,6 @@ class Setting:
     @property
     def split(self) -> BatchSplit:
         return split_batch(self.data.plan, self.backend.world_size, len(self.data.train))
-
-    @property
-    def facts(self) -> BackendFacts:
-        return registry.facts("backends", self.machine.kind, self.machine.options, "backend.kind")
 
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
@@ -202,7 +197,7 @@ def teacher_mode(section: TeacherSection, model: TeacherModel, backend: Backend)
     """Return the mode that a configuration names, or that `auto` means on this machine."""
     if model.runtime != "torch":
         return PLAIN
-    runtime, precision = section.exported(cpu=backend.device.type == "cpu"), section.precision
+    runtime, precision = section.exported(cpu=backend.facts.cpu), section.precision
     if precision == "auto" and (runtime or section.shard or section.pipeline):
         precision = "fp32"  # one that is divided cannot be compared with itself: that would be a second divided copy
     if runtime:
@@ -229,7 +224,7 @@ class TeacherFactory:
         shard = backend.shard if plan.shard else None
         stages = backend.pipeline if plan.pipeline else None
         change = partial(rebuild, mode, self.image_size) if mode.rebuilt else None
-        live = LiveTeacher(self.model, device, dtype, plan.micro_batch, shard, stages, change)
+        live = LiveTeacher(self.model, device, dtype, plan.micro_batch, shard, stages, change, backend.facts.inference)
         set_attention(live.model, mode.kernel == "fused")
         return live
 
@@ -253,8 +248,9 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) 
     backend = setting.backend
     if factory.plan.shard or factory.plan.pipeline:
         return {}, f"{mode}; its logits were not compared with float32's"  # that would divide another teacher
-    device = torch.device("cpu") if backend.compiles else backend.device  # 16 images would be a graph of their own
-    live = factory.on(device, mode) if backend.compiles else factory(mode)
+    alone = backend.facts.compiles  # on the CPU: 16 images would be a graph of their own
+    device = torch.device("cpu") if alone else backend.device
+    live = factory.on(device, mode) if alone else factory(mode)
     shown = setting.data.shown(setting.data.val)
     images = pixels_of(readable(shown.source)[0], shown)
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(device)

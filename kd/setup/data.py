@@ -271,7 +271,7 @@ def workers_of(section: DataSection, backend: Backend) -> int:
     if section.workers != "auto":
         return int(section.workers)
     share = max(1, cores() // backend.local_world_size)
-    if backend.device.type == "cpu":
+    if backend.facts.cpu:
         return 1 if share > 2 else 0
     return max(1, min(MOST_WORKERS, share - 1))
 
@@ -330,4 +330,4 @@ def _share(backend: Backend, batch_size: int, accumulate: int = 1) -> Share:
 
 
 def _loading(section: DataSection, backend: Backend) -> dict[str, Any]:
-    return {"pin_memory": backend.device.type == "cuda", "max_skipped": section.max_skipped}
+    return {"pin_memory": backend.facts.cuda, "max_skipped": section.max_skipped}

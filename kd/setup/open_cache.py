@@ -81,13 +81,13 @@ def price(cache: Cache, codec: Codec, num_images: int) -> str:
     return text
 
 
-def tolerance(mode: ExecutionMode, dtype: str, device: torch.device) -> float:
+def tolerance(mode: ExecutionMode, dtype: str, cuda: bool) -> float:
     """Return how far a stored value may lie from a computed one, as a share of the largest."""
     if mode.precision in QUANTIZED:
         return QUANTIZED_TOLERANCE
     if mode.precision == "bf16":
         return BF16_TOLERANCE
-    rounded = device.type == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    rounded = cuda and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
     return max(TF32_TOLERANCE if rounded else 0.0, TOLERANCE[dtype])
 
 
@@ -113,8 +113,8 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> Ca
             store = open_store(folder, made_from, codec, len(data.train), writable)
         backend.barrier()
     assert store is not None
-    cached = CachedTeacher(report.live, store, fixed_shape=backend.compiles or mode.compiled)
-    check_records(cached, setting, tolerance(mode, plan.cache.dtype, backend.device))
+    cached = CachedTeacher(report.live, store, backend.facts.compiles or mode.compiled, backend.facts.cpu)
+    check_records(cached, setting, tolerance(mode, plan.cache.dtype, backend.facts.cuda))
     return cached
 
 

@@ -128,8 +128,7 @@ def distill(
         run, classes = _run(recipe, arguments, image, world, sink, console)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
-        facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
-        with Timeline(clock_of(facts, world.device), own, start, world.communication_ms) as timeline:
+        with Timeline(clock_of(world.facts), own, start, world.communication_ms) as timeline:
             state = engine_train(replace(run, span=timeline.span, window=timeline.window))
         for line in where_the_time_went("distill", timeline):
             console.info(line)
@@ -161,7 +160,8 @@ def _run(
     split = split_batch(section, world.world_size, num_images)
     shares = [1.0] * len(teachers)
     model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
-    live, criterion, sifter = LiveTeacher(model, world.device), arguments.losses, arguments.sifter
+    live = LiveTeacher(model, world.device, inference=world.facts.inference)
+    criterion, sifter = arguments.losses, arguments.sifter
     known = partial(known_labels, train, labels, num_classes)
     if not isinstance(criterion, Criterion):
         labelled = (known() >= 0).float().mean().item() if labels == "some" else 1.0

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kd.core.errors import BackendError, KdError, in_short
+from kd.core.facts import BackendFacts
 from kd.core.host import bf16_pays, bf16_units
 from kd.core.types import Batch
 from kd.parts.backends import _optimizers as states
@@ -30,7 +31,7 @@ class DDPBackend:
 
     kind = ""
     init = ""  # name of the torch.distributed backend
-    compiles = False
+    facts = BackendFacts()
 
     def __init__(self, device: torch.device, precision: str, timeout_seconds: float) -> None:
         self.launch = read_launch()

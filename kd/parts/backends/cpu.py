@@ -1,6 +1,6 @@
 """Any machine: torch on the CPU, several processes over gloo."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,6 +23,7 @@ class CPU(DDPBackend):
 
     kind = "cpu"
     init = "gloo"
+    facts = BackendFacts(cpu=True, complete=True, threads=0)
 
     def __init__(self, precision: str, timeout_seconds: float, threads: int) -> None:
         super().__init__(torch.device("cpu"), precision, timeout_seconds)
@@ -33,7 +34,7 @@ class CPU(DDPBackend):
 
 def facts(options: Options) -> BackendFacts:
     """Return what others must know of it."""
-    return BackendFacts(cpu=True, threads=options.threads)
+    return replace(CPU.facts, threads=options.threads)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> CPU:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kd.core.facts import BackendFacts
 from kd.parts.backends._ddp import DDPBackend, select_gpu
 
 
@@ -15,6 +16,9 @@ class Options:
     """Use TensorFloat-32 in float32 matrix products."""
     cudnn_benchmark: bool = False
     """Let cudnn time its convolutions at each new shape and keep the fastest. Two runs may then differ in last bits."""
+
+
+facts = BackendFacts(cuda=True, complete=True, instances=("ml.p", "ml.g"), chosen_on=("ml.p", "ml.g"))
 
 
 class CUDA(DDPBackend):

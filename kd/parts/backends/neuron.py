@@ -15,7 +15,7 @@ from kd.core.facts import BackendFacts
 from kd.core.facts import NoOptions as Options
 from kd.parts.backends._ddp import DDPBackend
 
-facts = BackendFacts(compiles=True)
+facts = BackendFacts(compiles=True, muon=False, instances=("ml.trn",), chosen_on=("ml.trn",))
 
 
 class Neuron(DDPBackend):
@@ -23,7 +23,6 @@ class Neuron(DDPBackend):
 
     kind = "neuron"
     init = "neuron"
-    compiles = True
 
     @property
     def auto_mode(self) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kd.core.errors import BackendError, MissingExtra, in_short
+from kd.core.facts import BackendFacts
 from kd.parts.backends._ddp import DDPBackend, select_gpu
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
@@ -62,6 +63,12 @@ class SMDDP(DDPBackend):
             wrong = f"is true, but this release of smddp refuses the all-gather that sharding needs ({in_short(error)})"
             remedy = "Install a newer release, set backend.kind=cuda, or teacher.shard=false"
             raise BackendError("teacher.shard", wrong, "AWS documents it for P4d and P4de", remedy) from error
+
+
+def facts(options: Options) -> BackendFacts:
+    """Return what others must know of it."""
+    needed = ("ml.p4d.", "ml.p4de.") if options.fallback == "none" else ("",)
+    return BackendFacts(cpu=options.device == "cpu", cuda=options.device == "cuda", complete=True, instances=needed)
 
 
 def build(options: Options, precision: str, timeout_seconds: float) -> DDPBackend:

@@ -41,7 +41,14 @@ else:
 
 NEVER = 2**31  # batches between the device loader's own graph cuts; practically none
 
-facts = BackendFacts(compiles=True)
+facts = BackendFacts(
+    compiles=True,
+    inference=False,  # torch_xla does not support views there
+    muon=False,
+    own_zero="torch_xla's ZeRO",
+    instances=("ml.trn",),
+    chosen_on=("ml.trn1",),
+)
 
 
 class XLA(DDPBackend):
@@ -49,7 +56,7 @@ class XLA(DDPBackend):
 
     # Its device is the CPU until `setup`: on Neuron the runtime must not start before the process group.
 
-    kind, compiles = "xla", True
+    kind = "xla"
 
     @property
     def auto_mode(self) -> str:

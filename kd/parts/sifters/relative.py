@@ -16,8 +16,6 @@ from kd.core.types import Batch, Costs, Plan, SiftContext
 from kd.parts.sifters._plan import full_plan
 from kd.parts.sifters._window import LossWindow, generator_at, inclusion, quota, systematic
 
-ON_DEVICE = ("cpu", "cuda")
-"""Where the draw is made beside the losses. Other devices lack float64 or a sort, so their losses come to the host."""
 NO_EPOCH = -1  # before the first plan; epochs count from 0
 
 
@@ -143,8 +141,7 @@ class Relative:
         candidates = self.context.num_images // self.context.batch_size
         position = self.epoch * candidates + number
         draws = generator_at(self.context.seed, 0, position)
-        if losses_B.device.type not in ON_DEVICE:
-            losses_B = losses_B.cpu()
+        losses_B = losses_B if self.context.on_device else losses_B.cpu()
         probability_B = self.window.probability(losses_B, self.options.beta_value, draws)
         chunks = probability_B.view(-1, self.context.micro_batch)
         return torch.stack([systematic(inclusion(chunk, count), count, draws) for chunk in chunks])

@@ -101,7 +101,7 @@ def sharing(settings: Config, threads: int) -> list[str]:
     """
     backend, read, found = settings.backend, reads(settings.losses), []
     facts = registry.facts("backends", backend.kind, backend.options, "backend.kind")
-    if facts.cpu and not facts.threads:
+    if facts.cpu and facts.threads == 0:
         found.append(f"backend.threads={threads}")
     if settings.data.store == "ram":
         found.append("data.store=disk")

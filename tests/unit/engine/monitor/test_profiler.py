@@ -17,7 +17,7 @@ def test_some_steps_are_traced(tmp_path):
     """The timeline calls it; its own time is no part of a step."""
     made = {}
     with Timeline(path=tmp_path / "t", on_step=lambda step: made["profiler"].step(step)) as timeline:
-        made["profiler"] = Profiler([2, 3], tmp_path / "profile", "cpu", timeline.span)
+        made["profiler"] = Profiler([2, 3], tmp_path / "profile", False, timeline.span)
         for step in range(1, 6):
             with timeline.span("data"):
                 images = torch.zeros(64, 1000)
@@ -43,7 +43,7 @@ def test_some_steps_are_traced(tmp_path):
 
 def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):
     with Timeline() as timeline:
-        profiler = Profiler([1, 9], tmp_path / "profile", "cpu", timeline.span)
+        profiler = Profiler([1, 9], tmp_path / "profile", False, timeline.span)
         profiler.step(1)
         torch.zeros(10).sum()
         profiler.close()
