@@ -33,7 +33,7 @@ from kd.cli.__main__ import COMMANDS, main
 from kd.core.errors import KdError
 
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "results")]
-TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("[!t]*.md"))]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "LOG.md"]
 WITH_CONFIG = ("train", "teach", "cache")
 HELPS: dict[str, str] = {}
 """What each command says of itself, asked once."""
@@ -338,7 +338,7 @@ def test_links_and_result_files_exist(page):
             *re.findall(r'id="([\w-]+)"', text),
         }, anchor
     for name in re.findall(r"`([\w-]+_\*\.csv)`", page.read_text()):
-        assert list((ROOT / "benchmarks").glob(name)), f"no file {name}"
+        assert list((ROOT / "benchmarks").rglob(name)), f"no file {name}"
 
 
 def slug(heading: str) -> str:
@@ -348,7 +348,7 @@ def slug(heading: str) -> str:
 
 def rows(name: str, **where: str) -> list[dict[str, str]]:
     """Return the rows of a result file that have these values."""
-    (file,) = (path for maker in ("amd", "intel") for path in (ROOT / "benchmarks").glob(f"{name}_{maker}-*.csv"))
+    (file,) = (path for maker in ("amd", "intel") for path in (ROOT / "benchmarks").rglob(f"{name}_{maker}-*.csv"))
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     return [row for row in csv.DictReader(lines) if all(row[key] == value for key, value in where.items())]
 
@@ -433,14 +433,15 @@ def test_the_pages_are_few_and_short():
         "sifting": 700,
         "deploy": 1600,
         "watching": 700,
-        "scale": 900,
+        "scale": 1200,  # 900, and "Beyond one machine"
         "sagemaker": 600,
-        "design": 1800,
+        "design": 1300,
         "results": 900,
     }
     pages = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
+    assert sum(words for name, words in pages.items() if name != "keys") <= 12_500
 
 
 def test_the_release_in_the_changelog_is_short():
