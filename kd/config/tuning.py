@@ -2,6 +2,7 @@
 
 import types
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kd.parts import registry
@@ -27,6 +28,7 @@ def section_of(annotation: Any) -> Any:
     return found[0] if found and get_origin(annotation) is not tuple else None
 
 
+@cache
 def types_of(cls: type) -> dict[str, Any]:
     """Return the fields a YAML may set, with their types."""
     hints = get_type_hints(cls)
