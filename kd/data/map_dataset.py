@@ -89,8 +89,8 @@ class Labels:
 class MapDataset:
     """A map-style dataset of (image, label) pairs, or of images alone. See `kd.core.contracts.Dataset`."""
 
-    # Its transforms draw from Python's, NumPy's and torch's global generators: they are seeded from (seed, view, id)
-    # before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
+    # Its transforms draw from Python's, NumPy's and torch's global generators of the CPU: they are seeded from (seed,
+    # view, id) before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
 
     def __init__(self, items: Any, seed: int, where: str = "train", labels: str = "all", num_classes: int = 0) -> None:
         self.items, self.seed, self.labels = items, seed, Labels(where, labels, num_classes)
@@ -106,7 +106,7 @@ class MapDataset:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats three tracebacks: 0.1 to 1 ms an image
         try:
             item = self.items[id]
         finally:

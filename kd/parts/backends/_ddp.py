@@ -90,7 +90,7 @@ class DDPBackend:
         )
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        (torch.default_generator if self.device.type == "cpu" else torch).manual_seed(seed)  # see map_dataset.py
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
