@@ -1,14 +1,8 @@
 """Visit every image once an epoch, in a fresh order."""
 
-from dataclasses import dataclass
-
+from kd.core.facts import NoOptions as Options
 from kd.core.types import Plan, SiftContext
 from kd.parts.sifters._plan import Planned, full_plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """No options."""
 
 
 class Everything(Planned):
