@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from typing import Any
@@ -60,11 +60,15 @@ VARIANTS_NOTE = (
 """Under the table of `variant_rows`."""
 
 
-def html_table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as an HTML table, for notebooks; "" without any."""
-    cells = [f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row.values())}</tr>" for row in rows]
-    head = "".join(f"<th>{escape(name)}</th>" for name in (rows[0] if rows else {}))
-    return f"<table><tr>{head}</tr>{''.join(cells)}</table>" if rows else ""
+def html_table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
+    """Return rows as an HTML table; the columns in `text` are aligned to the left in a report. Empty without rows."""
+    if not rows:
+        return ""
+    left = {name: ' class="text"' if name in text else "" for name in rows[0]}
+    heads = "".join(f"<th{left[name]}>{escape(name)}</th>" for name in rows[0])
+    cells = ("".join(f"<td{left[name]}>{escape(str(value))}</td>" for name, value in row.items()) for row in rows)
+    lines = "".join(f"<tr>{one}</tr>" for one in cells)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def money(dollars: float) -> str:

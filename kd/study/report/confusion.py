@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kd.core.intervals import paired, wilson
-from kd.core.text import percent
+from kd.core.text import html_table, percent
 from kd.study.report.record import FEWEST, Predictions, RunRecord
-from kd.study.report.sections import card, section, table
+from kd.study.report.sections import card, section
 from kd.study.report.svg import Series, esc, legend, lines
 
 MOST_CLASSES = 24  # classes of a confusion matrix that fits a page; of more, the most frequent confusions are listed
@@ -106,7 +106,7 @@ def _confusion(one: Predictions) -> str:
         pairs, heads = sorted(every, reverse=True), ("label", "student's answer", "images")
         rows = [dict(zip(heads, (names[i], names[j], n), strict=True)) for n, i, j in pairs[:MOST_CONFUSIONS]]
         hint = f'<p class="hint">The {len(rows)} most frequent of {len(pairs)} confusions.</p>' if rows else ""
-        return hint + table(rows, ("label", "student's answer"))
+        return hint + html_table(rows, ("label", "student's answer"))
     heads, lines = "", []
     for i, row in enumerate(counts):
         full, name = esc(one.classes[i]), esc(names[i])
@@ -194,7 +194,7 @@ def pair(one: Predictions) -> str:
         if cost := _cost(one, cuts[k] / images):
             rows[-1]["CPU time, teacher = 1"] = cost
     hint = f'<p class="hint">{_summary(one, shown, passed, threshold)}</p>'
-    grid = card("Student and teacher as a pair", drawing, names) + card("", hint, table(rows))
+    grid = card("Student and teacher as a pair", drawing, names) + card("", hint, html_table(rows))
     return f'<div class="grid two">{grid}</div>'
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from kd.config import instances
 from kd.core.intervals import Samples
-from kd.core.text import clock, money, percent
+from kd.core.text import clock, html_table, money, percent
 from kd.files.manifest import served_first
 from kd.study.report import sections
 from kd.study.report.confusion import answers
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, verdicts
-from kd.study.report.sections import card, color, esc, section, table
+from kd.study.report.sections import card, color, esc, section
 from kd.study.report.svg import legend, number
 
 HERE = Path(__file__).parent
@@ -169,12 +169,12 @@ def _compared(runs: Sequence[RunRecord]) -> str:
             if len(same) == len(group):
                 title = f"mean of {len(group)} seeds{name}, with its 95 % interval"
                 rows.append(blank | {"run": title} | mean_cells(same))
-    shown = table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
+    shown = html_table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
     if len(runs) == 1:
         return section("Side by side", "", card("Distilled, and the same student on labels alone", shown))
     names = [run.name for run in runs]
     changed = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
-    cards = [card("Results", shown), card("What differs in the configuration", table(changed, names))]
+    cards = [card("Results", shown), card("What differs in the configuration", html_table(changed, names))]
     return section("Side by side", "", *cards)
 
 
@@ -184,7 +184,7 @@ def _costs(runs: Sequence[RunRecord]) -> str:
     priced = any(not float(run.keys.get("price.per_hour", 0) or 0) for run in runs if run.cost)
     hint = f"On-demand list prices of {instances.PRICED_ON}, us-east-1. " if priced else ""
     hint += "Cost = price an hour x billable time. Billable is the time from start to end, with set-up and evaluations."
-    return section("Costs", hint, card("", table(price_rows(runs))))
+    return section("Costs", hint, card("", html_table(price_rows(runs))))
 
 
 def _configuration(runs: Sequence[RunRecord]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.scores import Column
-from kd.core.text import VARIANTS_NOTE, clock, percent, variant_rows
+from kd.core.text import VARIANTS_NOTE, clock, html_table, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
 from kd.study.report.record import RunRecord, teachers_of
 from kd.study.report.summary import chain_lines
@@ -32,17 +32,6 @@ def card(title: str, *content: str) -> str:
     """Return a card, with a title or without; empty where there is no content."""
     body, head = "".join(content), f"<h3>{esc(title)}</h3>" if title else ""
     return f'<div class="card">{head}{body}</div>' if body else ""
-
-
-def table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
-    """Return rows as a table; the columns in `text` are aligned to the left."""
-    if not rows:
-        return ""
-    left = {name: ' class="text"' if name in text else "" for name in rows[0]}
-    heads = "".join(f"<th{left[name]}>{esc(name)}</th>" for name in rows[0])
-    cells = ("".join(f"<td{left[name]}>{esc(value)}</td>" for name, value in row.items()) for row in rows)
-    lines = "".join(f"<tr>{one}</tr>" for one in cells)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def findings(runs: Sequence[RunRecord]) -> str:
@@ -218,5 +207,5 @@ def chain(runs: Sequence[RunRecord]) -> str:
 def variants(runs: Sequence[RunRecord]) -> str:
     """Show what `kd-export --compare` measured."""
     found = {run.name if len(runs) > 1 else "": variant_rows(run.exported) for run in runs}
-    cards = [card(name, table(rows, ["file"])) for name, rows in found.items() if rows]
+    cards = [card(name, html_table(rows, ["file"])) for name, rows in found.items() if rows]
     return section("Which file to ship", VARIANTS_NOTE, *cards)
