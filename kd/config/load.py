@@ -315,9 +315,10 @@ def _out_of_range(cls: type, key: str, value: Any) -> str:
     metadata = next(f for f in dataclasses.fields(cls) if f.name == key).metadata
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return ""
-    low, high, above = metadata.get("low"), metadata.get("high"), metadata.get("above")
+    low, high, above, below = (metadata.get(name) for name in ("low", "high", "above", "below"))
     wrong = not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high)
-    return allows(cls, key) if wrong or (above is not None and value <= above) else ""
+    wrong = wrong or (above is not None and value <= above) or (below is not None and value >= below)
+    return allows(cls, key) if wrong else ""
 
 
 def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdError]) -> type | None:

@@ -3,7 +3,7 @@
 Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and what is common to all kinds; the
 part's own keys stand beside them in the YAML and end up, checked, in `options`.
 
-`metadata` of a field holds its range: `low`, `high` (inclusive), `above` (exclusive).
+`metadata` of a field holds its range: `low`, `high` (inclusive), `above`, `below` (exclusive).
 """
 
 from dataclasses import dataclass, field

@@ -41,9 +41,9 @@ def allows(cls: type, key: str) -> str:
     if "parts" in field.metadata:
         return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
     text = _describe(types_of(cls)[key])
-    low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
+    low, high, above, below = (field.metadata.get(name) for name in ("low", "high", "above", "below"))
     limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []
-    limits += [f"<= {high:g}"] if high is not None else []
+    limits += [f"<= {high:g}"] if high is not None else [f"< {below:g}"] if below is not None else []
     return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
 
 

@@ -277,8 +277,6 @@ def facts_of(options: Any, test: str, label: str = "class") -> DatasetFacts:
 
 def check_splits(options: Any, kind: str) -> None:
     train, val, test, fraction = options.train_split, options.val_split, options.test_split, options.val_fraction
-    if not 0 <= fraction < 1:
-        raise ValueError(f"val_fraction is {fraction}; it must be at least 0 and below 1")
     if not train or not val or (train == val and not fraction):
         raise ValueError(f"train_split and val_split must be two different {kind}s; to share one, set val_fraction")
     if test and test in (train, "" if fraction else val):

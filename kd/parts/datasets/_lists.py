@@ -44,8 +44,6 @@ class Lists:
         if not self.root or not self.files["train"]:
             wrong = f"root and {self.keys['train']} must be set: the folder of the images, and the file that lists them"
             raise ValueError(wrong)
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}; it must be at least 0 and below 1")
         if bool(self.files["val"]) == bool(self.val_fraction):
             raise ValueError(f"{self.keys['val']} or val_fraction is needed; set one of them")
 

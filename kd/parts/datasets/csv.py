@@ -6,7 +6,7 @@ A `.txt` file has a path a line, and a class is the folder of its images. Food-1
 
 import posixpath
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from sys import intern
 
@@ -34,7 +34,7 @@ class Options:
     """The same of the validation images. Empty: `val_fraction` of the training list."""
     test_list: str = file_key("", within="root")
     """The same of the test images, scored once, at the end of a run. Empty: none."""
-    val_fraction: float = 0.0
+    val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class held out for validation, chosen by a hash of the path, where there is no `val_list`."""
     image_key: str = "path"
     """Column of the images: a path in `root` or an absolute one below it, ending optional."""

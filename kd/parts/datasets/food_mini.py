@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from uuid import uuid4
@@ -38,39 +38,31 @@ class Options:
 
     root: str = "data/food_mini"
     """Folder of the rendered pictures; each combination of the other keys gets a folder of its own in it."""
-    train_images: int = 250
+    train_images: int = field(default=250, metadata={"low": 1})
     """Training pictures a dish."""
-    val_images: int = 100
+    val_images: int = field(default=100, metadata={"low": 1})
     """Validation pictures a dish."""
-    pixels: int = 64
+    pixels: int = field(default=64, metadata={"low": 16, "high": 512})
     """Side of the stored pictures."""
     art_seed: int = 0
     """Seed of the pictures; `run.seed` does not change them."""
-    label_noise: float = 0.0
-    """Share of the training pictures with the label of another dish, 0 to 0.9."""
-    redundancy: int = 1
+    label_noise: float = field(default=0.0, metadata={"low": 0.0, "high": 0.9})
+    """Share of the training pictures with the label of another dish."""
+    redundancy: int = field(default=1, metadata={"low": 1})
     """Photographs of each plate in the largest class, which are near-duplicates. No class has more different plates, so
     that a class is large because its plates were photographed more often."""
-    imbalance: float = 1.0
+    imbalance: float = field(default=1.0, metadata={"low": 1.0})
     """Training pictures of the largest class (`train_images`) over those of the smallest; the sizes between fall
     geometrically (arXiv:1901.05555). Validation stays balanced."""
-    dishes: int = 1
-    """Dishes on a tray at most, 1 to 4; above 1, a picture has a set of labels."""
+    dishes: int = field(default=1, metadata={"low": 1, "high": 4})
+    """Dishes on a tray at most; above 1, a picture has a set of labels."""
 
     def __post_init__(self) -> None:
-        if self.train_images < 1 or self.val_images < 1:
-            raise ValueError(f"train_images and val_images must be >= 1, are {self.train_images}, {self.val_images}")
-        if not 16 <= self.pixels <= 512:
-            raise ValueError(f"pixels must be 16 to 512, is {self.pixels}")
-        if not 0 <= self.label_noise <= 0.9:
-            raise ValueError(f"label_noise must be 0 to 0.9, is {self.label_noise:g}")
-        if not 1 <= self.redundancy <= self.train_images or not 1 <= self.imbalance <= self.train_images:
+        if self.train_images < max(self.redundancy, self.imbalance):
             values = f"{self.redundancy}, {self.imbalance:g}"
             raise ValueError(f"redundancy and imbalance must be 1 to train_images, are {values}")
         if self.dishes > 1 and max(self.redundancy, self.imbalance) > 1:
             raise ValueError("redundancy and imbalance need dishes: 1, are for pictures of one label")
-        if not 1 <= self.dishes <= 4:
-            raise ValueError(f"dishes must be 1 to 4, is {self.dishes}")
 
 
 class FoodMini:

@@ -5,7 +5,7 @@ Needs the extra: `pip install 'PATH/kd[hf]'`.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +40,7 @@ class Options:
     """Split to validate on; not used with `val_fraction`."""
     test_split: str = ""
     """Split that is scored once, at the end of a run, and on which nothing is chosen. Empty: none."""
-    val_fraction: float = 0.0
+    val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
     image_key: str = ""
     """Column of the images; empty: the only image column."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,7 @@ class Options:
     """Folder of the validation images in `root`; not used with `val_fraction`."""
     test_split: str = ""
     """Folder of the test images in `root`: scored once, at the end of a run; nothing is chosen on it. Empty: none."""
-    val_fraction: float = 0.0
+    val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class held out for validation, chosen by a hash of the path: of `root`, where it has no split
     folders, or of `train_split`, where `test_split` is set."""
     unlabelled: str = "unlabelled"

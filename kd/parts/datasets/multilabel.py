@@ -7,7 +7,7 @@ JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a table names
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
 from typing import Any
@@ -39,7 +39,7 @@ class Options:
     """The same of the validation images. Empty: `val_fraction` of the training file."""
     test_labels: str = file_key("", within="root")
     """The same of the test images, scored once, at the end of a run. Empty: none."""
-    val_fraction: float = 0.0
+    val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""
     separator: str = "|"
     """Between two labels in a table of two columns."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ class Options:
     takes uint8."""
     std: tuple[float, ...] = ()
     """Standard deviation of each channel, likewise; [1, 1, 1]."""
-    input_size: int = 0
+    input_size: int = field(default=0, metadata={"low": 0})
     """Side of the image that a module takes, or a graph that leaves it open, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """What the model answers with."""
@@ -42,8 +42,6 @@ class Options:
             wrong = f"mean is {list(mean)} and std is {list(std)}, for pixels in 0..1"
             allowed = "each mean is in 0..1 and each std above 0, at most 1; divide those for 0..255 by 255"
             raise ValueError(f"{wrong}; {allowed}")
-        if self.input_size < 0:
-            raise ValueError(f"input_size is {self.input_size}; it must be 0 or a number of pixels")
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:

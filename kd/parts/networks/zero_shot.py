@@ -7,7 +7,7 @@ SigLIP's bias (arXiv:2303.15343) is left out: it is the same for all classes, an
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,14 +40,12 @@ class Options:
     """Texts about a class, `{}` its name; their vectors are averaged."""
     vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
-    scale: float = 0.0
+    scale: float = field(default=0.0, metadata={"low": 0.0})
     """Factor of the cosine. 0: what the model has learned; needed with `vectors` where the folder has one tower."""
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.count("{}") == 1 for prompt in self.prompts):
             raise ValueError(f"prompts are {list(self.prompts)}; each has one {{}} for the name of the class")
-        if not self.scale >= 0:
-            raise ValueError(f"scale is {self.scale:g}; it must be above 0, or 0 for the model's own")
 
 
 class Nearest(nn.Module):

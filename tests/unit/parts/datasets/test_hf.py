@@ -185,5 +185,5 @@ def test_missing_extra(monkeypatch):
         return real(name, *args, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtra, match=r"data\.kind: .*Run: pip install 'kd\[hf\]'"):
+    with pytest.raises(MissingExtra, match=r"data\.kind: .*Run: pip install 'PATH/kd\[hf\]'"):
         build(Options(path="x"), "train", None)
