@@ -291,7 +291,7 @@ CLAIMS = (
         "CIFAR-10, 15 % passed on: CPU time, points behind the teacher",
         "defer_cifar10",
         lambda rows: (
-            "{:.2f} to {:.2f} of it, {:.1f} to {:.1f}".format(
+            "{:.2f} to {:.2f}; {:.1f} to {:.1f}".format(
                 *(side(float(row["cpu"]) for row in chosen(rows, {"asked": "most"})) for side in (min, max)),
                 *(side(-100 * float(row["value"]) for row in chosen(rows, {"asked": "most"})) for side in (min, max)),
             ),
@@ -312,10 +312,10 @@ CLAIMS = (
     ),
     Claim(
         CHECK,
-        "estimated peak memory, 64 images, fused",
+        "estimated peak memory over the measured one, 64 images",
         "memory",
         lambda rows: (
-            f"{float(chosen(rows, {'batch': '64', 'attention': 'fused'})[0]['counted / taken']):.2f} of it",
+            f"{float(chosen(rows, {'batch': '64', 'attention': 'fused'})[0]['counted / taken']):.2f} times",
             "1",
         ),
     ),

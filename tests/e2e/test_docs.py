@@ -395,7 +395,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"{mean(whole):.1f} % against {mean(alone):.1f} %: {against(whole, alone)}",
         f"on the fruit {against(*fruit).removesuffix(' points')} (",
         f"took {float(folder['train_cpu_minutes']):.0f} minutes of CPU time",
-        f"the teacher has {float(folder['teacher']):.1f} % right, the student {float(folder['student']):.1f} % "
+        f"the teacher predicts {float(folder['teacher']):.1f} % correctly, "
+        f"the student {float(folder['student']):.1f} % "
         f"({float(folder['low']):.1f} to {float(folder['high']):.1f}) and its {float(folder['mb']):.1f} MB file "
         f"{float(folder['file_right']):.1f} %",
         f"Of {folder['images'][0]},{folder['images'][1:]} test photographs",
