@@ -11,6 +11,7 @@ import copy
 import importlib.util
 import logging
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -137,6 +138,16 @@ def write_openvino(source: Path, path: Path, half: bool = False) -> None:
     openvino = require("openvino", "--openvino", "openvino")
     with quiet():
         openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=half)
+
+
+def written_for(path: Path) -> tuple[int, int]:
+    """Return the versions of IR and opset that a graph is written in."""
+    if path.suffix == ".xml":
+        text = path.read_bytes()
+        ir, opsets = re.search(rb'<net [^>]*version="(\d+)"', text), re.findall(rb'version="opset(\d+)"', text)
+        return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
+    graph = require("onnx", "--onnx").load(path, load_external_data=False)
+    return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
 
 
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:

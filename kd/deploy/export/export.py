@@ -24,6 +24,7 @@ from kd.deploy.export.graphs import Made, ReadImages, Subject
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.receipt import licences, receipt
+from kd.deploy.serve import self_check
 from kd.files.manifest import DIGITS
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
@@ -182,6 +183,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
         **({"variants": made.variants} if made.variants else {}),
         **({"pick": made.accepted["file"], "accepted": made.accepted} if made.accepted else {}),
         "validation": made.validation,
+        **({self_check.KEY: made.self_check} if made.self_check else {}),
         "environment": _environment(),
     }
     complete(draft, content, weights, provenance, facts)

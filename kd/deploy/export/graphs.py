@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kd.core.errors import ModelError, named
@@ -19,7 +20,12 @@ from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.variants import INT8, ONNX, STATIC
+from kd.deploy.serve import self_check
 from kd.deploy.serve.bench import Latency
+from kd.deploy.serve.decoding import prepare
+from kd.deploy.serve.engines import engine_of, oldest
+from kd.deploy.serve.limits import LOCAL
+from kd.files.manifest import GRAPHS
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.setup.recipe import Recipe
@@ -64,6 +70,7 @@ class Made:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file, through `kd-serve`, for manifest.json
     accepted: dict[str, Any] = field(default_factory=dict)  # sentence, threads, and the file with what was found
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.shift.Reference`
+    self_check: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.serve.self_check`
 
 
 def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
@@ -96,7 +103,24 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
     kept = {name: one for name, one in work.outputs.outputs.items() if name == EAGER or name in made.parity}
     made.defer = defer.choose(options.rule, kept, work.outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
+    made.self_check = _self_check(subject, folder, [name for name in GRAPHS if name in made.parity])
     return made
+
+
+def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Write the self-check of the graphs, of which the first is model.onnx; return what manifest.json says of it."""
+    data, engines, least = subject.recipe.data, {}, {}
+    for name in names:
+        runtime, (ir, opset) = GRAPHS[name].runtime, runtimes.written_for(folder / name)
+        content = [path.read_bytes() for path in variants.files(folder / name)]
+        engines[name] = [engine_of(name, content[0], content[-1], threads, 1) for threads in (1, 2)]
+        least[name] = {"ir": ir, "opset": opset, "least": oldest(runtime, ir, opset)}
+
+    def decode(file: bytes) -> np.ndarray:
+        return prepare(file, data.image_size, data.eval_crop, LOCAL, bits=data.bits).pixels
+
+    found = self_check.write(folder, data.image_size, decode, engines) if engines else {}
+    return {name: one | least[name] for name, one in found.items()}
 
 
 def _makers(folder: Path, views: variants.Views) -> dict[str, Callable[[], None]]:

@@ -49,6 +49,8 @@ class PredictOptions:
     """cores to use; 0: as many as the affinity and the cgroup allow"""
     max_pixels: int = option(100_000_000, "N", pixels)
     """of an image (default 1e8)"""
+    self_check: bool = option(True)
+    """first compare the export's own pictures with what they gave at the export; exit with code 3 where they differ"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     """Classify images, or embed them, and write one row for each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
     check_format(settings.to)
-    described = describe(settings.export, settings.file)
+    described = describe(settings.export, settings.file, settings.self_check)
     if described.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
         raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
@@ -143,7 +145,7 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
     if not (settings.second / "model.onnx").is_file():
         remedy = "A teacher is written by `kd-export RUN --teacher`"
         raise ModelError("--second", f"'{settings.second}' is no export: it has no model.onnx", "", remedy)
-    second = describe(settings.second)
+    second = describe(settings.second, checked=settings.self_check)
     if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
         other = [*(set(second.labels) ^ set(first.labels)), ""][0]
         differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
@@ -162,6 +164,7 @@ def _classify(
     for one in reversed(described):
         model = load(one, threads=1, slots=cores)
         model.warm_up(1)
+        model.check_itself()
         predictor = Predictor(images, model, limits, top, predictor)
     assert predictor is not None
     return partial(_by_threads, predictor, cores=cores)

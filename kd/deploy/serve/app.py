@@ -43,7 +43,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
     async def ping(request: Request) -> Response:
         if service.ready:
             return Response(status_code=200)
-        return _answer(busy("The server is ending." if service.draining else "The model is still being loaded."))
+        return _answer(busy("The server is ending." if service.draining else service.reason))
 
     async def metrics(request: Request) -> Response:
         text = service.metrics.text(service.ready, service.in_flight, service.buffered, service.watch)

@@ -1,9 +1,8 @@
-"""An export as it is served: what the folder says of itself, and its graph, loaded in onnxruntime or OpenVINO."""
+"""An export as it is served: what the folder says of itself, and its graph, which answers for pictures."""
 
 import hashlib
+import logging
 import os
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,23 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short, needed
-from kd.core.host import cores, signal_stack
+from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
+from kd.core.host import cores
+from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
+from kd.deploy.serve.engines import WHERE, Engine, engine_of, require_version
 from kd.deploy.serve.limits import LOCAL, Limits, Problem
 from kd.deploy.serve.responses import Bands, bands, embeddings, predictions
 from kd.deploy.shift import Reference
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import GRAPHS, MANIFEST, unchanged
 
-WHERE, CONFIG = "export", "config.json"
+CONFIG = "config.json"
+log = logging.getLogger("kd.serve")
 MAX_SIZE = 4096  # pixels a side: 50 MB an image; one of 10^9 would ask for all memory at the warm-up
 MIN_CROP = 0.01  # share of the shorter side: less is no crop that anybody trains with
 MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
 MAX_TEXT = 1000  # characters of a name or label, which the log, the metrics and every answer repeat
-Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,15 @@ class Description:
     bits: int  # of the values of an image of 16 bits a channel
     files: dict[str, str]  # the sha256 of each file, as manifest.json has it
     reference: Reference | None  # of answers on validation images; None: an older export, or no such images
+    check: float | None  # how far the logits of the self-check's pictures may differ; None: it is not made
+    packages: dict[str, str] = field(compare=False)  # versions at the export
 
 
-def describe(folder: Path, file: str = "") -> Description:
-    """Read an export's manifest and labels, of the graph `file` or the default. A stranger may have written them."""
+def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
+    """Read an export's manifest and labels, of the graph `file` or the default. A stranger may have written them.
+
+    Without `checked` it is served whatever its own pictures give here.
+    """
     folder = _export_in(folder)
     manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
     try:
@@ -77,6 +83,10 @@ def describe(folder: Path, file: str = "") -> Description:
         labels, output = _output(manifest["output"], config)
         recorded = manifest.get("validation", {}).get(file)
         reference = Reference.read(recorded, labels) if recorded else None
+        told = manifest.get(self_check.KEY, {}).get(file)
+        check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed") if told else None
+        least = _text(told["least"], f"{self_check.KEY}.least") if told else "0"
+        packages = dict(manifest.get("environment", {}).get("packages", {}))
     except KeyError as error:
         raise invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     except DAMAGE as error:
@@ -86,8 +96,15 @@ def describe(folder: Path, file: str = "") -> Description:
         remedy = f"Export anew: kd-export RUN {GRAPHS[file].option if file in GRAPHS else ''}".rstrip()
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     read_verified(folder, "config.json", files)
+    require_version(file, least)
+    if check is None:
+        log.info("an older kd wrote this export: it has no self-check")
+    elif not checked:
+        log.warning("the self-check is off")
+    check = check if checked else None
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    return Description(folder, file, name, version + kind, labels, output, size, crop, margin, bits, files, reference)
+    described = (labels, output, size, crop, margin, bits, files, reference, check, packages)
+    return Description(folder, file, name, version + kind, *described)
 
 
 def _export_in(folder: Path) -> Path:
@@ -203,7 +220,7 @@ class LoadedGraph(Description):
     slots: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_export, (self.folder, self.file, self.threads, self.slots)
+        return open_export, (self.folder, self.file, self.threads, self.slots, self.check is not None)
 
     def __call__(self, pictures: Any, top: int = 5, on_error: str = "raise") -> Any:
         """Return the `Answer` for a picture, or a list of them for a list or tuple of pictures.
@@ -222,7 +239,7 @@ class LoadedGraph(Description):
 
     def _answer(self, picture: Any, top: int, skip: bool) -> Answer | None:
         try:
-            values = self.engine(self.decode(self.open(picture, LOCAL)).pixels[None])
+            values = self.engine(self.pixels(picture)[None])
         except (Problem, OSError) as error:
             if skip:
                 return None
@@ -256,6 +273,26 @@ class LoadedGraph(Description):
         count = min(top or len(self.labels), len(self.labels))
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
+    def check_itself(self) -> bool | None:
+        """Decode the export's own pictures and run the graph on them; None: it has none, or they are not asked for.
+
+        Raises:
+            SelfCheckError: pixels or logits are others than at the export.
+        """
+        if self.check is None:
+            return None
+        content = read_verified(self.folder, self_check.FILE, self.files)
+        try:
+            found = self_check.differences(self_check.read(content), self.file, self.pixels, self.engine)
+        except Exception as error:  # runtimes have their own, unrelated error types
+            raise invalid_export(f"the self-check cannot be made ({in_short(error)})") from error
+        self_check.require(self.file, found, self.check, self.packages)
+        return True
+
+    def pixels(self, picture: Any) -> np.ndarray:
+        """Return the crop of a picture, see `__call__`, uint8 [3, S, S]; OSError or Problem: it is none."""
+        return self.decode(self.open(picture, LOCAL)).pixels
+
     def warm_up(self, times: int = 3) -> None:
         """Run the graph on a grey image, so that the first client does not wait for allocations."""
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
@@ -269,13 +306,19 @@ class LoadedGraph(Description):
                 raise invalid_export(wrong)
 
 
-def open_export(folder: str | Path, file: str = "", threads: int = 1, slots: int = 0) -> LoadedGraph:
+def open_export(
+    folder: str | Path, file: str = "", threads: int = 1, slots: int = 0, self_check: bool = True
+) -> LoadedGraph:
     """Load an export without torch, to call it with pictures: see `LoadedGraph.__call__`.
 
     `file` is the graph (default: the one that `kd-export --accept` chose, or model.onnx), `threads` the cores of a
     call, `slots` the calls at the same time for which OpenVINO prepares (default: as many as there are cores for).
+    SelfCheckError: the export's own pictures give another answer here, unless `self_check` is False.
     """
-    return load(describe(Path(folder).absolute(), file), threads, slots or max(1, cores() // threads))
+    described = describe(Path(folder).absolute(), file, self_check)
+    model = load(described, threads, slots or max(1, cores() // threads))
+    model.check_itself()
+    return model
 
 
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
@@ -293,48 +336,3 @@ def load(description: Description, threads: int, slots: int) -> LoadedGraph:
         raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
     known = {one.name: getattr(description, one.name) for one in fields(description)}
     return LoadedGraph(**known, engine=engine, threads=threads, slots=slots)
-
-
-def engine_of(file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
-    """Load a graph by the name of its file; `weights` are OpenVINO's. A runtime's own error: it is damaged."""
-    runtime, precision, _ = GRAPHS[file]
-    if runtime == "onnxruntime":
-        return _onnx(content, threads)
-    return _openvino(content, weights, threads, slots, "bf16" if precision == "bf16" else "f32")
-
-
-def _onnx(content: bytes, threads: int) -> Engine:
-    runtime = needed("onnxruntime", WHERE, "onnxruntime is not installed", "pip install onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # A thread that spins while it waits takes CPU time from the decoding of other images.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 3
-    session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return lambda pixels: session.run(None, {"image": pixels})[0]
-
-
-def _openvino(content: bytes, weights: bytes, threads: int, slots: int, hint: str) -> Engine:
-    remedy = "pip install 'PATH/kd[openvino]', or choose --file model.onnx"
-    openvino = needed("openvino", WHERE, "openvino is not installed", remedy)
-    settings = {
-        "INFERENCE_PRECISION_HINT": hint,  # what kd-export compared with PyTorch, whatever OpenVINO would choose here
-        "NUM_STREAMS": str(slots),
-        "INFERENCE_NUM_THREADS": str(threads * slots),
-    }
-    with signal_stack():
-        core = openvino.Core()
-        compiled = core.compile_model(core.read_model(content, weights), "CPU", settings)
-    local, first = threading.local(), threading.Lock()
-
-    def run(pixels: np.ndarray) -> np.ndarray:
-        # The first answer of one thread ends before that of the next begins: of two at once one held a guard of
-        # OpenVINO's C++ code and waited for Python's lock, the other the reverse, and the server was never ready.
-        if not hasattr(local, "request"):
-            with first:
-                request = compiled.create_infer_request()
-                request.infer({0: pixels})
-            local.request = request
-        return next(iter(local.request.infer({0: pixels}).values())).copy()
-
-    return run

@@ -42,6 +42,8 @@ class ServeOptions:
     """the page at /"""
     quiet: bool = option(False)
     """log no requests"""
+    self_check: bool = option(True)
+    """first compare the export's own pictures with what they gave at the export; answer nothing where they differ"""
     log_format: str = option("text", "FORMAT", one_of("text", "json"))
     """text, or json: an object a line"""
     limits: Limits = field(default_factory=Limits)
@@ -61,7 +63,7 @@ def serve(settings: ServeOptions) -> None:
 
     lines = to_stderr(settings.quiet, settings.log_format)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about a client's EXIF or palette
-    description = describe(settings.folder, settings.file)
+    description = describe(settings.folder, settings.file, settings.self_check)
     usable = settings.cores or cores()
     slots = settings.slots or usable
     service = Service(description, settings.limits, slots, max(1, usable // slots))
@@ -108,7 +110,6 @@ def _load(service, server, errors: list[Exception]) -> None:
         service.load()
         gc.collect()
         gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
-        log.info("ready")
     except Exception as error:
         if not server.should_exit:  # else it ends already, and its threads take no work any more
             errors.append(error)

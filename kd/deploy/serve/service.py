@@ -5,6 +5,7 @@ more jobs than cores (docs/deploy.md has the measurement).
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,11 @@ from kd.deploy.serve.decoding import check_together, warm_up
 from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.model import Description, LoadedGraph, load
+from kd.deploy.serve.self_check import SelfCheckError
 from kd.deploy.shift import Measures, ShiftWatch
 
 Result = TypeVar("Result")
+log = logging.getLogger("kd.serve")
 
 
 class Service:
@@ -31,18 +34,26 @@ class Service:
         self.metrics = Metrics(description.name, description.version)
         self.watch = ShiftWatch(description.reference) if description.reference else None
         self.model: LoadedGraph | None = None
+        self.reason = "The model is still being loaded."  # why nothing is answered while `model` is None
         self.draining = False
         self.in_flight = 0
         self.buffered = 0
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model and warm up every thread; see `kd.deploy.serve.model.load`. Blocks."""
+        """Load the model, warm up every thread, and check the answers; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
             warming.result()
+        try:
+            self.metrics.self_check = self._pool.submit(model.check_itself).result()
+        except SelfCheckError as error:
+            self.metrics.self_check, self.reason = False, f"{error}"
+            log.error("not ready: %s", error)
+            return
         self.model = model
+        log.info("ready")
 
     @property
     def ready(self) -> bool:
@@ -56,7 +67,7 @@ class Service:
     def admission_error(self) -> Problem | None:
         """Return a 503 if no further request is admitted now, else None."""
         if self.model is None:
-            return busy("The model is still being loaded.")
+            return busy(self.reason)
         if self.in_flight >= self.limits.max_in_flight:
             return busy(f"{self.limits.max_in_flight} requests are being answered already.")
         return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from kd.core.errors import ModelError, in_short
 from kd.core.host import end_with
-from kd.deploy.serve.model import engine_of
+from kd.deploy.serve.engines import engine_of
 
 SECONDS = 120.0  # for one batch, with loading. Chosen, not measured
 MEMORY = 8 << 30  # bytes of addresses. Chosen, not measured

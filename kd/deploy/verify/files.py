@@ -19,6 +19,7 @@ from kd.deploy.export.export import FORMAT
 from kd.deploy.export.flags import limits, misses
 from kd.deploy.export.parity import IMAGES as IMAGES_FILE
 from kd.deploy.export.receipt import NAMED, OWN
+from kd.deploy.serve.self_check import FILE as SELF_CHECK
 from kd.deploy.verify.claims import EXPORT, MANIFEST, Claims
 from kd.files.manifest import DIGITS, GRAPHS, checksum, sha256
 from kd.files.manifest import MANIFEST as MANIFEST_FILE
@@ -30,7 +31,7 @@ from kd.models.live_teacher import count_parameters
 from kd.models.load_classifier import Spec, load
 from kd.models.timm_folder import CONFIG, export_files, known_configs, require_fitting
 
-WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, graphs.PT2, *GRAPHS)
+WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, SELF_CHECK, graphs.PT2, *GRAPHS)
 """The files that kd writes, beside the weights of OpenVINO's graphs."""
 LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # of OpenVINO's weights, as `GRAPHS` calls them

@@ -17,9 +17,14 @@ from kd.deploy.export.calibrate import cross_fitted
 from kd.deploy.export.graphs import CALIBRATION_IMAGES
 from kd.deploy.export.parity import EAGER, GraphOutputs, Runner
 from kd.deploy.export.receipt import OWN
+from kd.deploy.serve import self_check
+from kd.deploy.serve.decoding import prepare
+from kd.deploy.serve.engines import oldest
+from kd.deploy.serve.limits import LOCAL
 from kd.deploy.verify.child import Confined
-from kd.deploy.verify.claims import EXACT, IMAGES, Claims
+from kd.deploy.verify.claims import EXACT, EXPORT, IMAGES, Claims
 from kd.deploy.verify.images import Shown
+from kd.files.manifest import GRAPHS
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.parts.tasks import label_sets, single_label
@@ -28,7 +33,8 @@ RANDOM = 48  # images that no supplier knows
 TOLERANCE = 1e-3  # of exact graphs, as of kd-export; on random images of the largest |logit|, which may be large there
 LOSSY = 30.0  # times the claimed difference of int8 and bfloat16 that random images may show; chosen
 MOST_THREADS = 3  # numbers of threads of which kd-export measures servers: 1, --threads, all
-AS_PYTORCH = "as PyTorch"
+AS_PYTORCH, AS_EXPORTED = "as PyTorch", "as at the export"
+ALLOWED = 2.0  # times the difference that a graph should allow, here; chosen
 
 
 def show_answers(
@@ -55,6 +61,32 @@ def show_answers(
         _show_scores(known, outputs, task)
     _show_promises(known, outputs, task, labels)
     _show_speed(known, folder, outputs)
+
+
+def show_self_check(known: Claims, folder: Path) -> None:
+    """Decode the self-check's pictures as `kd-serve` does, and run each graph on their pixels."""
+    told = known.claimed
+    if self_check.KEY not in told:  # an older kd wrote it
+        return
+    size, crop, margin, bits = (told["input"].get(key, 16) for key in ("size", "crop", "margin", "bits"))
+    arrays = self_check.read((folder / self_check.FILE).read_bytes())
+    told[self_check.FILE], found, seen = {"pixels": AS_EXPORTED}, dict[str, Any](), dict[str, Any]()
+    for name in known.graphs:
+        if name not in GRAPHS or graphs.missing(name):
+            continue
+        ir, opset = runtimes.written_for(folder / name)
+        found[name] = {"ir": ir, "opset": opset}
+        with closing(Confined(folder / name, told["output"]["width"])) as run, known.reading(f"{name} on self_check"):
+            pixels, off = self_check.differences(
+                arrays, name, lambda file: prepare(file, size, crop, LOCAL, margin, bits).pixels, run
+            )
+            least, most = oldest(GRAPHS[name].runtime, ir, opset), told[self_check.KEY][name]["allowed"]
+            usual = self_check.allowed(name, arrays[name], [run(arrays["pixels"])], arrays[graphs.ONNX])
+            found[name] |= {"least": least, "allowed": most if 0 <= most <= ALLOWED * usual else usual}
+            told[self_check.FILE][name] = AS_EXPORTED
+            seen[name] = AS_EXPORTED if off <= most else f"differs by {off:.2g}"
+            seen["pixels"] = AS_EXPORTED if pixels <= self_check.LEVELS else f"differ by {pixels:.3g} levels"
+    known.show(EXPORT, {self_check.KEY: found, self_check.FILE: seen})
 
 
 def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict[str, Runner]:

@@ -16,10 +16,11 @@ from kd.core.options import option
 from kd.core.text import table
 from kd.deploy.export import graphs
 from kd.deploy.export.receipt import licence_lines
+from kd.deploy.serve import self_check
 from kd.deploy.serve.model import describe
 from kd.deploy.verify.claims import EXPORT, OPEN, RIGHT, WRONG, Claims, Row
 from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
-from kd.deploy.verify.graph_outputs import show_answers
+from kd.deploy.verify.graph_outputs import show_answers, show_self_check
 from kd.deploy.verify.images import Shown, lines_of
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import GRAPHS, MANIFEST
@@ -137,6 +138,8 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     served = False
     with known.reading("what kd-serve reads"):
         served = {*known.graphs} <= {graphs.PT2} or bool(describe(folder))
+    with known.reading(self_check.FILE):
+        show_self_check(known, folder)
     if options.data and lines and task is not None and served:
         with tempfile.TemporaryDirectory() as copies, known.reading("answers on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))

@@ -29,7 +29,7 @@ def test_the_graphs_that_are_asked_for(subject, tmp_path):
     made = subject()
     written = write(made, tmp_path / "export", ExportOptions(pt2=True, int8=True))
     plain = {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
-    assert files(written.folder) == {*plain, "model.onnx", "model.pt2", "model.int8.onnx"}
+    assert files(written.folder) == {*plain, "model.onnx", "model.pt2", "model.int8.onnx", "self_check.npz"}
     manifest = json.loads((written.folder / "manifest.json").read_text())
     said = json.loads(json.dumps(written.manifest))
     assert {**said, "files": manifest["files"], "checksum": manifest["checksum"]} == manifest

@@ -1,0 +1,280 @@
+"""The self-check: planted faults are found, each by its line, and nothing honest is called wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from liars import INT8, Liar
+from onnx import helper, numpy_helper
+from PIL import Image, ImageOps, JpegImagePlugin
+from subjects import SIZE, small_subject
+
+import kd
+from kd.core.errors import MissingExtra, ModelError
+from kd.deploy.export.export import write
+from kd.deploy.export.flags import ExportOptions
+from kd.deploy.predict.predict import PredictOptions, predict
+from kd.deploy.serve import self_check
+from kd.deploy.serve.engines import oldest
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import describe
+from kd.deploy.serve.self_check import FILE, SelfCheckError
+from kd.deploy.serve.service import Service
+from kd.deploy.verify.verify import VerifyOptions, verify
+
+Array = Callable[[np.ndarray], np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def honest(once) -> Path:
+    """An export. Do not write into it."""
+
+    def build(folder: Path) -> Path:
+        write(small_subject(folder / "runs"), folder / "export", ExportOptions(int8=True))
+        return folder
+
+    return once("self-checked", build) / "export"
+
+
+def graph(change: Callable[[onnx.GraphProto], None], name: str = "model.onnx") -> Callable[[Liar], str]:
+    """Return a fault that changes a graph."""
+
+    def plant(liar: Liar) -> str:
+        model = onnx.load(liar.folder / name)
+        before = model.SerializeToString()
+        change(model.graph)
+        assert model.SerializeToString() != before
+        onnx.save(model, liar.folder / name)
+        return name
+
+    return plant
+
+
+def tensors(change: Array, wanted: Callable[[onnx.TensorProto], bool]) -> Callable[[onnx.GraphProto], None]:
+    def changed(found: onnx.GraphProto) -> None:
+        for one in found.initializer:
+            if wanted(one):
+                values = numpy_helper.to_array(one)
+                one.CopyFrom(numpy_helper.from_array(change(values).astype(values.dtype), one.name))
+
+    return changed
+
+
+def floats(one: onnx.TensorProto) -> bool:
+    return one.data_type == onnx.TensorProto.FLOAT and len(one.dims) > 1
+
+
+def named(text: str) -> Callable[[onnx.TensorProto], bool]:
+    return lambda one: text in one.name
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    return (values.view(np.uint32) + 0x8000 & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def exchanged(found: onnx.GraphProto) -> None:
+    """Exchange the channels of the input."""
+    for node in found.node:
+        node.input[:] = ["bgr" if one == "image" else one for one in node.input]
+    found.initializer.append(numpy_helper.from_array(np.array([2, 1, 0]), "order"))
+    found.node.insert(0, helper.make_node("Gather", ["image", "order"], ["bgr"], axis=1))
+
+
+def added(number: float) -> Callable[[onnx.GraphProto], None]:
+    """Add a number to each logit."""
+
+    def changed(found: onnx.GraphProto) -> None:
+        name = found.output[0].name
+        for node in found.node:
+            node.output[:] = ["before" if one == name else one for one in node.output]
+        found.initializer.append(numpy_helper.from_array(np.array([number], np.float32), "bias"))
+        found.node.append(helper.make_node("Add", ["before", "bias"], [name]))
+
+    return changed
+
+
+def attribute(kind: str, name: str, value: object) -> Callable[[onnx.GraphProto], None]:
+    def changed(found: onnx.GraphProto) -> None:
+        for node in (one for one in found.node if one.op_type == kind):
+            kept = [one for one in node.attribute if one.name != name]
+            del node.attribute[:]
+            node.attribute.extend([*kept, helper.make_attribute(name, value)])
+
+    return changed
+
+
+def random(scale: float) -> Array:
+    return lambda values: values * (1 + scale * np.random.default_rng(1).standard_normal(values.shape))
+
+
+ANSWERS, DECODES, HASH = "answers otherwise than where it was exported", "decodes a self-check picture", "sha256"
+GRAPHS: dict[str, Callable[[Liar], str]] = {
+    "channels exchanged": graph(exchanged),
+    "bias + 1e-2": graph(added(1e-2)),
+    "another padding": graph(attribute("Conv", "pads", [1, 1, 0, 0])),
+    "weights of an earlier step": graph(tensors(random(1e-2), floats)),
+    "bf16 for float32": graph(tensors(to_bf16, floats)),
+    "float16 for float32": graph(tensors(lambda w: w.astype(np.float16), floats)),
+    "no temperature": graph(tensors(lambda w: 1.02 * w, named("head.weight"))),
+    "classes exchanged": graph(tensors(lambda w: np.roll(w, 1, 0), named("head.weight"))),
+    "another mean": graph(tensors(lambda s: s + 0.01, named("shift"))),
+    "another epsilon": graph(attribute("LayerNormalization", "epsilon", 1e-3)),
+    "no softmax": graph(attribute("Softmax", "axis", 1)),
+    "positions rolled": graph(tensors(lambda p: np.roll(p, 1, 1), named("pos_embed"))),
+    "a weight that is no number": graph(tensors(lambda b: b + np.nan, named("norm1.bias"))),
+    "int8 scales halved": graph(tensors(lambda s: s / 2, named("_scale")), INT8),
+    "int8 weights saturated": graph(tensors(lambda w: w.clip(-48, 48), lambda one: "_quantized" in one.name), INT8),
+}
+
+
+@pytest.mark.parametrize("fault", GRAPHS)
+def test_a_fault_of_a_graph_is_found_though_its_hash_is_repaired(fault, honest, tmp_path):
+    liar = Liar(shutil.copytree(honest, tmp_path / "export"))
+    file = GRAPHS[fault](liar)
+    liar.reseal()
+    with pytest.raises(SelfCheckError, match=f"{file} {ANSWERS}: largest difference .* is allowed; onnxruntime"):
+        kd.load(liar.folder, file)
+    kd.load(liar.folder, file, self_check=False)
+
+
+def resized(filter: Image.Resampling) -> Callable[..., Image.Image]:
+    real = Image.Image.resize
+    return lambda self, size, _=None, *rest, **more: real(self, size, filter, *rest, **more)
+
+
+def blue_first(self: Image.Image, *rest, real=Image.Image.resize, **more) -> Image.Image:
+    return Image.fromarray(np.asarray(real(self, *rest, **more))[..., ::-1])
+
+
+def on_black(mode: str, size: tuple[int, int], color: object = 0, real=Image.new) -> Image.Image:
+    return real(mode, size, "black")
+
+
+DECODERS = {
+    "bilinear for bicubic": (Image.Image, "resize", resized(Image.Resampling.BILINEAR)),
+    "nearest for bicubic": (Image.Image, "resize", resized(Image.Resampling.NEAREST)),
+    "EXIF is ignored": (ImageOps, "exif_transpose", lambda image, in_place=False: None),
+    "a decoder of BGR": (Image.Image, "resize", blue_first),
+    "transparent on black": (Image, "new", on_black),
+    "a JPEG is not reduced": (JpegImagePlugin.JpegImageFile, "draft", lambda self, mode, size: None),
+}
+
+
+@pytest.mark.parametrize("fault", DECODERS)
+def test_another_decoder_is_found(fault, honest, monkeypatch):
+    monkeypatch.setattr(*DECODERS[fault])
+    with pytest.raises(SelfCheckError, match=f"{DECODES} otherwise .* Pillow"):
+        kd.load(honest)
+
+
+def test_another_crop_is_found_and_what_has_another_hash_is_not_read(honest, tmp_path):
+    liar = Liar(shutil.copytree(honest, tmp_path / "crop"))
+    liar.set("input/crop", 0.8)
+    liar.reseal()
+    with pytest.raises(SelfCheckError, match=DECODES):
+        kd.load(liar.folder)
+    liar = Liar(shutil.copytree(honest, tmp_path / "labels"))
+    liar.set("label_names", ["pear", "apple", "fig"], "config.json")
+    with pytest.raises(ModelError, match=HASH):
+        kd.load(liar.folder)
+    shutil.copy(liar.folder / "kd.json", liar.folder / FILE)
+    shutil.copy(honest / "config.json", liar.folder)
+    with pytest.raises(ModelError, match=HASH):
+        kd.load(liar.folder)
+    liar.reseal()  # a stranger may have written it
+    with pytest.raises(ModelError, match="the self-check cannot be made"):
+        kd.load(liar.folder)
+
+
+def test_the_oldest_runtime_that_reads_a_graph_is_compared(honest, tmp_path):
+    told = json.loads((honest / "manifest.json").read_text())["self_check"]["model.onnx"]
+    assert (told["opset"], told["least"]) == (20, oldest("onnxruntime", told["ir"], 20))
+    assert oldest("onnxruntime", 10, 22) == "1.21"
+    assert oldest("onnxruntime", 10, 23) == "1.23"
+    liar = Liar(shutil.copytree(honest, tmp_path / "export"))
+    liar.set("self_check/model.onnx/least", "99.0")
+    liar.reseal()
+    with pytest.raises(MissingExtra, match=r"needs onnxruntime 99\.0, and .* is here"):
+        kd.load(liar.folder)
+
+
+def faulty(honest: Path, folder: Path) -> Path:
+    liar = Liar(shutil.copytree(honest, folder))
+    GRAPHS["bias + 1e-2"](liar)
+    liar.reseal()
+    return liar.folder
+
+
+def test_the_endpoint_is_not_ready_and_says_why(honest, tmp_path, caplog):
+    for checked, ready in ((True, False), (False, True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "kd.serve"):
+            folder = faulty(honest, tmp_path / str(checked))
+            service = Service(describe(folder, checked=checked), Limits(), slots=1, threads=1)
+            service.load()
+        assert service.ready == ready
+        text = service.metrics.text(service.ready, 0, 0)
+        if checked:
+            problem = service.admission_error()
+            assert problem is not None
+            assert ANSWERS in problem.detail
+            assert ANSWERS in caplog.text
+            assert "\nkd_self_check 0\n" in text
+        else:
+            assert "the self-check is off" in caplog.text
+            assert "kd_self_check" not in text
+        service.close()
+    service = Service(describe(honest), Limits(), slots=2, threads=1)
+    service.load()
+    assert "\nkd_self_check 1\n" in service.metrics.text(service.ready, 0, 0)
+    service.close()
+
+
+def test_kd_predict_and_kd_verify_find_it(honest, tmp_path, command):
+    folder = faulty(honest, tmp_path / "export")
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "red.png")
+    answer = command("predict", folder, tmp_path / "red.png", "--to", tmp_path / "o.csv")
+    assert (answer.code, (tmp_path / "o.csv").exists()) == (3, False)
+    assert ANSWERS in answer.err
+    settings = PredictOptions(export=folder, images=str(tmp_path / "red.png"), to=tmp_path / "o.csv", self_check=False)
+    assert predict(settings, io.StringIO()).images == 1
+    for export, verdict in ((honest, "right"), (folder, "WRONG")):
+        rows = {row.what: row.verdict for row in verify(VerifyOptions(export=export)).rows}
+        assert rows[f"{FILE}/model.onnx"] == verdict
+        assert rows[f"{FILE}/pixels"] == rows["self_check/model.onnx/allowed"] == "right"
+    liar = Liar(shutil.copytree(honest, tmp_path / "loose"))
+    liar.set("self_check/model.onnx/allowed", 50.0)
+    liar.reseal()
+    rows = {row.what: row.verdict for row in verify(VerifyOptions(export=liar.folder)).rows}
+    assert rows["self_check/model.onnx/allowed"] == "WRONG"
+
+
+def test_an_older_export_is_served_without(honest, tmp_path, caplog):
+    liar = Liar(shutil.copytree(honest, tmp_path / "export"))
+    del liar.manifest["self_check"]
+    (liar.folder / FILE).unlink()
+    liar.reseal()
+    with caplog.at_level(logging.INFO, "kd.serve"):
+        model = kd.load(liar.folder)
+    assert caplog.text.count("it has no self-check") == 1
+    assert model.check_itself() is None
+
+
+@pytest.mark.parametrize("size", [SIZE, 224])
+def test_the_pictures(size):
+    files = self_check.pictures(size)
+    assert files == self_check.pictures(size)
+    opened = [Image.open(io.BytesIO(file)) for file in files]
+    assert [(one.format, one.mode) for one in opened] == [("JPEG", "RGB")] * 2 + [("PNG", "RGB"), ("PNG", "RGBA")]
+    assert opened[1].getexif()[0x0112] == 6
+    assert opened[0].width > 4 * size
+    assert all(np.asarray(one.convert("RGB")).std() > 20 for one in opened)
+    assert sum(map(len, files)) < 400_000
