@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from subjects import CLASSES, SIZE, small_subject
+from subjects import CLASSES, SIZE, measure_briefly, small_subject
 
-from kd.deploy.export import parity, variants
+from kd.deploy.export import parity
 from kd.deploy.export.card import card
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
@@ -27,7 +27,6 @@ from kd.deploy.export.package import seal
 from kd.deploy.verify.claims import WRONG
 from kd.deploy.verify.verify import Verdict, VerifyOptions, verify
 from kd.files.manifest import MANIFEST, sha256
-from kd.models import runtimes
 
 INT8 = "model.int8.onnx"
 MANY = np.random.default_rng(5).integers(0, 256, (120, 3, SIZE, SIZE), np.uint8)
@@ -69,10 +68,8 @@ def honest_export(folder: Path) -> Path:
     metrics = {"accuracy": right, "teacher_accuracy": 0.8, "agreement": 0.7}
     subject = replace(subject, provenance={**subject.provenance, "metrics": metrics})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "SECONDS", 0.01)
         patch.setattr(parity, "TIMED_SECONDS", 0.01)
-        find = runtimes.installed
-        patch.setattr(runtimes, "installed", lambda name: name not in ("openvino", "nncf") and find(name))
+        measure_briefly(patch)
         options = ExportOptions(int8=True, compare=True, accept="drop<=20 mb<=5", defer_share=0.2, license="mit")
         write(subject, folder / "export", options)
     return folder

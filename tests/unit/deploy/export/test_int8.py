@@ -74,15 +74,16 @@ def test_the_interval_is_that_of_the_same_images():
 
 def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):
     torch.manual_seed(0)
-    model = load(Spec("student", "lcnet_050", {}, ["a", "b"], free_size=True), 32).eval()
+    model = load(Spec("student", "test_resnet", {}, ["a", "b"], free_size=True), 32).eval()
     runtimes.write_onnx(runtimes.export_program(model, 32), tmp_path / "model.onnx")
     runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
     weights = {name: one.numel() for name, one in model.network.named_parameters() if one.ndim > 1}
-    linear = sum(count for name, count in weights.items() if name.startswith("classifier"))
+    linear = sum(count for name, count in weights.items() if name.startswith("fc"))
     assert runtimes.int8_share(tmp_path / "model.int8.onnx") == pytest.approx(linear / sum(weights.values()), abs=0.01)
 
 
 @NNCF
+@pytest.mark.slow
 def test_nncf_reports_nothing():
     """Whether it may is read when it is imported, which must not be earlier than kd says no."""
     script = """
