@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what torch and the others made when they were imported: a twelfth of the time."""
+    """Let the garbage collector pass over what imports have made: that was a twelfth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
