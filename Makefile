@@ -44,7 +44,7 @@ test-xla: $(XLA)/.xla
 	PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -q tests/xla
 
 test-floor: $(FLOOR)/.floor
-	$(FLOOR)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow" $(FLOOR_TESTS)
+	$(FLOOR)/bin/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile -m "not slow" $(FLOOR_TESTS)
 
 # With the packages that are there: PYTHON's where there is no $(VENV). OUT: folder of the CSV. TIMM: a checkout of timm.
 gpu:
