@@ -21,7 +21,7 @@ from kd import config
 from kd.jobs.train import teach
 
 CONFIG = Path(__file__).parent.parent / "configs" / "vit_food_scratch.yaml"
-LOSSES = "losses=[{kind: cosine}, {kind: relational}]"
+LOSSES = "losses=[{kind: cosine}, {kind: cckd}]"
 
 
 def main() -> None:

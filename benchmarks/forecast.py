@@ -48,7 +48,7 @@ TINY: dict[str, Any] = {
 FIT, STORED = "teacher.fit.epochs=3", "teacher.cache.views=1"
 RUNS: dict[str, list[str]] = {
     "baseline": [FIT, "run.epochs=4", "run.baseline=true"],
-    "averaged": [FIT, STORED, "optimizer.ema=0.99", "data.test_fraction=0.5"],
+    "averaged": [FIT, STORED, "optimizer.ema_decay=0.99", "data.test_fraction=0.5"],
     "several labels": [FIT, "run.epochs=4", "losses=[{kind: binary_kl}]", "data.kind=multilabel"],
     "history": [FIT, STORED, "run.epochs=12", "sifter.kind=history"],
     "relative": [FIT, STORED, "run.epochs=12", "sifter.kind=relative", "sifter.sift_delay=112"],

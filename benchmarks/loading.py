@@ -28,7 +28,7 @@ from kd.setup.recipe import resolve
 
 def settings(given: argparse.Namespace, folder: str) -> config.Config:
     """Return a configuration of the data alone."""
-    data: dict[str, Any] = {"image_size": given.size, "batch_size": 1, "augment": {"crop": given.crop}}
+    data: dict[str, Any] = {"image_size": given.size, "batch_size": 1, "augment": {"crop_scale": given.crop}}
     if given.policy:
         data["augment"] |= {"policy": given.policy, "mixup": 0.2, "mix_probability": 0.5}
     data |= {"kind": "imagefolder", "root": given.data} if given.data else {"kind": "food_mini"}

@@ -63,7 +63,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 CE: Row = {"kind": "ce", "label_smoothing": 0.1}
 HARD: Row = {"kind": "benchmarks._hard"}
-STRONG: Row = {"crop": 0.4, "jitter": 0.4, "erase": 0.3}
+STRONG: Row = {"crop_scale": 0.4, "jitter": 0.4, "erase": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def scratch(*losses: Row, share: float = 1.0, teacher: bool = True, views: int =
             "mean": [0.5, 0.5, 0.5],
             "std": [0.25, 0.25, 0.25],
         },
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "warmup": None},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "warmup_ratio": None},
     }
     cache: Row = {"teacher": {"cache": {"views": views}}} if teacher else {}
     return Arm([*losses], 5400 / 1050 * share, teacher, over={**over, **cache})
@@ -124,7 +124,7 @@ def vit(*losses: Row, share: float = 1.0, views: int = 6, side: int = 112, **aug
         "args": {"img_size": side, "drop_path_rate": 0.1, "pretrained_cfg_overlay": None, "drop_rate": None},
         "weights": "by_name",
         "cache": {"views": views},
-        "fit": {"steps": 720, "evaluate": 180, "lr": 1e-4, "tuning": {"layer_decay": 0.8, "head_lr": 10.0}},
+        "fit": {"steps": 720, "evaluate": 180, "lr": 1e-4, "tuning": {"layer_decay": 0.8, "head_lr_scale": 10.0}},
     }
     over = {"teacher": teacher, "data": {"augment": augment}}
     return Arm([*losses], share, own=f"vit{side}", over=over)
@@ -392,7 +392,7 @@ def answered(options: argparse.Namespace, experiment: str, arm: str, labels: int
                 runtime = {key: content["teacher"][key] for key in ("runtime",) if key in content["teacher"]}
                 content["teacher"] = {"model": model, **runtime}
             content["teacher"]["cache"] = {"views": 1}
-            content["data"]["augment"] = {"crop": 1.0, "flip": 0.0, "jitter": 0.0, "erase": 0.0}
+            content["data"]["augment"] = {"crop_scale": 1.0, "flip": 0.0, "jitter": 0.0, "erase": 0.0}
             minutes += call(options, "cache", content, "--export", str(made))["cpu_minutes"]
             write_table(table, replace(read_table(str(made), ""), made_for={}))
             file.write_text(json.dumps(round(minutes, 2)))

@@ -89,7 +89,7 @@ def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
             "eval_batch": 200,
             "workers": 0,
             "store": "ram",
-            "augment": {"crop": 0.35, "jitter": 0.2},
+            "augment": {"crop_scale": 0.35, "jitter": 0.2},
             **options,
         },
         "teacher": {
@@ -99,11 +99,17 @@ def settings(work: Path, options: dict[str, Any]) -> dict[str, Any]:
             "runtime": "torch",
             "min_accuracy": 0,
             **kernels,
-            "fit": {"epochs": 12, "lr": 1.5e-3, "warmup": 0.1, "evaluate": 10**6, "folder": str(work / "teachers")},
+            "fit": {
+                "epochs": 12,
+                "lr": 1.5e-3,
+                "warmup_ratio": 0.1,
+                "evaluate": 10**6,
+                "folder": str(work / "teachers"),
+            },
         },
         "student": {"model": model, "args": {"embed_dim": 64, "depth": 2, **heads}, **kernels},
         "losses": [{"kind": "kl", "temperature": 2.0}],
-        "optimizer": {"lr": 3e-3, "warmup": 0.1},
+        "optimizer": {"lr": 3e-3, "warmup_ratio": 0.1},
         "backend": {"kind": "cpu", "precision": "fp32", "threads": 1},
     }
 

@@ -143,7 +143,7 @@ def settings(options: argparse.Namespace, name: str, teacher: Path | None) -> Ro
         "data": {
             **{"kind": "imagefolder", "root": str(linked(options, name)), "val_split": "test"},
             **{"image_size": kind.size, "batch_size": BATCH, "eval_batch": 500, "workers": 0, "store": "ram"},
-            "augment": {"crop": 0.6, "jitter": 0.0},
+            "augment": {"crop_scale": 0.6, "jitter": 0.0},
         },
         "teacher": {
             **model,

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     sections: Row
 
 
-FIT = {"steps": 600, "evaluate": 300, "batch_size": 32, "lr": 1e-3, "tuning": {"head_lr": 5.0}}
+FIT = {"steps": 600, "evaluate": 300, "batch_size": 32, "lr": 1e-3, "tuning": {"head_lr_scale": 5.0}}
 PLAIN = {"labels": "all", "labels_per_class": 0, "batch_size": 128}
 KINDS = {
     "cifar10": Kind("few_labels", "cifar", 1, 1000, "lite0", {"run": {"steps": 2340}, "data": {**PLAIN}}),

@@ -37,7 +37,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 LABELS = [f"class_{i:02d}" for i in range(12)]
 ON_LABELS = """
 run: {epochs: 1, baseline: false, every: {evaluate: 0}}
-data: {kind: imagefolder, root: data/cifar10, val_fraction: 0.1, batch_size: 32, augment: {crop: 0.5}}
+data: {kind: imagefolder, root: data/cifar10, val_fraction: 0.1, batch_size: 32, augment: {crop_scale: 0.5}}
 losses: [{kind: ce}]
 """
 VIT_TI = "{model: vit_tiny_patch16_224, args: {patch_size: 8, embed_dim: 192, depth: 12, num_heads: 3}}"

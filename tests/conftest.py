@@ -231,7 +231,7 @@ def embedded(photos, teacher, once) -> Path:
     from kd.deploy.export.export import ExportOptions, export
 
     def build(folder: Path) -> Path:
-        losses = [{"kind": "cosine"}, {"kind": "relational", "weight": 0.5}]
+        losses = [{"kind": "cosine"}, {"kind": "cckd", "weight": 0.5}]
         run = learned(photos, teacher, folder, teacher={"cache": {"views": 1}}, losses=losses)
         export(run, options=ExportOptions(int8=True))
         return run

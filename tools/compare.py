@@ -58,18 +58,20 @@ def has_size(model: str) -> bool:
 def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
     """Return the flags of timm's train.py that mean what the configuration says."""
     run, data, optimizer, student = settings.run, settings.data, settings.optimizer, settings.student
-    size, warmup = data.image_size, run.epochs * optimizer.warmup
+    size, warmup = data.image_size, run.epochs * optimizer.warmup_ratio
     if warmup != round(warmup):
-        raise SystemExit("timm warms up in whole epochs: choose run.epochs so that optimizer.warmup of them is whole")
+        raise SystemExit(
+            "timm warms up in whole epochs: choose run.epochs so that optimizer.warmup_ratio of them is whole"
+        )
     flags: Row = {"model": student.model, "num-classes": classes, "img-size": size, "seed": seed}
     arguments = {**student.args, **({"img_size": size} if has_size(student.model) else {})}
     if arguments:
         flags["model-kwargs"] = [f"{key}={value}" for key, value in arguments.items()]
     flags |= {"batch-size": data.batch_size, "validation-batch-size": data.eval_batch or data.batch_size}
     flags |= {"epochs": run.epochs, "warmup-epochs": round(warmup), "lr": optimizer.lr}
-    flags |= {"weight-decay": optimizer.weight_decay, "clip-grad": optimizer.clip, "workers": data.workers}
-    flags |= {"scale": [data.augment.crop, 1.0], "hflip": data.augment.flip, "color-jitter": data.augment.jitter}
-    flags |= {"train-interpolation": "bilinear", "interpolation": "bilinear", "crop-pct": data.eval_crop}
+    flags |= {"weight-decay": optimizer.weight_decay, "clip-grad": optimizer.clip_grad_norm, "workers": data.workers}
+    flags |= {"scale": [data.augment.crop_scale, 1.0], "hflip": data.augment.flip, "color-jitter": data.augment.jitter}
+    flags |= {"train-interpolation": "bilinear", "interpolation": "bilinear", "crop-pct": data.crop_pct}
     flags |= {"val-split": getattr(data.options, "val_split", "val"), "log-interval": 10**6, "sched-on-updates": True}
     return {**flags, "kd-temperature": settings.losses[0].options.temperature}
 

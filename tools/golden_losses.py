@@ -86,7 +86,7 @@ WITHOUT_OFFICIAL_CODE = {
     "ce": "cross-entropy has no official code; see test_ce.py for its formula",
     "cosine": "one line; see test_cosine.py for its formula",
     "tokens": "the paper's formula on resampled grids; see test_tokens.py",
-    "relational": "the paper's formula with one of its kernels; see test_relational.py",
+    "cckd": "the paper's formula with one of its kernels; see test_cckd.py",
 }
 
 

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
+from kd.config.renamed import renamed, renamed_key
 from kd.config.schema import BackendSection, Config
 from kd.config.tuning import allows, section_of, types_of
 from kd.config.validate import validate
@@ -32,7 +33,7 @@ def load(
     packages that it names; False for the record of a run made elsewhere. `cluster`: also require the cluster's address.
     """
     errors: list[KdError] = []
-    raw = resolve(apply_overrides(read_yaml(path), overrides, errors), errors, here)
+    raw = resolve(apply_overrides(read_yaml(path), overrides, errors, say=here), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
         try:
@@ -122,19 +123,27 @@ def _keys_as_written(text: str) -> str:
     return yaml.serialize(root)
 
 
-def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError]) -> Any:
-    """Set `key=value` in an OmegaConf node, dotted keys at its top first; add what is wrong to `errors`."""
-    values: Any = OmegaConf.to_container(raw, resolve=False)
-    for key in [key for key in values if isinstance(key, str) and "." in key]:
-        del raw[key]
-        _update(raw, key, partial(values.get, key), errors)
+def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], say: bool = False) -> Any:
+    """Return an OmegaConf node with `key=value` set in it, dotted keys at its top first, under present names.
+
+    What is wrong is added to `errors`. `say`: log one line for each old name of a key.
+    """
+    values: Any = renamed(OmegaConf.to_container(raw, resolve=False), "", errors, say)
+    dotted = {key: values.pop(key) for key in list(values) if isinstance(key, str) and "." in key}
+    raw = OmegaConf.create(values)
+    for key, value in dotted.items():
+        _update(raw, key, partial(_same, value), errors, say)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
             errors.append(ConfigError(override, "not an override", "Overrides read key=value", "Add the `=value`"))
             continue
-        _update(raw, key, partial(parse_value, override), errors)
+        _update(raw, key, partial(parse_value, override), errors, say)
     return raw
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 _ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
@@ -144,13 +153,14 @@ OF_ANY_STUDENT = ("attention", "compile", "tuning")
 """Keys of a student that say how it is trained, whichever network it is."""
 
 
-def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError]) -> None:
+def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError], say: bool) -> None:
     """Set a dotted key to a value that may be unreadable. A mapping is merged into what stands there.
 
     Of a student that is another network than the one before only `OF_ANY_STUDENT` stay: no argument of that one.
     """
+    key = renamed_key(key, say)
     try:
-        given = value()
+        given = renamed(value(), key, errors, say)
         before = OmegaConf.to_container(raw, resolve=False).get(key) if key == "student" else None  # type: ignore
         if isinstance(given, dict) and isinstance(before, dict) and _other_network(before, given):
             raw[key] = {name: before[name] for name in OF_ANY_STUDENT if name in before}

@@ -85,7 +85,7 @@ class DataSection:
     """Images per forward on one rank. 0: the rank's whole share at once."""
     eval_batch: int = ranged(0, low=0)
     """Images per forward in evaluation on one rank. 0: as in training."""
-    eval_crop: float = ranged(1.0, above=0.0, high=1.0)
+    crop_pct: float = ranged(1.0, above=0.0, high=1.0)
     """Share of the shorter side that the centre crop of evaluation keeps."""
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on one or two

@@ -74,7 +74,7 @@ class Tuning:
     layer_decay: float = ranged(1.0, above=0.0, high=1.0)
     """Learning rate of each layer as a share of that of the next one (arXiv:2003.10555), in timm's groups of layers;
     0.75 is usual for a ViT. 1.0: the same for all."""
-    head_lr: float = ranged(1.0, above=0.0)
+    head_lr_scale: float = ranged(1.0, above=0.0)
     """Factor of the learning rate of the classifier."""
     freeze: tuple[str, ...] = ()
     """Patterns of the names of parameters that do not move, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
@@ -92,9 +92,9 @@ class OptimizerSection:
     are orthogonal (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
     lr: float = ranged(1e-3, above=0.0)
     """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
-    min_lr: float = ranged(0.0, low=0.0, high=1.0)
+    min_lr_ratio: float = ranged(0.0, low=0.0, high=1.0)
     """Learning rate at the end, as a share of `lr`."""
-    warmup: float = ranged(0.05, low=0.0, high=1.0)
+    warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the run in which the learning rate rises linearly from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape after the warm-up; a function of the share of the run that is done."""
@@ -104,14 +104,14 @@ class OptimizerSection:
     """AdamW's decay rates."""
     momentum: float = ranged(0.9, low=0.0, high=0.9999)
     """SGD's momentum (Nesterov)."""
-    clip: float = ranged(1.0, low=0.0)
+    clip_grad_norm: float = ranged(1.0, low=0.0)
     """Largest gradient norm. 0: do not clip."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
     it and count it. More than 10 such steps in a row end the run, and more than half of all its steps are an error."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
-    ema: float = ranged(0.0, low=0.0, high=0.99999)
+    ema_decay: float = ranged(0.0, low=0.0, high=0.99999)
     """Decay of the averaged weights that are then evaluated and exported. 0: no averaging."""
 
 
@@ -119,7 +119,7 @@ class OptimizerSection:
 class Augment:
     """What happens to a training image; a pure function of (seed, view, image id)."""
 
-    crop: float = ranged(0.35, above=0.0, high=1.0)
+    crop_scale: float = ranged(0.35, above=0.0, high=1.0)
     """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
     flip: float = ranged(0.5, low=0.0, high=1.0)
     """Probability of a horizontal flip."""
@@ -157,7 +157,7 @@ class Fit:
     """Images per optimizer step. 0: as in `data.batch_size`."""
     label_smoothing: float = ranged(0.1, low=0.0, high=0.999)
     """Label smoothing of the cross-entropy."""
-    warmup: float = ranged(0.05, low=0.0, high=1.0)
+    warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the fit in which the learning rate rises."""
     evaluate: int = ranged(0, low=0)
     """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
@@ -176,7 +176,9 @@ class Fit:
     def augmented(self, student: Augment) -> Augment:
         """Return the random changes of the fit's images, where those of the student's are given."""
         plain = Augment()
-        usual = replace(student, crop=max(student.crop, plain.crop), mixup=0.0, cutmix=0.0, mix_probability=1.0)
+        usual = replace(
+            student, crop_scale=max(student.crop_scale, plain.crop_scale), mixup=0.0, cutmix=0.0, mix_probability=1.0
+        )
         return usual if self.augment is None else self.augment
 
     @property

@@ -13,7 +13,9 @@ from kd.core.types import Plan, State
 from kd.engine.run import Run
 
 # The same command would resume from the last checkpoint and diverge in the same step again.
-LOWER = "Choose another run.name with a lower optimizer.lr, with optimizer.clip or with backend.precision=fp32"
+LOWER = (
+    "Choose another run.name with a lower optimizer.lr, with optimizer.clip_grad_norm or with backend.precision=fp32"
+)
 AFTER_DIVERGING = f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
 AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
 MOST_SKIPPED = 10  # steps in a row that may be skipped: a run that has diverged makes no good step any more

@@ -138,7 +138,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
             said += f"; the top class is the same on {int(same.sum())}"
         texts.append(said)
         if values.get("equal", 1.0) < LEAST_EQUAL and plan.min_accuracy != 0:
-            remedy = "Set data.image_size and data.eval_crop nearer to those keys; with teacher.min_accuracy=0 it is "
+            remedy = "Set data.image_size and data.crop_pct nearer to those keys; with teacher.min_accuracy=0 it is "
             allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
             raise ModelError(f"{where}.model", said, allowed, f"{remedy}taken as it is")
     return Compared(where, "; ".join(texts), values)

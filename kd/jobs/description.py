@@ -195,7 +195,7 @@ def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> in
     section = recipe.loop.optimizer
     moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
     moving = sum(parameter.numel() for parameter in distillation.parameters() if parameter.requires_grad)
-    average = count_parameters(distillation.student) if section.ema else 0
+    average = count_parameters(distillation.student) if section.ema_decay else 0
     return round(4 * (count_parameters(distillation) + average + moments * moving))
 
 

@@ -179,7 +179,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
 
             student, provenance = best_student(folder, recipe.student, data.plan, data.classes)
             problem_type = recipe.student.task.problem_type
-            content, weights = export_files(student, data.classes, data.plan.eval_crop, problem_type)
+            content, weights = export_files(student, data.classes, data.plan.crop_pct, problem_type)
             write_folder(target, content, weights, provenance)
         backend.barrier()
     return target

@@ -78,13 +78,13 @@ def settings_of(plan: LoopPlan, distillation: Distillation, backend: Backend) ->
     return {
         "seed": plan.seed,
         "length": plan.length,
-        "max_norm": section.clip,
+        "max_norm": section.clip_grad_norm,
         "backend": backend,
         "module": backend.wrap(distillation),
         "distillation": distillation,
         "optimizer": build_optimizer(plan, distillation, backend),
-        "schedule": Schedule(section.lr, section.warmup, section.min_lr, section.schedule),
-        "average": EMA(distillation.student, section.ema) if section.ema else None,
+        "schedule": Schedule(section.lr, section.warmup_ratio, section.min_lr_ratio, section.schedule),
+        "average": EMA(distillation.student, section.ema_decay) if section.ema_decay else None,
         "skip_nonfinite": section.on_nonfinite == "skip",
     }
 

@@ -85,7 +85,9 @@ class Data:
 
     def transform(self) -> dict[str, Any]:
         """Return what a training image goes through, as JSON values."""
-        found = {"image_size": self.plan.image_size, **asdict(self.plan.augment), "margin": MARGIN, "format": FORMAT}
+        changes = asdict(self.plan.augment)
+        changes["crop"] = changes.pop("crop_scale")  # its name in the caches and tables of kd 0.3
+        found = {"image_size": self.plan.image_size, **changes, "margin": MARGIN, "format": FORMAT}
         if not found["erase"]:  # the pixels are those from before this key
             del found["erase"]
         if self.plan.store in ("ram", "disk"):  # a store of decoded pixels changes them
@@ -127,7 +129,7 @@ class Data:
         return replace(self, plan=plan, train=subset(self.train, ids), stored=stored)
 
     def evaluate(self) -> Evaluate:
-        return Evaluate(self.plan.image_size, self.plan.eval_crop)
+        return Evaluate(self.plan.image_size, self.plan.crop_pct)
 
     def shown(self, source: Source, on_corrupt: str = "") -> Views:
         """Return the images of a split as evaluation shows them, from their files; `on_corrupt` "": as configured."""
@@ -221,7 +223,7 @@ def train_transform(size: int, augment: Augment, where: str = "data.augment") ->
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
             raise ConfigError(f"{where}.policy", str(error), "A timm policy", remedy) from error
-    return Train(size, augment.crop, augment.flip, augment.jitter, augment.policy, augment.erase)
+    return Train(size, augment.crop_scale, augment.flip, augment.jitter, augment.policy, augment.erase)
 
 
 # ---------------------------------------------------------------------------------- the batch, divided, and the loaders

@@ -33,8 +33,8 @@ Splits = tuple[Source, Source]  # training and validation images
 
 def keep_rules(section: DataSection) -> tuple[Shrunk, Evaluate]:
     """Return what a store keeps of a training image and of a validation image."""
-    side, crop = (section.store_size, 1.0) if section.store_size else (section.image_size, section.augment.crop)
-    return Shrunk(side, crop), Evaluate(section.image_size, section.eval_crop)
+    side, crop = (section.store_size, 1.0) if section.store_size else (section.image_size, section.augment.crop_scale)
+    return Shrunk(side, crop), Evaluate(section.image_size, section.crop_pct)
 
 
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:

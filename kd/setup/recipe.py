@@ -194,7 +194,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
         teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
-        optimizer=OptimizerSection(lr=fit.lr or rate, weight_decay=fit.weight_decay, warmup=fit.warmup),
+        optimizer=OptimizerSection(lr=fit.lr or rate, weight_decay=fit.weight_decay, warmup_ratio=fit.warmup_ratio),
         backend=config.backend,
     )
 

@@ -207,12 +207,12 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
             allowed = "A network of timm, or one with a method group_matcher as timm's"
             wrong = f"is {tuning.layer_decay:g}, but '{plan.model}' {wrong}"
             raise ModelError(key, wrong, allowed, f"Set {key}=1")
-    if tuning.head_lr != 1:
-        key = f"{where}.head_lr"
+    if tuning.head_lr_scale != 1:
+        key = f"{where}.head_lr_scale"
         with _asked(key, plan.model, "get_classifier"):
             head = head_parameters(network)
         if not head:
-            wrong = f"is {tuning.head_lr:g}, but '{plan.model}' names no classifier with parameters"
+            wrong = f"is {tuning.head_lr_scale:g}, but '{plan.model}' names no classifier with parameters"
             raise ModelError(key, wrong, "A classifier of timm, or a method get_classifier as timm's", f"Set {key}=1")
     if not tuning.freeze:
         return None
@@ -248,9 +248,9 @@ def parameter_groups(tuning: Tuning, weight_decay: float, module: Distillation) 
         found += groups([module.criterion], weight_decay)
     else:
         found = groups([network, module.criterion], weight_decay)
-    if tuning.head_lr == 1:
+    if tuning.head_lr_scale == 1:
         return found
-    return scaled(found, dict.fromkeys(head_parameters(trained_network(module.student)), tuning.head_lr))
+    return scaled(found, dict.fromkeys(head_parameters(trained_network(module.student)), tuning.head_lr_scale))
 
 
 def best_student(
@@ -267,6 +267,6 @@ def best_student(
         "metrics": rows[-1] if rows else {},
         "run": folder.path.name,
         "digest": digest(student.network),
-        "eval_crop": data.eval_crop,
+        "eval_crop": data.crop_pct,
     }
     return student, provenance

@@ -92,7 +92,7 @@ def test_vectors_of_all_ranks_are_searched(plain):
 # with one patch most weights are of a convolution: the network then keeps channels last in memory
 @pytest.mark.parametrize(("ranks", "patch", "share"), [(2, 8, 1 / 2), slow(3, 8, 1 / 3), slow(2, 16, 0.71)])
 def test_zero_is_adamw_to_the_last_bit(plain, ranks, patch, share):
-    keys = (f"student.args.patch_size={patch}", "optimizer.ema=0.9")
+    keys = (f"student.args.patch_size={patch}", "optimizer.ema_decay=0.9")
     whole, sharded = plain(ranks, *keys), plain(ranks, *keys, "optimizer.zero=true")
     one, other = whole.checkpoint(), sharded.checkpoint()
     assert one.keys() == other.keys()
@@ -112,7 +112,7 @@ def test_frozen_layers_keep_their_bits_on_three_ranks(plain):
     """Weights and statistics of batch norm, of which a mean of three equal numbers would have other bits."""
     frozen = "student.tuning={freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 99, layer_decay: 0.75}"
     norm = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "student.args.depth=2")
-    run = plain(3, frozen, *norm, "optimizer.zero=true", "optimizer.ema=0.9", "optimizer.weight_decay=0.5")
+    run = plain(3, frozen, *norm, "optimizer.zero=true", "optimizer.ema_decay=0.9", "optimizer.weight_decay=0.5")
     first, last = run.checkpoint(5), run.checkpoint()
     still = {n for n in first if n.startswith(tuple(f"{prefix}network." for prefix in ("model.student.", "average.")))}
     held = {n for n in still if "network.patch_embed." in n or "network.blocks.0." in n}

@@ -92,7 +92,7 @@ def test_a_process_that_ends_or_stands_still(train, plain, sent, ranks):
 
 @pytest.mark.skipif(not SOAK, reason="a full disk is in tests/unit/files; KD_SOAK=1 tries it with two ranks")
 def test_the_disk_of_rank_0_is_full(train, plain, small_disk):
-    more = (f"run.folder={small_disk}", "optimizer.ema=0.9")
+    more = (f"run.folder={small_disk}", "optimizer.ema_decay=0.9")
     full = train("full", 2, *more)
     assert full.world.codes == [2, 2], full.world.logs
     assert "Free space and run the same command again" in full.world.logs[0]

@@ -11,18 +11,18 @@ from pieces import Trained, slow, without_clocks
 from ranks import STEPS, environment, free_port, start
 from test_equal_worlds import difference
 
-ZERO = ("optimizer.zero=true", "optimizer.ema=0.9")
+ZERO = ("optimizer.zero=true", "optimizer.ema_decay=0.9")
 SGD = ("optimizer.kind=sgd", "optimizer.lr=0.05", "data.micro_batch=4")
 # batch norm, whose statistics are each rank's own until an evaluation or a checkpoint
-NORM = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "optimizer.ema=0.9")
+NORM = ("student.model=xcit_nano_12_p8_224", "student.args.cls_attn_layers=1", "optimizer.ema_decay=0.9")
 # most weights are of a convolution: the network then keeps channels last in memory
-CONVOLVED = ("student.args.patch_size=16", "optimizer.ema=0.9")
+CONVOLVED = ("student.args.patch_size=16", "optimizer.ema_decay=0.9")
 MUON = ("optimizer.kind=muon", "optimizer.lr=0.01", "optimizer.zero=true")
-LONE = ("optimizer.ema=0.9",)
+LONE = ("optimizer.ema_decay=0.9",)
 # thawed at step 15
 TUNED = (
     "student.tuning.layer_decay=0.75",
-    "student.tuning={head_lr: 4, freeze: [patch_embed.*], freeze_epochs: 5}",
+    "student.tuning={head_lr_scale: 4, freeze: [patch_embed.*], freeze_epochs: 5}",
     "optimizer.zero=true",
     *NORM,
 )

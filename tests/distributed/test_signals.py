@@ -16,7 +16,7 @@ from pieces import Trained, fitted, without_clocks
 from ranks import HERE, STEPS, environment, start
 from test_resume import same_bits
 
-OURS = ("data.kind=outside.signalling", "optimizer.ema=0.9", f"run.every.checkpoint={STEPS}")
+OURS = ("data.kind=outside.signalling", "optimizer.ema_decay=0.9", f"run.every.checkpoint={STEPS}")
 SLOW = {"KD_SLOW": "0.02"}
 
 

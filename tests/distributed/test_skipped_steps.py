@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_resume import same_bits
 
 # image 7 is in the share of one rank only, in one step of most epochs of three steps
-BAD = ("losses=[{kind: outside.overflowing, image: 7}]", "optimizer.zero=true", "optimizer.ema=0.9")
+BAD = ("losses=[{kind: outside.overflowing, image: 7}]", "optimizer.zero=true", "optimizer.ema_decay=0.9")
 SKIP = (*BAD, "optimizer.on_nonfinite=skip")
 
 

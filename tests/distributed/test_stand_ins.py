@@ -10,7 +10,7 @@ import torch
 from pieces import slow
 
 CONTRACTS = Path(__file__).parents[1] / "contracts"
-WHOLE = ("sifter.kind=history", "sifter.keep=0.7", "teacher.cache.views=2", "optimizer.clip=0.1")
+WHOLE = ("sifter.kind=history", "sifter.keep=0.7", "teacher.cache.views=2", "optimizer.clip_grad_norm=0.1")
 KINDS = {
     "smddp": ({"kind": "smddp", "device": "cpu"}, "optimizer.zero=true"),
     "neuron": ({"kind": "torch_neuronx.on_cpu"}, "optimizer.zero=false"),

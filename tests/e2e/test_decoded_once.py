@@ -21,7 +21,7 @@ def rows(tmp_path, name: str, kind: str) -> list[dict]:
 
 @pytest.mark.slow
 def test_evaluating_and_exporting_need_no_store(written, command, tmp_path):
-    path = written(data={"store": "disk", "eval_crop": 0.8})
+    path = written(data={"store": "disk", "crop_pct": 0.8})
     trained = command("train", path)
     assert trained.code == 0, trained
     before = sorted((tmp_path / "runs" / "stores").rglob("*"))

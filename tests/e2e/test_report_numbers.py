@@ -40,7 +40,7 @@ def told(teacher, tmp_path_factory) -> tuple[Path, str, dict[str, Any]]:
     settings = base(folder / "photos", folder) | {"teacher": given(teacher)}
     overrides = [
         "run.epochs=4",
-        "optimizer.ema=0.8",
+        "optimizer.ema_decay=0.8",
         "data.test_fraction=0.3",
         "data.augment.mixup=0",
         "optimizer.lr=5e-4",

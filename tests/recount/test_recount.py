@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "labels only": ({}, ["run.baseline=true", "data.test_fraction=0.4", "run.epochs=3"]),
     "sifted": (STORED, ["sifter.kind=history", "sifter.keep=0.5", "run.epochs=8", "run.every.log=4"]),
     "sets": ({}, ["losses=[{kind: binary_kl}]", "run.epochs=3"]),
-    "averaged": ({"cache": {"views": 2}}, ["optimizer.ema=0.8", "run.epochs=4"]),
+    "averaged": ({"cache": {"views": 2}}, ["optimizer.ema_decay=0.8", "run.epochs=4"]),
     "relative": (STORED, ["sifter.kind=relative", "sifter.sift_delay=8", "run.epochs=6", "run.every.log=4"]),
 }
 

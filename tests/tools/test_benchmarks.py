@@ -67,8 +67,8 @@ def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
         assert loaded.run.steps == round(whole.run.steps * own.share)
         assert bool(loaded.teacher.model) == own.teacher
         assert loaded.teacher.fitted == (own.teacher and whole.teacher.fitted)
-        crop = own.over.get("data", {}).get("augment", {}).get("crop", whole.data.augment.crop)
-        assert loaded.data.augment.crop == crop
+        crop = own.over.get("data", {}).get("augment", {}).get("crop_scale", whole.data.augment.crop_scale)
+        assert loaded.data.augment.crop_scale == crop
 
 
 def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):

@@ -46,7 +46,7 @@ def test_flags_of_timm_say_what_the_configuration_says(compare):
 def test_what_timm_cannot_be_told(compare):
     assert "model-kwargs" not in compare.timm_flags(settings(model="resnet18"), 5, seed=0)
     loaded = config.load(config.to_dict(settings()), ["run.epochs=3"])
-    with pytest.raises(SystemExit, match=r"optimizer\.warmup"):
+    with pytest.raises(SystemExit, match=r"optimizer\.warmup_ratio"):
         compare.timm_flags(loaded, 5, seed=0)
 
 

@@ -20,7 +20,7 @@ def difference(one, other, prefix: str) -> float:
     return max((one[name].double() - other[name].double()).abs().max().item() for name in names)
 
 
-@pytest.mark.parametrize("clip", ["optimizer.clip=1", "optimizer.clip=0"])
+@pytest.mark.parametrize("clip", ["optimizer.clip_grad_norm=1", "optimizer.clip_grad_norm=0"])
 def test_the_run_is_the_cpu_backends_run(plain, clip):
     cpu, xla = plain("cpu", clip), plain("xla", clip)
     assert len(cpu.losses()) == STEPS
@@ -39,7 +39,7 @@ def test_the_run_is_the_cpu_backends_run(plain, clip):
 def test_the_graph_is_compiled_once_and_executed_once_a_step(train):
     # with dropout, three epochs between two rows, and the seed and learning rate of every step
     run = train("xla", "run.steps=36", "run.every.log=9", "run.every.evaluate=36", "run.every.checkpoint=36",
-                "student.args.drop_rate=0.1", "optimizer.ema=0.9")  # fmt: skip
+                "student.args.drop_rate=0.1", "optimizer.ema_decay=0.9")  # fmt: skip
     rows = run.rows()
     assert [row["step"] for row in rows] == [9, 18, 27, 36]
     compiles = [row["compiles"] for row in rows]
@@ -61,7 +61,7 @@ def test_sifting_and_the_cache_compile_nothing_after_the_warm_up(train, tmp_path
     # min_lr: where the learning rate ends so low that 1 - lr * decay rounds to 1, torch_xla makes a constant of it
     kept = f"teacher.cache.path={tmp_path / 'cache'}"
     run = train("xla", "run.steps=48", "run.every.log=12", "run.every.evaluate=48", "run.every.checkpoint=48",
-                "optimizer.min_lr=0.01", kept, *sifter)  # fmt: skip
+                "optimizer.min_lr_ratio=0.01", kept, *sifter)  # fmt: skip
     rows = run.rows()
     assert [row["step"] for row in rows] == [12, 24, 36, 48]
     assert [row["compiles"] for row in rows[1:]] == [rows[1]["compiles"]] * 3
@@ -75,7 +75,7 @@ def test_evaluations_compile_twice_and_no_more(train):
 
 
 def test_torch_xlas_zero_is_adamw(plain):
-    for clip in ("optimizer.clip=1", "optimizer.clip=0"):
+    for clip in ("optimizer.clip_grad_norm=1", "optimizer.clip_grad_norm=0"):
         whole, sharded = plain("xla", clip), plain("xla", clip, "optimizer.zero=true")
         assert sharded.losses() == pytest.approx(whole.losses(), rel=1e-5)
         norms = [[row["grad_norm"] for row in run.rows()] for run in (whole, sharded)]
@@ -86,10 +86,10 @@ def test_torch_xlas_zero_is_adamw(plain):
 
 @pytest.mark.parametrize("zero", ["optimizer.zero=false", "optimizer.zero=true"])
 def test_a_run_resumes_to_the_same_bits(train, plain, tmp_path, zero):
-    undisturbed = plain("xla", "optimizer.clip=1", *([zero] if zero.endswith("true") else []))
+    undisturbed = plain("xla", "optimizer.clip_grad_norm=1", *([zero] if zero.endswith("true") else []))
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}")
-    resumed = train("xla", "optimizer.clip=1", zero, folder=tmp_path / "run")
+    resumed = train("xla", "optimizer.clip_grad_norm=1", zero, folder=tmp_path / "run")
     one, other = undisturbed.checkpoint(), resumed.checkpoint()
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
@@ -97,7 +97,7 @@ def test_a_run_resumes_to_the_same_bits(train, plain, tmp_path, zero):
 
 def test_bfloat16_autocast_is_the_cpus(plain):
     bf16 = "backend.precision=bf16"
-    cpu, xla, exact = plain("cpu", bf16), plain("xla", bf16), plain("xla", "optimizer.clip=1")
+    cpu, xla, exact = plain("cpu", bf16), plain("xla", bf16), plain("xla", "optimizer.clip_grad_norm=1")
     assert xla.losses() == pytest.approx(cpu.losses(), rel=0.02)
     assert xla.losses() != pytest.approx(exact.losses(), rel=1e-5)  # it does compute in bfloat16
 

@@ -172,7 +172,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     if made.calibration:
         provenance |= {"digest": _exported(subject, made), "calibration": made.calibration}
     labels = subject.classes if task.logits else ()
-    content, weights = export_files(student, labels, section.eval_crop, task.problem_type)
+    content, weights = export_files(student, labels, section.crop_pct, task.problem_type)
     facts = {
         "format": FORMAT,
         "name": recipe.record.name,
@@ -209,7 +209,7 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
         "name": "image",
         "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
         "size": size,
-        "crop": section.eval_crop,
+        "crop": section.crop_pct,
         "margin": MARGIN,
         **({"bits": section.bits} if section.bits != 16 else {}),
         "network_size": student.input_size or size,

@@ -42,7 +42,7 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
         "name": recipe.record.name,
         "chain": chain_of(subject, exported),
         "licences": {key: one for key, one in subject.licences.items() if one != UNKNOWN},
-        "input": {"size": recipe.data.image_size, "crop": recipe.data.eval_crop} | extra,
+        "input": {"size": recipe.data.image_size, "crop": recipe.data.crop_pct} | extra,
         "kd.json": {**{key: own[key] for key in ("run", "step", "metrics", "eval_crop")}, "digest": exported},
         "output": {"space": "teacher"} if subject.student.project is not None else {},
         "about": about(subject),
@@ -52,7 +52,7 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
     else:
         found["scores"] = scores_of(subject)
     if versions("timm")["timm"] == told["environment"]["packages"]["timm"] and not known.old:
-        found["config.json"] = export_files(subject.student, labels, recipe.data.eval_crop, task.problem_type)[0]
+        found["config.json"] = export_files(subject.student, labels, recipe.data.crop_pct, task.problem_type)[0]
     known.show(RUN, found)
     if lines is not None:
         _show_choice(known, subject, vouched, lines)

@@ -28,7 +28,7 @@ SHOWN = 5
 """Times that a view with a stored answer is shown: of 1,142 photographs for 300 epochs a student learned 45.4 % from 8
 views, each shown 37 times, and 51.2 % from 60. On CIFAR-10 12 times were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
-"""Learning rate and `head_lr` of pretrained weights: of convolutions (configs/few_labels.yaml), of transformers."""
+"""Learning rate and `head_lr_scale` of pretrained weights: convolutions (configs/few_labels.yaml), transformers."""
 log = logging.getLogger("kd")
 RAM_SHARE = 0.3  # of the free memory that decoded images may take
 
@@ -127,7 +127,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         *_keys(student, why),
         *["  # far more accurate where images are few: pretrained weights, kd init --student WEIGHTS"] * (not tuned),
         f"losses: {_losses(found, teacher)}",
-        f"optimizer: {{lr: {rate}, warmup: 0.1}}  # as in configs/{'grocery' if tuned else 'vit_food'}.yaml",
+        f"optimizer: {{lr: {rate}, warmup_ratio: 0.1}}  # as in configs/{'grocery' if tuned else 'vit_food'}.yaml",
     ]
 
 
@@ -138,7 +138,7 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         keys = {
             "model": f"xcit_nano_12_p{16 if size >= COARSE else 8}_224",
             "args": {"embed_dim": 128, "depth": 6, "num_heads": 4},
-            "fit": {"epochs": fitted, "lr": 0.0015, "warmup": 0.1},
+            "fit": {"epochs": fitted, "lr": 0.0015, "warmup_ratio": 0.1},
         }
         why = "random weights, as in docs/tutorial.md: no others are here. With some: kd init --teacher FILE"
     else:
@@ -147,7 +147,7 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         if teacher.role == "fit":
             fitted = min(30, max(1, round(FITTING / count)))
             lr, head = RATES[teacher.any_size]
-            fit = {"epochs": fitted, "batch_size": batch, "lr": lr, "tuning": {"head_lr": head}}
+            fit = {"epochs": fitted, "batch_size": batch, "lr": lr, "tuning": {"head_lr_scale": head}}
             keys |= {"pretrained": True, "fit": fit}
             why += f"; its classes are others, so {fitted * count:,} images fit it to yours"
     views = min(epochs, max(2, round(epochs / SHOWN)))
@@ -160,7 +160,7 @@ def _tuned(weights: str, size: int) -> tuple[Keys, str]:
     """Return keys of a student with pretrained weights, and why; `--accept` decides whether it is small enough."""
     keys, why = named("--student", weights)
     head, shape = RATES[takes_any_size(keys["model"])][1], _sized(takes_any_size(keys["model"]), size)
-    return {**keys, "init": "pretrained", **shape, "tuning": {"head_lr": head}}, why or "named by --student"
+    return {**keys, "init": "pretrained", **shape, "tuning": {"head_lr_scale": head}}, why or "named by --student"
 
 
 def _sized(any_size: bool, side: int) -> Keys:

@@ -13,7 +13,7 @@ from kd.jobs import fill_cache as job
 from kd.models.cache import Codec
 
 LOG = "run.every.log=1"
-VIEWS = ("run.epochs=4", LOG, "data.augment.crop=0.5")
+VIEWS = ("run.epochs=4", LOG, "data.augment.crop_scale=0.5")
 
 
 def curve(made) -> list[float]:
@@ -78,7 +78,7 @@ def test_a_cache_works_with_a_sifter(make, tmp_path):
 
 def test_what_is_there_is_not_computed_again(settings, tmp_path, caplog):
     caplog.set_level("INFO", "kd")
-    overrides = ["data.augment.crop=0.5", *keys(tmp_path / "c")]
+    overrides = ["data.augment.crop_scale=0.5", *keys(tmp_path / "c")]
     chosen = config.load(settings, overrides)
     job.cache(chosen)
     again = job.cache(chosen)

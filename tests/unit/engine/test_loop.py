@@ -54,7 +54,9 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("overrides", [[], ["optimizer.kind=sgd", "optimizer.lr=0.1"], ["optimizer.clip=0"]], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [[], ["optimizer.kind=sgd", "optimizer.lr=0.1"], ["optimizer.clip_grad_norm=0"]], ids=str
+)
 def test_it_is_a_plain_loop(make, overrides):
     """Bit for bit: the batches of the run's loader, its start weights, and nothing else of the engine."""
     ours = make("run.steps=5", "run.every.log=1", *overrides)
@@ -86,7 +88,7 @@ def test_it_is_a_plain_loop(make, overrides):
             log_target=True,
         ).sum(1)
         loss_B.mean().backward()
-        limit = float("inf") if "optimizer.clip=0" in overrides else 1.0
+        limit = float("inf") if "optimizer.clip_grad_norm=0" in overrides else 1.0
         norms.append(torch.nn.utils.clip_grad_norm_(decayed + kept, limit).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -102,7 +104,13 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
 
     Of eight images it has few large singular values, and the iterations, in bfloat16, leave the small ones small.
     """
-    keys = ("run.steps=1", "optimizer.lr=0.01", "optimizer.warmup=0", "optimizer.weight_decay=0", "optimizer.clip=0")
+    keys = (
+        "run.steps=1",
+        "optimizer.lr=0.01",
+        "optimizer.warmup_ratio=0",
+        "optimizer.weight_decay=0",
+        "optimizer.clip_grad_norm=0",
+    )
     made = make(*keys, "optimizer.kind=muon"), make(*keys, "optimizer.kind=sgd", "optimizer.momentum=0")
     before, steps = weights(made[0].run), []
     for one in made:
@@ -119,7 +127,11 @@ def test_a_step_of_muon_makes_the_gradient_orthogonal(make):
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_micro_batches_sum_to_the_whole_batch(make, micro):
-    same_step = ("run.steps=1", "optimizer.kind=sgd", "optimizer.clip=0")  # a clipped gradient has lost its length
+    same_step = (
+        "run.steps=1",
+        "optimizer.kind=sgd",
+        "optimizer.clip_grad_norm=0",
+    )  # a clipped gradient has lost its length
     whole, divided = make(*same_step), make(*same_step, f"data.micro_batch={micro}")
     assert divided.run.accumulate == 8 // micro
     before = weights(whole.run)
@@ -164,7 +176,7 @@ def test_each_step_and_rank_has_a_seed_of_its_own(make, rank):
 
 
 def test_the_first_step_is_averaged_as_step_1(make):
-    run = make("run.steps=1", "optimizer.ema=0.9").run
+    run = make("run.steps=1", "optimizer.ema_decay=0.9").run
     before = {name: tensor.clone() for name, tensor in run.average.average.items()}
     train(run)
     after, decay = run.distillation.student.state_dict(), 2 / 11  # (1 + 1) / (10 + 1), below 0.9
@@ -244,7 +256,7 @@ def test_the_loop_marks_what_it_does(make):
 
 RUNS = {
     "plain": (),
-    "averaged": ("optimizer.ema=0.9", "run.every.checkpoint=3"),
+    "averaged": ("optimizer.ema_decay=0.9", "run.every.checkpoint=3"),
     "mixed, in steps": ("data.augment.mixup=0.8", "run.steps=7", "run.every.checkpoint=2", "run.every.evaluate=3"),
     "sgd, in micros, with a projector": (
         "optimizer.kind=sgd",
@@ -256,8 +268,8 @@ RUNS = {
     "frozen for an epoch, rates of layers": (
         "student.model=xcit_nano_12_p8_224",
         "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1, drop_path_rate: 0.3}",
-        "student.tuning={layer_decay: 0.75, head_lr: 4, freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 1}",
-        "optimizer.ema=0.9",
+        "student.tuning={layer_decay: 0.75, head_lr_scale: 4, freeze: [patch_embed.*, blocks.0.*], freeze_epochs: 1}",
+        "optimizer.ema_decay=0.9",
         "run.every.checkpoint=2",
     ),
     "ended by patience": (
@@ -302,7 +314,7 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
     """Evaluated with averaged weights, at another batch size than it is trained, which no graph may remember."""
-    overrides = ("teacher.compile=on", "student.compile=on", "optimizer.ema=0.9", "run.every.checkpoint=3")
+    overrides = ("teacher.compile=on", "student.compile=on", "optimizer.ema_decay=0.9", "run.every.checkpoint=3")
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
     killed = make(*overrides, folder=tmp_path / "killed", logger=StopAfter(5))
@@ -371,7 +383,7 @@ def test_a_checkpoint_of_other_code_is_refused_in_one_line(make, tmp_path):
 
 
 def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
-    made = make("run.epochs=1", "losses=[{kind: cosine}]", "optimizer.ema=0.9", folder=tmp_path / "run")
+    made = make("run.epochs=1", "losses=[{kind: cosine}]", "optimizer.ema_decay=0.9", folder=tmp_path / "run")
     live = made.run.teacher.model
     before = {name: tensor.clone() for name, tensor in live.state_dict().items()}
     train(made.run)
@@ -391,7 +403,7 @@ def test_a_checkpoint_knows_nothing_of_the_teacher(make, tmp_path):
 
 @pytest.mark.parametrize("lr", [1e30, 1e39])
 def test_divergence_stops_and_the_last_checkpoint_is_finite(make, tmp_path, lr):
-    more = ("run.epochs=3", "run.every.log=3", "run.every.checkpoint=1", "optimizer.warmup=0.5")
+    more = ("run.epochs=3", "run.every.log=3", "run.every.checkpoint=1", "optimizer.warmup_ratio=0.5")
     made = make(f"optimizer.lr={lr}", *more, folder=tmp_path / "run")
     with pytest.raises(NonFiniteLoss, match=r"became NaN or infinite in steps? \d+") as caught:
         train(made.run)

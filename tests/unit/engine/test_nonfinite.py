@@ -164,7 +164,7 @@ def read_rows(folder) -> list[dict]:
 
 def test_a_run_that_skips_resumes_to_the_same_bits(make, tmp_path):
     """Sifted by its losses, averaged; stopped after each step in turn; begun with the policy `error`."""
-    more = ("run.epochs=4", "run.every.log=1", BAD, "optimizer.ema=0.9", "sifter.kind=history", "sifter.anneal=0")
+    more = ("run.epochs=4", "run.every.log=1", BAD, "optimizer.ema_decay=0.9", "sifter.kind=history", "sifter.anneal=0")
     whole = make(*more, SKIP, folder=tmp_path / "whole")
     last = train(whole.run)
     whole.store.close()

@@ -25,7 +25,7 @@ from kd.setup.data import open_sources
 from kd.setup.recipe import fit_folders, resolve
 from kd.setup.student import best_student
 
-SMALL = ("data.progressive.size=8", "data.progressive.until=0.6", "run.every.log=1", "data.augment.crop=0.5")
+SMALL = ("data.progressive.size=8", "data.progressive.until=0.6", "run.every.log=1", "data.augment.crop_scale=0.5")
 RELATIVE = ("sifter.kind=relative", "sifter.sift_delay=3", "sifter.beta_value=0.5")
 MIXED = ("data.augment.mixup=0.8", "data.augment.cutmix=1.0", "data.augment.erase=0.5")
 

@@ -13,7 +13,7 @@ from kd.setup.student import load_student
 
 CASES = {
     "live": (),
-    "averaged, clipped": ("optimizer.clip=1.0", "optimizer.ema=0.9"),
+    "averaged, clipped": ("optimizer.clip_grad_norm=1.0", "optimizer.ema_decay=0.9"),
     "micros": ("data.micro_batch=2",),
     "cached": ("teacher.cache.views=1",),
     "history": ("sifter.kind=history", "sifter.keep=0.5"),
@@ -53,7 +53,7 @@ def averaged(run) -> torch.nn.Module:
 
 
 def test_evaluation_and_checkpoint_have_the_averaged_weights(make, tmp_path):
-    run, store, _ = make("run.steps=4", "optimizer.ema=0.9", "optimizer.lr=0.03", folder=tmp_path / "run")
+    run, store, _ = make("run.steps=4", "optimizer.ema_decay=0.9", "optimizer.lr=0.03", folder=tmp_path / "run")
     train(run)
     last, raw = store.metrics("val")[-1], run.evaluator(run.distillation.student)
     smooth = run.evaluator(averaged(run))

@@ -178,13 +178,13 @@ def test_a_fit_is_augmented_without_the_students_mixing_and_strong_crop(settings
         return resolve(config.load(settings, ["teacher.fit.epochs=1", *overrides])).teacher.fits["teacher"].data.augment
 
     strong = ("data.augment={crop: 0.1, flip: 0.0, erase: 0.2, mixup: 0.5, cutmix: 1.0, mix_probability: 0.5}",)
-    assert fit(*strong) == Augment(crop=0.35, flip=0.0, erase=0.2)
-    assert fit("data.augment.crop=0.6") == Augment(crop=0.6)
-    assert fit(*strong, "teacher.fit.augment={crop: 0.2, mixup: 0.3}") == Augment(crop=0.2, mixup=0.3)
+    assert fit(*strong) == Augment(crop_scale=0.35, flip=0.0, erase=0.2)
+    assert fit("data.augment.crop_scale=0.6") == Augment(crop_scale=0.6)
+    assert fit(*strong, "teacher.fit.augment={crop: 0.2, mixup: 0.3}") == Augment(crop_scale=0.2, mixup=0.3)
     told = describe(resolve(config.load(settings, ["teacher.fit.epochs=1", *strong])))
-    assert "crop 0.35, the student's 0.1; mixup 0.0, the student's 0.5; cutmix 0.0, the student's 1.0" in told
+    assert "crop_scale 0.35, the student's 0.1; mixup 0.0, the student's 0.5; cutmix 0.0, the student's 1.0" in told
     assert "the student's" not in describe(resolve(config.load(settings, ["teacher.fit.epochs=1"])))
-    for wrong, where in (("{crp: 1}", "augment.crp"), ("3", "augment"), ("{crop: 2}", "augment.crop")):
+    for wrong, where in (("{crp: 1}", "augment.crp"), ("3", "augment"), ("{crop: 2}", "augment.crop_scale")):
         with pytest.raises(ConfigErrors, match=rf"teacher\.fit\.{where}: "):
             fit(f"teacher.fit.augment={wrong}")
     with pytest.raises(ConfigError, match=r"^teacher\.fit\.augment\.policy: "):
@@ -214,7 +214,7 @@ def test_a_fit_of_another_crop_has_pixels_of_its_own(tmp_path):
     found = []
     for name, crop in (("weak", 0.35), ("strong", 0.05)):
         settings = base(root, tmp_path / name)
-        keys = ["teacher.fit.epochs=1", "data.store=ram", f"data.augment.crop={crop}"]
+        keys = ["teacher.fit.epochs=1", "data.store=ram", f"data.augment.crop_scale={crop}"]
         (folder,) = teach(config.load(settings, keys))
         rows = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
         found.append((folder.parent.name, [row["loss"] for row in rows if row["kind"] == "train"]))

@@ -143,7 +143,7 @@ def test_foreign_weights_are_recognized_and_written(inside):
     named = {key: written["student"][key] for key in ("model", "checkpoint", "weights", "args", "init", "tuning")}
     shape = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}  # the photographs are smaller; the teacher sees 128
     same = {key: taught[key] for key in ("model", "checkpoint", "weights")}
-    assert named == {**same, "args": shape, "init": "pretrained", "tuning": {"head_lr": 5.0}}
+    assert named == {**same, "args": shape, "init": "pretrained", "tuning": {"head_lr_scale": 5.0}}
     assert (written["run"]["epochs"], written["optimizer"]["lr"]) == (30, 0.001)
     assert "--student WEIGHTS" not in text
     check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
@@ -167,7 +167,7 @@ def test_a_student_may_be_a_transformer_or_a_folder(teacher):
         str(teacher): {"model": str(teacher)},
     }.items():
         _, written = wrote("three", str(teacher), weights)
-        assert written["student"] == {**keys, "init": "pretrained", "tuning": {"head_lr": 10.0}}
+        assert written["student"] == {**keys, "init": "pretrained", "tuning": {"head_lr_scale": 10.0}}
         assert float(written["optimizer"]["lr"]) == 5e-5
         check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"])))
         Path("made.yaml").unlink()

@@ -113,7 +113,7 @@ def test_the_peak_is_a_line_in_the_number_of_images():
     ("overrides", "floats"),
     [
         ([], 3),
-        (["optimizer.ema=0.9"], 4),
+        (["optimizer.ema_decay=0.9"], 4),
         (["optimizer.kind=sgd"], 2),
         (["optimizer.kind=muon"], 2),
         (["optimizer.zero=true"], 1.5),

@@ -142,10 +142,10 @@ def test_a_run_says_that_answers_do_not_see_the_augmentation(settings, tmp_path,
     write(settings, tmp_path / "a.csv")
     chosen = asked(settings, tmp_path / "a.csv", outputs="probabilities", min_accuracy=0.0)
     said = "its answers are for whole images; the student sees data.augment (crop 0.25, flip 0.5"
-    assert said in describe(resolve(config.load(chosen, ["data.augment.crop=0.25"])))
-    kd.train(chosen, "data.augment.crop=0.25", "run.steps=1", "run.epochs=1")
+    assert said in describe(resolve(config.load(chosen, ["data.augment.crop_scale=0.25"])))
+    kd.train(chosen, "data.augment.crop_scale=0.25", "run.steps=1", "run.epochs=1")
     assert f"teacher: {said}" in capsys.readouterr().out
-    plain = ["data.augment.crop=1", "data.augment.flip=0", "data.augment.jitter=0", "data.augment.policy="]
+    plain = ["data.augment.crop_scale=1", "data.augment.flip=0", "data.augment.jitter=0", "data.augment.policy="]
     assert "whole images" not in describe(resolve(config.load(chosen, plain)))
 
 

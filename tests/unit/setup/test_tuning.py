@@ -75,7 +75,7 @@ def test_groups_of_layers_are_timms(name):
 
 def test_a_vits_rates_are_powers():
     network = timm.create_model("vit_tiny_patch16_224", num_classes=3, **NETWORKS["ViT"][1])
-    made = parameter_groups(Tuning(layer_decay=0.5, head_lr=3.0), 0.05, distillation(network))
+    made = parameter_groups(Tuning(layer_decay=0.5, head_lr_scale=3.0), 0.05, distillation(network))
     rates = {names: rate for names, rate, _ in described(network, [g for g in made if g.get("lr_scale")])}
     rate_of = {name: rate for names, rate in rates.items() for name in names}
     expected = {"pos_embed": 0.5**4, "blocks.0.attn.qkv.weight": 0.5**3, "blocks.2.mlp.fc1.bias": 0.5}
@@ -87,7 +87,7 @@ def test_a_vits_rates_are_powers():
 def test_the_rate_of_the_head_alone(name):
     model, args = NETWORKS[name]
     network = timm.create_model(model, num_classes=3, **args)
-    made = parameter_groups(Tuning(head_lr=10.0), 0.05, distillation(network))
+    made = parameter_groups(Tuning(head_lr_scale=10.0), 0.05, distillation(network))
     fast = {n for names, rate, _ in described(network, made) if rate == 10 for n in names}
     assert fast == {n for n, _ in network.named_parameters() if n.startswith("head")}
     assert {rate for _, rate, _ in described(network, made)} == {1.0, 10.0}
@@ -95,9 +95,15 @@ def test_the_rate_of_the_head_alone(name):
 
 def test_a_step_moves_each_layer_at_its_rate(make):
     """SGD without momentum: an update is the rate times the gradient."""
-    keys = ("run.steps=1", "optimizer.kind=sgd", "optimizer.momentum=0", "optimizer.clip=0", "optimizer.warmup=0")
+    keys = (
+        "run.steps=1",
+        "optimizer.kind=sgd",
+        "optimizer.momentum=0",
+        "optimizer.clip_grad_norm=0",
+        "optimizer.warmup_ratio=0",
+    )
     plain, tuned = (
-        make(*keys, "optimizer.weight_decay=0", f"student.tuning={{layer_decay: {decay}, head_lr: {head}}}")
+        make(*keys, "optimizer.weight_decay=0", f"student.tuning={{layer_decay: {decay}, head_lr_scale: {head}}}")
         for decay, head in ((1, 1), (0.5, 4))
     )
     before = {n: p.detach().clone() for n, p in plain.run.distillation.student.network.named_parameters()}
@@ -128,7 +134,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> se
 @pytest.mark.parametrize("epochs", [0, 9])
 def test_frozen_layers_keep_their_bits(make, optimizer, epochs):
     """Weights, statistics of batch norm and their average; weight decay does not reach them."""
-    more = (f"optimizer.kind={optimizer}", "optimizer.lr=0.02", "optimizer.ema=0.5", "optimizer.weight_decay=0.5")
+    more = (f"optimizer.kind={optimizer}", "optimizer.lr=0.02", "optimizer.ema_decay=0.5", "optimizer.weight_decay=0.5")
     made = make(*NORM, FROZEN, f"student.tuning.freeze_epochs={epochs}", *more)
     before = tensors(made)
     norms = {n for n in before if "running_mean" in n and "patch_embed" in n}
@@ -254,7 +260,7 @@ def own(settings, tmp_path, monkeypatch) -> dict[str, Any]:
     return {**settings, "student": {"kind": "torch", "model": "nets_to_tune:net", "mean": [0] * 3, "std": [1] * 3}}
 
 
-@pytest.mark.parametrize("key", ["layer_decay", "head_lr"])
+@pytest.mark.parametrize("key", ["layer_decay", "head_lr_scale"])
 def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
     own["student"]["tuning"] = {key: 0.5}
     with pytest.raises(ModelError, match=rf"^student\.tuning\.{key}: is 0\.5, but 'nets_to_tune:net'"):
@@ -269,7 +275,7 @@ def test_a_network_of_ones_own_says_what_its_layers_are(own, key):
     ("how", "override", "words"),
     [
         ("arguments", "layer_decay=0.5", "layer_decay: needs group_matcher of .*TypeError"),
-        ("arguments", "head_lr=2", "head_lr: needs get_classifier of .*TypeError"),
+        ("arguments", "head_lr_scale=2", "head_lr_scale: needs get_classifier of .*TypeError"),
         ("pattern", "layer_decay=0.5", "layer_decay: needs group_matcher of"),
         ("one layer", "layer_decay=0.5", "layer_decay: is 0.5, but .* has one layer by its group_matcher"),
         ("held", "freeze=['3.*']", "freeze: freezes all"),

@@ -23,7 +23,7 @@ from kd.parts.tasks import embedding
 from kd.parts.tasks.embedding import STRENGTHS, nearest, ridge
 from kd.setup.student import loss_term
 
-LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: relational}]"
+LOSSES = "losses=[{kind: cosine}, {kind: tokens, weight: 0.5}, {kind: cckd}]"
 LOG = "run.every.log=1"
 
 
@@ -48,7 +48,7 @@ def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
     row = [row for row in made.store.rows if row["kind"] == "val"][-1]
     assert student.num_classes == 0
     assert not list(student.network.get_classifier().parameters())
-    assert criterion.names == ["cosine", "tokens", "relational"]
+    assert criterion.names == ["cosine", "tokens", "cckd"]
     assert row["agreement"] > before["agreement"] + 0.1
     assert row["teacher_knn"] == before["teacher_knn"] > 0.6
     assert made.run.evaluator.decides == "knn"

@@ -26,7 +26,7 @@ from kd.parts.losses._features import require_features
 facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True)
 
 
-class Relational(nn.Module):
+class CCKD(nn.Module):
     """The mean squared difference of each image's similarities to the others from the teacher's, [B]."""
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
@@ -43,5 +43,5 @@ def _similarities(outputs: Outputs) -> Tensor:
 
 def build(options: Options, dims: Dims) -> Loss:
     """Build the loss."""
-    require_features("losses.relational", dims.student_features, dims.teacher_features)
-    return Relational()
+    require_features("losses.cckd", dims.student_features, dims.teacher_features)
+    return CCKD()

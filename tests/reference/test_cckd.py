@@ -1,7 +1,7 @@
 import torch
 
 from kd.core.types import Dims, Outputs
-from kd.parts.losses import relational
+from kd.parts.losses import cckd
 
 DIMS = Dims(0, 6, 10)
 
@@ -20,12 +20,12 @@ def test_equals_the_formula(agree):
             [torch.stack([(similarity(own, i, j) - similarity(other, i, j)) ** 2 for j in rows]).mean() for i in rows]
         )
 
-    agree(relational.build(relational.Options(), DIMS), formula)
+    agree(cckd.build(cckd.Options(), DIMS), formula)
 
 
 def test_a_turned_and_scaled_copy_of_the_teacher_has_no_loss(outputs):
     _, teacher, batch = outputs
-    loss = relational.build(relational.Options(), DIMS)
+    loss = cckd.build(cckd.Options(), DIMS)
     turned, _ = torch.linalg.qr(torch.randn(10, 10, generator=torch.Generator().manual_seed(0)))
     copy = Outputs(teacher.logits, {"pooled": 3 * teacher.features["pooled"] @ turned})
     torch.testing.assert_close(loss(copy, teacher, batch), torch.zeros(len(batch.label)), rtol=0, atol=1e-10)

@@ -1,0 +1,62 @@
+"""Keys and kinds that had another name until kd 0.3: the only list of old names."""
+
+import logging
+import re
+from typing import Any
+
+from kd.core.errors import ConfigError, KdError
+
+log = logging.getLogger("kd")
+
+KEYS = {
+    "optimizer": {"min_lr": "min_lr_ratio", "warmup": "warmup_ratio", "clip": "clip_grad_norm", "ema": "ema_decay"},
+    "fit": {"warmup": "warmup_ratio"},
+    "tuning": {"head_lr": "head_lr_scale"},
+    "augment": {"crop": "crop_scale"},
+    "data": {"eval_crop": "crop_pct"},
+}
+"""New names by section and old name."""
+KINDS = {"losses": {"relational": "cckd"}}
+"""New names by list of parts and old `kind`."""
+_said: set[str] = set()
+
+
+def renamed_key(key: str, say: bool = False) -> str:
+    """Return a dotted key under its present name. `say`: log one line for an old name."""
+    parent, dot, last = key.rpartition(".")
+    section = parent.rpartition(".")[2]
+    new = f"{parent}{dot}{KEYS.get(section, {}).get(last, last)}"
+    return _changed(key, new, f"{key} is now {new}", say)
+
+
+def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) -> Any:
+    """Return plain values with present names throughout. `where`: the dotted key of `value`, empty for the whole.
+
+    A section that has a key under both names adds an error. `say`: log one line for each old name.
+    """
+    if isinstance(value, list):
+        return [renamed(item, f"{where}.{i}", errors, say) for i, item in enumerate(value)]
+    if isinstance(value, str):
+        parts = re.fullmatch(r"(\w+)[.\[]\d+\]?\.kind", where)
+        new = KINDS.get(parts[1], {}).get(value, value) if parts else value
+        new = re.sub(r"\$\{([\w.]+)\}", lambda found: f"${{{renamed_key(found[1])}}}", new)
+        return _changed(value, new, f"{where}: {value} is now {new}", say)
+    if not isinstance(value, dict) or where.endswith(".args"):  # a network's arguments have names of its own
+        return value
+    made: dict[Any, Any] = {}
+    for key, item in value.items():
+        path = f"{where}.{key}" if where else str(key)
+        new = renamed_key(path, say).rpartition(".")[2] if where else renamed_key(path, say)
+        if new != str(key) and new in value:
+            wrong = f"is the old name of {new}, which stands beside it"
+            errors.append(ConfigError(path, wrong, "One of the two names is allowed", f"Remove {key}"))
+        else:
+            made[new if new != str(key) else key] = renamed(item, path, errors, say)
+    return made
+
+
+def _changed(old: str, new: str, line: str, say: bool) -> str:
+    if say and new != old and line not in _said:
+        _said.add(line)
+        log.warning(f"{line}. The old name still works. Rename it in the configuration.")
+    return new
