@@ -11,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kd.config.load import apply_overrides, load, parse_value, read_yaml
+from kd.config.load import apply_overrides, load
+from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.facts import FileKey
 from kd.core.references import written

@@ -1,9 +1,7 @@
 """Read a configuration: YAML and overrides become one typed, checked `Config`, or all errors at once."""
 
 import dataclasses
-import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +17,8 @@ from kd.config.renamed import renamed, renamed_key
 from kd.config.schema import BackendSection, Config
 from kd.config.tuning import allows, section_of, types_of
 from kd.config.validate import validate
-from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, in_short
+from kd.config.yaml_text import parse_value, read_yaml
+from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean
 from kd.core.references import Referenced, written
 from kd.parts import registry
 
@@ -70,59 +69,6 @@ def dump(config: Config) -> str:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def examples() -> dict[str, Path]:
-    """Return kd's own configurations by name: in a wheel they lie in the package, in a checkout beside it."""
-    package = Path(__file__).parents[1]
-    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
-
-
-def read_yaml(path: str | Path | dict[str, Any]) -> Any:
-    """Return a YAML file, or its contents, as an OmegaConf node."""
-    if isinstance(path, dict):
-        try:
-            return OmegaConf.create(path)
-        except OmegaConfBaseException as error:
-            where = str(getattr(error, "full_key", None) or "configuration")
-            raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
-    file = Path(path)
-    own = examples() if file.name == str(path) and not file.suffix else {}
-    if not file.is_file():
-        file = own.get(file.name, file)
-    if not file.is_file():
-        here = [p.name for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-        near = did_you_mean(file.name, [*here, *own])
-        allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
-        raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
-    try:
-        raw = OmegaConf.load(io.StringIO(_keys_as_written(file.read_text(encoding="utf-8"))))
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        reason = in_short(error, 400)
-        raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
-    if not OmegaConf.is_dict(raw):
-        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(types_of(Config))}", "Add them")
-    return raw
-
-
-def _keys_as_written(text: str) -> str:
-    """Return YAML whose keys are texts as they are written: a class may be called no, null, 1e3 or 007."""
-    if not _ODD_KEY.search(text):
-        return text
-    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    todo, seen = [root], set[int]()
-    while todo:
-        node = todo.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-            continue
-        seen.add(id(node))
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                key.tag, key.style = "tag:yaml.org,2002:str", '"'
-            todo.append(value)
-        todo += node.value if isinstance(node, yaml.SequenceNode) else ()
-    return yaml.serialize(root)
-
-
 def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], say: bool = False) -> Any:
     """Return an OmegaConf node with `key=value` set in it, dotted keys at its top first, under present names.
 
@@ -132,7 +78,7 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
     dotted = {key: values.pop(key) for key in list(values) if isinstance(key, str) and "." in key}
     raw = OmegaConf.create(values)
     for key, value in dotted.items():
-        _update(raw, key, partial(_same, value), errors, say)
+        _update(raw, key, lambda value=value: value, errors, say)
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -141,13 +87,6 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
         _update(raw, key, partial(parse_value, override), errors, say)
     return raw
 
-
-def _same(value: Any) -> Any:
-    return value
-
-
-_ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
-"""A key that YAML may take for something other than a text."""
 
 OF_ANY_STUDENT = ("attention", "compile", "tuning")
 """Keys of a student that say how it is trained, whichever network it is."""
@@ -173,15 +112,6 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
 def _other_network(before: dict[str, Any], given: dict[str, Any]) -> bool:
     kind, model = before.get("kind", "timm"), before.get("model", "")
     return (given.get("kind", kind), given.get("model", model)) != (kind, model)
-
-
-def parse_value(override: str) -> Any:
-    """Parse the value of `key=value` as YAML; references in it are left."""
-    if override.endswith("=[]"):
-        return []
-    text = _keys_as_written(override.partition("=")[2])
-    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    return parsed["value"]
 
 
 # --------------------------------------------------------------------------------------------------- checking

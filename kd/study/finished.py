@@ -20,8 +20,8 @@ from yaml import YAMLError
 from kd import config
 from kd.config import Config
 from kd.config.interpolate import resolve as interpolated
-from kd.config.load import read_yaml
 from kd.config.schema import DataSection
+from kd.config.yaml_text import read_yaml
 from kd.core.errors import KdError, RunError
 from kd.files.run_dir import RunDir
 from kd.parts import registry

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pieces import tiny
 
-from kd.config.load import read_yaml
+from kd.config.yaml_text import read_yaml
 
 FIT = {"epochs": 3, "lr": 3e-3}
 

@@ -117,7 +117,7 @@ def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[st
         least[name] = {"ir": ir, "opset": opset, "least": oldest(runtime, ir, opset)}
 
     def decode(file: bytes) -> np.ndarray:
-        return prepare(file, data.image_size, data.eval_crop, LOCAL, bits=data.bits).pixels
+        return prepare(file, data.image_size, data.crop_pct, LOCAL, bits=data.bits).pixels
 
     found = self_check.write(folder, data.image_size, decode, engines) if engines else {}
     return {name: one | least[name] for name, one in found.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.config.load import parse_value
+from kd.config.yaml_text import parse_value
 from kd.core.errors import KdError, ModelError, RunError
 from kd.core.host import processor
 from kd.core.scores import Column

@@ -1,0 +1,79 @@
+"""Configurations as YAML text: files, kd's own examples, the values of overrides, keys as they are written."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kd.config.schema import Config
+from kd.config.tuning import types_of
+from kd.core.errors import ConfigError, did_you_mean, in_short
+
+_ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
+"""A key that YAML may take for something other than a text."""
+
+
+def examples() -> dict[str, Path]:
+    """Return kd's own configurations by name: in a wheel they lie in the package, in a checkout beside it."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def read_yaml(path: str | Path | dict[str, Any]) -> Any:
+    """Return a YAML file, or its contents, as an OmegaConf node."""
+    if isinstance(path, dict):
+        try:
+            return OmegaConf.create(path)
+        except OmegaConfBaseException as error:
+            where = str(getattr(error, "full_key", None) or "configuration")
+            raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
+    file = Path(path)
+    own = examples() if file.name == str(path) and not file.suffix else {}
+    if not file.is_file():
+        file = own.get(file.name, file)
+    if not file.is_file():
+        here = [p.name for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+        near = did_you_mean(file.name, [*here, *own])
+        allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
+        raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
+    try:
+        raw = OmegaConf.load(io.StringIO(keys_as_written(file.read_text(encoding="utf-8"))))
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        reason = in_short(error, 400)
+        raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
+    if not OmegaConf.is_dict(raw):
+        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(types_of(Config))}", "Add them")
+    return raw
+
+
+def keys_as_written(text: str) -> str:
+    """Return YAML whose keys are texts as they are written: a class may be called no, null, 1e3 or 007."""
+    if not _ODD_KEY.search(text):
+        return text
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                key.tag, key.style = "tag:yaml.org,2002:str", '"'
+            todo.append(value)
+        todo += node.value if isinstance(node, yaml.SequenceNode) else ()
+    return yaml.serialize(root)
+
+
+def parse_value(override: str) -> Any:
+    """Parse the value of `key=value` as YAML; references in it are left."""
+    if override.endswith("=[]"):
+        return []
+    text = keys_as_written(override.partition("=")[2])
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    return parsed["value"]
