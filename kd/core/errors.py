@@ -132,6 +132,8 @@ def needed(package: str, where: str, wrong: str, remedy: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        if error.name and error.name.partition(".")[0] != package.partition(".")[0]:
+            raise  # it is installed; something that it needs is not
         raise MissingExtra(where, wrong, "", remedy) from error
 
 

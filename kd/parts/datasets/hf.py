@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, MissingExtra, did_you_mean, named
+from kd.core.errors import DataError, did_you_mean, named, needed
 from kd.core.facts import DatasetFacts, file_key
 from kd.core.types import Decoded
 from kd.files.pixels import Least
@@ -86,7 +86,8 @@ class HuggingFace(images.Listed):
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
     """Load a split; without labels it needs no column of them."""
-    hub = _import_datasets()
+    wrong, remedy = "the dataset 'hf' needs the package datasets", "Run: pip install 'PATH/kd[hf]'"
+    hub = needed("datasets", "data.kind", wrong, remedy)
     shared = bool(options.val_fraction) and split != "test"
     key = "train_split" if shared else f"{split}_split"
     splits = _load(hub, options)
@@ -134,17 +135,6 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
                 sizes[row], stamps[start + row] = status.st_size, images.stamp(status)
         parts.append(sizes)
     return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        if error.name != "datasets":
-            raise  # it is installed; something that it needs is not
-        wrong = "the dataset 'hf' needs the package datasets"
-        raise MissingExtra("data.kind", wrong, "", "Run: pip install 'PATH/kd[hf]'") from error
-    return datasets
 
 
 def _load(hub: Any, options: Options) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one answer."""
 
-import importlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kd.core.errors import MissingExtra, ModelError, named
+from kd.core.errors import ModelError, named, needed
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
@@ -22,13 +21,8 @@ HEADS = ("classifier", "head", "fc")  # how the names of their last layers end
 
 
 def library(where: str) -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        wrong, remedy = "needs the package transformers, which is not installed", "pip install 'PATH/kd[transformers]'"
-        raise MissingExtra(f"{where}.kind", wrong, "", remedy) from error
+    wrong, remedy = "needs the package transformers, which is not installed", "pip install 'PATH/kd[transformers]'"
+    return needed("transformers", f"{where}.kind", wrong, remedy)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Hugging Face datasets: saved tables, local folders, columns found or named, the hub out of reach."""
 
-import builtins
 import os
+import sys
 
 import pytest
 from pieces import labels, png
@@ -177,13 +177,17 @@ def test_a_folder_that_is_not_there_and_a_hub_out_of_reach_are_one_line(tmp_path
 
 
 def test_missing_extra(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **more):
-        if name == "datasets":
-            raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
-        return real(name, *args, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"data\.kind: .*Run: pip install 'PATH/kd\[hf\]'"):
+        build(Options(path="x"), "train", None)
+
+
+def test_a_package_that_it_needs_is_named(monkeypatch):
+    """The package itself is installed: to say that it is missing would send people the wrong way."""
+
+    def lacks(name):
+        raise ModuleNotFoundError("No module named 'dill'", name="dill")
+
+    monkeypatch.setattr("importlib.import_module", lacks)
+    with pytest.raises(ModuleNotFoundError, match="dill"):
         build(Options(path="x"), "train", None)
