@@ -128,7 +128,14 @@ def test_the_written_file_passes_the_check_of_the_command(name, command, teacher
     assert answer.code == 0, answer
 
 
-def test_foreign_weights_are_recognized_and_written(inside):
+def test_a_run_from_random_weights_says_what_to_expect(caplog):
+    caplog.set_level("INFO", "kd")
+    wrote(classes(Path("three"), 5, 5, 5))
+    assert re.search("teacher and student start from random weights: expect much less .*--student", caplog.text)
+
+
+def test_foreign_weights_are_recognized_and_written(inside, caplog):
+    caplog.set_level("INFO", "kd")
     tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
     weights = inside / "efficientnet-lite0-57934424.pth"
     torch.save({f"other.{number}": tensor for number, tensor in enumerate(tensors.values())}, weights)
@@ -138,8 +145,11 @@ def test_foreign_weights_are_recognized_and_written(inside):
     assert taught["args"] == {"pretrained_cfg_overlay": {"input_size": [3, 128, 128]}}
     assert "under other names" in text
     assert "kd init --student WEIGHTS" in text
+    assert "the student starts from random weights" in caplog.text
+    caplog.clear()
     Path("made.yaml").unlink()
     text, written = wrote("three", str(weights), str(weights))
+    assert "random weights" not in caplog.text
     named = {key: written["student"][key] for key in ("model", "checkpoint", "weights", "args", "init", "tuning")}
     shape = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}  # the photographs are smaller; the teacher sees 128
     same = {key: taught[key] for key in ("model", "checkpoint", "weights")}
