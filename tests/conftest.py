@@ -8,12 +8,15 @@ import os
 import shutil
 import subprocess
 import tarfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
+import torch
 import yaml
 from pieces import base, given, merged, paint
 
@@ -23,6 +26,9 @@ assert kd.__version__
 SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 """Where real photographs lie, if they do."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+SPENT = pytest.StashKey[float]()
+BUDGET = 60_000
+"""Products of matrices for which the default suite may compute."""
 
 
 class Answer(NamedTuple):
@@ -38,6 +44,41 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def spent() -> float:
+    """Return the CPU seconds of this process and of its children, those that have ended included."""
+    running = psutil.Process().children(recursive=True)
+    return sum(os.times()[:4]) + sum(sum(one.cpu_times()[:4]) for one in running)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this worker what it has cost."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu_seconds"] = spent()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what the workers have cost."""
+    node.config.stash[SPENT] = node.config.stash.get(SPENT, 0.0) + getattr(node, "workeroutput", {})["cpu_seconds"]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what the tests have cost: in seconds, and in products of matrices, which machines have in common."""
+    seconds, matrix = config.stash.get(SPENT, 0.0) or spent(), torch.ones(1024, 1024)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    begin = time.thread_time()
+    for _ in range(10):
+        matrix @ matrix
+    products = round(seconds / (time.thread_time() - begin) * 10, -2)
+    torch.set_num_threads(threads)
+    cost = f"{seconds:.0f} CPU seconds, as long as {products:,.0f} products of matrices of 1024 x 1024"
+    whole = config.option.markexpr == "not slow" and config.args_source == config.ArgsSource.TESTPATHS
+    if whole and products > 1.1 * BUDGET:
+        cost += f", {products / BUDGET - 1:.0%} above the budget of tests/conftest.py: the suite has grown dear"
+    terminalreporter.write_line(cost)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
