@@ -145,19 +145,22 @@ def number(unit: str) -> Callable[[str], float]:
 
 
 def explained(prefix: str = "") -> str:
-    """Return what the keys below a dotted prefix mean: two lines or more for each."""
+    """Return what the keys below a dotted prefix mean, or all keys that end with a word: those of a kind together."""
     from kd.config.explain import explain  # kd-serve and the like do without the configuration and what it imports
 
     rows = explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
+    rows = rows or [row for row in explain() if row[0].rpartition(".")[2] == prefix]
     if not rows:
         near = did_you_mean(prefix, [row[0] for row in explain()]) or "See `kd-train --help-keys`"
         raise ConfigError(prefix, "no such key", "", near)
-    lines = []
+    groups: dict[str, dict[str, list[str]]] = {}  # by section and kind, in the order of the sections
     for key, allowed, default, meaning in rows:
         default = "" if default == "required" else f", default {default}"
-        lines.append(f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})")
-        lines.append(textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      "))
-    return "\n".join(lines)
+        kind, meaning = re.fullmatch(r"(?s)(?:\[kind: (\w+)\] )?(.*)", meaning).groups("")  # type: ignore[union-attr]
+        text = textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      ")
+        lines = groups.setdefault(key.split(".")[0], {}).setdefault(kind, [f"kind: {kind}"] if kind else [])
+        lines += [f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})", text]
+    return "\n".join(line for kinds in groups.values() for kind in sorted(kinds) for line in kinds[kind])
 
 
 def new_parser(command: str, summary: str, example: str, with_config: bool = True) -> Parser:

@@ -287,6 +287,7 @@ def test_help_explains_every_key(command, name):
     assert answer.code == 0
     for key, _, _, meaning in explain():
         assert f"\n  {key}  (" in f"\n{answer.out}"
+        meaning = re.sub(r"^\[kind: \w+\] ", "", meaning)
         assert " ".join(meaning.split())[:40] in " ".join(answer.out.split())
 
 
@@ -346,6 +347,11 @@ def test_help_of_one_key(capfd):
     for key in ("losses.0.weight", "losses[0].weight"):  # as keys are set, and as errors name them
         assert main(["help", key]) == 0
         assert "  losses[].weight  (" in capfd.readouterr().out
+    assert main(["help", "epochs"]) == 0  # of two sections
+    assert re.findall(r"^  (\S+)  \(", capfd.readouterr().out, re.MULTILINE) == ["run.epochs", "teacher.fit.epochs"]
+    assert main(["help", "data"]) == 0
+    kinds = re.findall(r"^kind: (\w+)$", capfd.readouterr().out, re.MULTILINE)
+    assert kinds == ["csv", "food_mini", "hf", "imagefolder", "multilabel", "webdataset"]  # one heading each
     with pytest.raises(SystemExit, match="0"):
         main(["help", "serve"])
     assert "usage: kd-serve" in capfd.readouterr().out
