@@ -28,6 +28,9 @@ class Source(Protocol):
     or "test" where `facts(options).test` names a key. `classes` is None for the training split, which defines the class
     order. Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class
     that training does not know, is a DataError.
+
+    A kind whose layout can be told has `recognizes(folder)` beside `build`: the keys of `data` for a folder, or None.
+    `kd init` asks all kinds.
     """
 
     fingerprint: str  # a hash of the listing (names, labels, the sizes of all files), wherever the data lies

@@ -85,7 +85,7 @@ def options_type(folder: str, kind: str, where: str) -> type[Any]:
     return find(folder, kind, where).Options
 
 
-def default_options(folder: str, kind: str, **changes: Any) -> Any:
+def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
     """Return default Options of a part of kd, with `changes`, for runs that are derived from another."""
     return options_type(folder, kind, folder)(**changes)
 

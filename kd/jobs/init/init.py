@@ -101,7 +101,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
     steps, memory = epochs * (count // batch), free_mib()
     crop = 0.75 if found.side < size else 0.35
     kept = (count + len(data.val)) * 3 * min(found.side, size / crop**0.5) ** 2 / 2**20
-    rare = max(counts or [0]) > 10 * min(counts or [1]) and found.keys["kind"] != "multilabel"
+    rare = max(counts or [0]) > 10 * min(counts or [1]) and not found.sets
     layout = ", ".join(f"{len(one):,} {split}" for split, one in data.splits.items())
     classes = f"{len(counts)} classes of {min(counts):,} to {max(counts):,} images" if counts else found.why
     looked, rate = found.sampled + found.damaged, 0.003 if "xcit" in student["model"] else 0.002
@@ -172,7 +172,6 @@ def _sized(any_size: bool, side: int) -> Keys:
 
 
 def _losses(found: Folder, teacher: Teacher | None) -> str:
-    sets = found.keys["kind"] == "multilabel"
-    own = [{"kind": "bce", "weight": 0.5} if sets else {"kind": "ce", "weight": 0.1}] * (found.labels != "none")
-    taught = {"kind": "binary_kl"} if sets else {"kind": "kl", "temperature": 2.0}
+    own = [{"kind": "bce", "weight": 0.5} if found.sets else {"kind": "ce", "weight": 0.1}] * (found.labels != "none")
+    taught = {"kind": "binary_kl"} if found.sets else {"kind": "kl", "temperature": 2.0}
     return _yaml([{"kind": "cosine"} if teacher and teacher.role == "features" else taught, *own])

@@ -17,9 +17,11 @@ from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import Repeated, as_classes, facts_of, label_images
 from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
 from kd.parts.datasets._lists import Entry, Lists, content, table
+from kd.parts.datasets._recognize import tables
 
 FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
 facts = partial(facts_of, test="test_list")
+recognizes = partial(tables, kind="csv")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

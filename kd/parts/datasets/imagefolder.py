@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from kd.core.facts import file_key
 from kd.core.text import class_order, nfc
 from kd.parts.datasets._decode import ENDINGS, Repeated, check_splits, facts_of, first_few, label_images, part
 from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
+from kd.parts.datasets._recognize import HELD_OUT, SPLITS, inner_folders
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
 """Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
@@ -40,6 +43,19 @@ class Options:
         if not self.root:
             raise ValueError("root is empty; it must be the folder of the images")
         check_splits(self, "folder")
+
+
+def recognizes(folder: Path) -> dict[str, Any]:
+    """Return the keys of a folder: any may hold class folders."""
+    inner = inner_folders(folder)
+    while len(inner) == 1 and (below := [one.name for one in (folder / inner[0]).iterdir() if one.is_dir()]):
+        folder, inner = folder / inner[0], below  # one folder around all others, as archives have it
+    there = {name.lower(): name for name in inner}
+    found = {split: there[one] for split, names in SPLITS.items() for one in reversed(names) if one in there}
+    if "train" not in found or len(found) == 1:
+        return {"root": str(folder / found.get("train", "")), **HELD_OUT}
+    keys = {f"{split}_split": name for split, name in found.items() if split == "test" or name != split}
+    return {"root": str(folder), **({} if "val" in found else HELD_OUT), **keys}
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:

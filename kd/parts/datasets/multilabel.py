@@ -21,10 +21,12 @@ from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import facts_of, first_few
 from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
 from kd.parts.datasets._lists import Entry, Listed, Lists, content, table
+from kd.parts.datasets._recognize import tables
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
 NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
 facts = partial(facts_of, test="test_labels", label="set")
+recognizes = partial(tables, kind="multilabel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

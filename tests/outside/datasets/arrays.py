@@ -1,0 +1,55 @@
+"""Pictures of a laboratory as one NumPy file a split: uint8 [N, H, W, 3] and the names of their classes."""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from kd.core.facts import DatasetFacts, file_key
+from kd.core.types import Decoded
+
+facts = DatasetFacts()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The YAML keys of `kind: arrays`."""
+
+    folder: str = file_key()
+    """Folder of train.npz and val.npz."""
+
+
+def recognizes(folder: Path) -> dict[str, str] | None:
+    """Return the keys of a folder with both files."""
+    return {"folder": str(folder)} if {"train.npz", "val.npz"} <= {one.name for one in folder.iterdir()} else None
+
+
+class Arrays:
+    """The pictures of a split."""
+
+    def __init__(self, options, split, classes):
+        with np.load(Path(options.folder) / f"{split}.npz") as file:
+            self.pixels, self.of = file["pixels"], file["of"].tolist()
+        self.classes = classes or sorted({*self.of})
+        self.fingerprint = f"{zlib.crc32(self.pixels.tobytes()):x}"
+
+    def __len__(self):
+        return len(self.of)
+
+    def label(self, id):
+        return self.classes.index(self.of[id])
+
+    def name(self, id):
+        return f"{id}.npy"
+
+    def prepare(self):
+        pass
+
+    def decode(self, id):
+        return Decoded(Image.fromarray(self.pixels[id]), zlib.crc32(self.pixels[id].tobytes()))
+
+
+def build(options, split, classes, labels="all"):
+    return Arrays(options, split, classes)
