@@ -27,10 +27,8 @@ class Source(Protocol):
     `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val",
     or "test" where `facts(options).test` names a key. `classes` is None for the training split, which defines the class
     order. Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class
-    that training does not know, is a DataError.
-
-    A kind whose layout can be told has `recognizes(folder)` beside `build`: the keys of `data` for a folder, or None.
-    `kd init` asks all kinds.
+    that training does not know, is a DataError. `recognizes(folder)`, where a module has it, returns the keys of `data`
+    for a folder of its layout, or None: `kd init` asks all kinds.
     """
 
     fingerprint: str  # a hash of the listing (names, labels, the sizes of all files), wherever the data lies
