@@ -37,6 +37,7 @@ import csv
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -496,7 +497,17 @@ def drawn(rows: Sequence[Row]) -> str:
         f'<text x="{56 + 178 * place}" y="14" style="fill:var({one.color})">{one.name}</text>'
         for place, one in enumerate(shown)
     ]
-    return standalone(lines(shown, (760, 320), "labels a class", "%", log=True), COLORS, "".join(marks))
+    chart = lines(shown, (760, 320), "labels per class", "%", log=True)
+    for one, points in zip(shown, re.findall(r'<polyline[^>]* points="([^"]+)"', chart), strict=True):
+        places = [point.split(",") for point in points.split()]
+        marks += [
+            f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle" '
+            f'style="fill:var({one.color});font-size:12px">{100 * value:.1f}</text>'
+            for (x, y), value in zip(places, one.y, strict=True)
+            if not one.dashed
+            or (one.name != "teacher" and x == places[0][0])  # the teacher's would lie on the student's
+        ]
+    return standalone(chart, COLORS, "".join(marks))
 
 
 def barred(rows: Sequence[Row]) -> str:

@@ -385,7 +385,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     whole, alone = (rows("full_labels", arm=arm) for arm in ("kl", "labels only"))
     fruit = [rows("proof_grocery", arm=arm) for arm in ("soft", "labels only")]
     (folder,) = rows("from_folder")
-    scratch = rows("init_sweep", folder="grocery-fruit")
+    (scratch,) = rows("init_sweep", folder="grocery-fruit", temperature="2.0", lr="0.003")
     for words in (
         f"|the same student, distilled: {against(first, alone_first).removeprefix('+')} more|**{over_seeds(first)}**|",
         f"at least equal CPU time|{over_seeds(alone_first)}|",
@@ -393,16 +393,16 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"reaches {mean(many[0]):.1f} %, on the labels alone {mean(many[1]):.1f} %: "
         f"{against(*many).removeprefix('+')} less",
         f"{mean(whole):.1f} % against {mean(alone):.1f} %: {against(whole, alone)}",
-        f"on the fruit {against(*fruit).removesuffix(' points')} (",
+        f"on the fruit {against(*fruit).removesuffix(' points')}, which shows no difference (",
         f"took {float(folder['train_cpu_minutes']):.0f} minutes of CPU time",
         f"the teacher predicts {float(folder['teacher']):.1f} % correctly, "
         f"the student {float(folder['student']):.1f} % "
         f"({float(folder['low']):.1f} to {float(folder['high']):.1f}) and its {float(folder['mb']):.1f} MB file "
         f"{float(folder['file_right']):.1f} %",
+        f"from random weights: {float(scratch['test']):.1f} % there",
         f"Of {folder['images'][0]},{folder['images'][1:]} test photographs",
     ):
         assert words in text, words
-    assert max(float(row["test"]) for row in scratch) < 50, "about 50 % there, or less"
 
 
 def test_the_numbers_of_the_pages_are_those_of_the_files():
