@@ -128,7 +128,8 @@ def start(export: Path, file: str, threads: int, more: dict[str, str]) -> dict[s
     argv = [sys.executable, "-c", CHILD, str(export), file, str(threads)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1]
+        lines = done.stderr.strip().splitlines()
+        reason = f"signal {-done.returncode}" if done.returncode < 0 or not lines else lines[-1]
         return {"verdict": f"not run: {reason[:80]}"}
     return json.loads(done.stdout.splitlines()[-1])
 

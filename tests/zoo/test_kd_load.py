@@ -9,14 +9,23 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import CASES
 from PIL import Image
+from subjects import CLASSES, small_subject
 
 import kd
+from kd.deploy.export.export import write
+from kd.deploy.export.flags import ExportOptions
 from kd.deploy.predict.predict import PredictOptions, predict
+from kd.deploy.serve.decoding import begins_as_image
+from kd.files.pixels import ENDINGS
+from kd.parts.tasks import label_sets
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Running
@@ -58,11 +67,24 @@ PICTURES: dict[str, bytes] = {
 BAD = {"cut short": PICTURES["a jpeg"][:2000], "no image": b"hello", "empty": b"", "a gif": written(PHOTO, "GIF")}
 
 
+def zoo(root: Path) -> list[bytes]:
+    """Return every file of the zoo that is a picture or is named as one."""
+    found = dict.fromkeys(PICTURES.values())
+    for i, case in enumerate(CASES):
+        (root / str(i)).mkdir()
+        case.make(root / str(i))
+    for path in sorted(one for one in root.rglob("*") if one.is_file() and not one.is_symlink()):
+        data = path.read_bytes()
+        if begins_as_image(data) or path.suffix.lower().lstrip(".") in ENDINGS:
+            found[data] = None
+    return list(found)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("zoo")
-    for i, data in enumerate(PICTURES.values()):
-        (made / f"{i:02d}.jpg").write_bytes(data)  # content decides
+    made, root = tmp_path_factory.mktemp("pictures"), tmp_path_factory.mktemp("zoo")
+    for i, data in enumerate(zoo(root)):
+        (made / f"{i:03d}.jpg").write_bytes(data)  # content decides
     return made
 
 
@@ -72,21 +94,58 @@ def model(exported):
 
 
 def as_row(answer) -> dict:
-    """Return an answer as kd-serve writes it."""
-    top = [{"label": one.label, "score": one.score} for one in answer.top]
-    return {"label": answer.label, "score": answer.score, "top": top}
+    """Return an answer as kd-serve writes it; of no picture nothing."""
+    if answer is None:
+        return {}
+    if answer.embedding is not None:
+        return {"embedding": [float(one) for one in answer.embedding]}
+    found = {key: one for key, one in asdict(answer).items() if one is not None and key != "embedding"}
+    shown = {
+        key: [{k: v for k, v in one.items() if v is not None} for one in found[key]]
+        for key in ("top", "labels")
+        if key in found
+    }
+    return json.loads(json.dumps({**found, **shown}))
 
 
-def test_the_three_ways_give_equal_bits(exported, folder, model, tmp_path):
-    answers = [as_row(answer) for answer in model(sorted(folder.iterdir()), top=3)]
-    with Running(exported, "--threads", "1") as server:
-        assert answers == [
-            server.post(data, path="/invocations?top=3").json["predictions"][0] for data in PICTURES.values()
-        ]
-    predict(PredictOptions(export=exported, images=str(folder), to=tmp_path / "o.jsonl", top=3, cores=2), io.StringIO())
+@pytest.fixture(params=["one label", "int8", "several labels, sure", "vectors"])
+def of_kind(request, tmp_path) -> tuple[Path, str]:
+    """An export and its file."""
+    if request.param in ("one label", "int8"):
+        file = "" if request.param == "one label" else "model.int8.onnx"
+        return request.getfixturevalue("exported"), file
+    if request.param == "vectors":
+        return request.getfixturevalue("embedded") / "export", ""
+    made = small_subject(tmp_path / "runs")
+    task = label_sets.build(label_sets.Options())
+    with made.images() as read:
+        batches = [(pixels, np.eye(len(CLASSES), dtype=np.int8)[labels]) for pixels, labels in read(0)]
+    plan = replace(made.recipe.student, task=task)
+    images = lambda: nullcontext(lambda limit, training=False: batches)  # noqa: E731
+    made = replace(made, recipe=replace(made.recipe, student=plan), images=images)
+    write(made, tmp_path / "sets", ExportOptions(defer_share=0.3))
+    return tmp_path / "sets", ""
+
+
+def test_the_three_ways_give_equal_bits(of_kind, folder, tmp_path):
+    export, file = of_kind
+    model = kd.load(export, file)
+    pictures = sorted(folder.iterdir())
+    answers = [as_row(answer) for answer in model(pictures, top=3, on_error="none")]
+    with Running(export, "--threads", "1", *(["--file", file] if file else [])) as server:
+        for path, answer in zip(pictures, answers, strict=True):
+            reply = server.post(path.read_bytes(), path="/invocations?top=3")
+            assert (reply.json["predictions"][0] if reply.status == 200 else {}) == answer, path
+    settings = PredictOptions(export=export, file=file, images=str(folder), to=tmp_path / "o.jsonl", top=3, cores=2)
+    predict(settings, io.StringIO())
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert answers == [{key: row[key] for key in ("label", "score", "top")} for row in rows]
-    assert len({answer["score"] for answer in answers}) > 8
+    assert answers == [{key: row[key] for key in row if key not in ("image", "error")} for row in rows]
+    assert len(answers) > 60
+    assert 3 < answers.count({}) < 20
+    assert len({json.dumps(answer) for answer in answers}) > 30
+    if model.output.thresholds:
+        assert {answer["sure"] for answer in answers if answer} == {True, False}
+        assert len({len(answer["labels"]) for answer in answers if answer}) > 1
 
 
 def test_what_a_picture_may_be(folder, model, photos):
