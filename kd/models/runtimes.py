@@ -146,7 +146,11 @@ def written_for(path: Path) -> tuple[int, int]:
         text = path.read_bytes()
         ir, opsets = re.search(rb'<net [^>]*version="(\d+)"', text), re.findall(rb'version="opset(\d+)"', text)
         return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
-    graph = require("onnx", "--onnx").load(path, load_external_data=False)
+    onnx = require("onnx", "--onnx")
+    try:
+        graph = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf and onnx have their own types, one for each kind of damage
+        raise _no_graph("--onnx", path, error) from error
     return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
 
 

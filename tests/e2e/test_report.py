@@ -65,7 +65,9 @@ def test_the_page_shows_the_numbers_of_the_files(run, page, command):
     tiles = page.run("[...document.querySelectorAll('.tile b')].map(tile => tile.textContent)")
     assert tiles[0] == f"{100 * best['accuracy']:.1f} %"
     billable = json.loads((run / "manifest.json").read_text())["billable_seconds"]
-    assert f"$ {money(36 * billable / 3600)}" in tiles
+    assert len(tiles) == 6
+    below = page.run("[...document.querySelectorAll('.tiles + .card td')].map(cell => cell.textContent)")
+    assert f"$ {money(36 * billable / 3600)}" in below
 
     timeline = [json.loads(line) for line in (run / "timeline_0.jsonl").read_text().splitlines()]
     total = float(page.run("document.querySelector('.whole').dataset.total"))

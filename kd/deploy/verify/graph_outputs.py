@@ -74,9 +74,9 @@ def show_self_check(known: Claims, folder: Path) -> None:
     for name in known.graphs:
         if name not in GRAPHS or graphs.missing(name):
             continue
-        ir, opset = runtimes.written_for(folder / name)
-        found[name] = {"ir": ir, "opset": opset}
         with closing(Confined(folder / name, told["output"]["width"])) as run, known.reading(f"{name} on self_check"):
+            ir, opset = runtimes.written_for(folder / name)
+            found[name] = {"ir": ir, "opset": opset}
             pixels, off = self_check.differences(
                 arrays, name, lambda file: prepare(file, size, crop, LOCAL, margin, bits).pixels, run
             )

@@ -138,8 +138,9 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     served = False
     with known.reading("what kd-serve reads"):
         served = {*known.graphs} <= {graphs.PT2} or bool(describe(folder))
-    with known.reading(self_check.FILE):
-        show_self_check(known, folder)
+    if served:
+        with known.reading(self_check.FILE):
+            show_self_check(known, folder)
     if options.data and lines and task is not None and served:
         with tempfile.TemporaryDirectory() as copies, known.reading("answers on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))

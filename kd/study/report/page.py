@@ -6,6 +6,7 @@ from typing import Any
 
 from kd.config import instances
 from kd.core.intervals import Samples
+from kd.core.scores import Column
 from kd.core.text import clock, html_table, money, percent
 from kd.files.manifest import served_first
 from kd.study.report import sections
@@ -15,6 +16,7 @@ from kd.study.report.sections import card, color, esc, section
 from kd.study.report.svg import legend, number
 
 HERE = Path(__file__).parent
+TILES = 6  # at most: a row of them at 1,120 px
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -80,66 +82,56 @@ def short_model(name: object) -> str:
 
 
 def _tiles(run: RunRecord) -> str:
-    tiles = [*_score_tiles(run), *_size_tiles(run)]
+    """Show six numbers, each with its interval, and a table of the others."""
+    decides = run.decides
+    pair, sizes = run.scores.pair_in(run.counted), run.manifest.get("parameters", {})
+    shown, rest = _scores(run, decides), [one for own in run.scores.own if own != decides for one in _scores(run, own)]
+    pairs = [(one.text(run.counted[one.key]), one.title, "" if i else one.meaning) for i, one in enumerate(pair)]
+    shown, rest = [*shown, *pairs[:1]], [*rest, *pairs[1:]]
+    sized = [who for who in ("student", "teacher") if sizes.get(who)]
+    counts = [(f"{number(sizes[who] / 1e6)} M", f"parameters of the {who}", "") for who in sized]
+    files = run.exported.get("files", {})
+    graphs = [
+        (f"{one['cpu_ms']:.3g} ms", f"an image on the CPU, {name}", f"{files[name]['bytes'] / 2**20:.3g} MiB")
+        for name in served_first(run.exported) if "cpu_ms" in (one := run.exported["parity"][name])
+    ]  # fmt: skip
+    shown, rest = [*shown, *counts[:1], *graphs[:1]], [*rest, *counts[1:], *graphs[1:]]
+    if len(run.val) > 1 and decides.key in run.best:
+        flatters = "" if run.scored is not None and run.scored.split == "test" else "on this split, which flatters it"
+        best = f"validation {decides.title}, the best of {len(run.val)} evaluations"
+        rest.append((decides.text(run.best[decides.key]), best, flatters))
     if run.train:
-        tiles.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
+        rest.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
     for one in run.manifest.get("teacher_home", {}).values():
         if "equal" in one:
-            tiles.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))
+            rest.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))
     if run.skipped:
-        tiles.append((f"{run.skipped} of {run.steps}", "steps were skipped", "their gradient was NaN or infinite"))
+        rest.append((f"{run.skipped} of {run.steps}", "steps were skipped", "their gradient was NaN or infinite"))
     if run.cost:
-        tiles.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
-    content = "".join(
+        rest.append((f"$ {money(run.cost)}", "for this run", f"{clock(run.billable)} at $ {run.per_hour:g} an hour"))
+    tiles = "".join(
         f'<div class="tile"><b>{esc(value)}</b><span>{esc(name)}</span><small>{esc(small)}</small></div>'
-        for value, name, small in tiles
+        for value, name, small in shown[:TILES]
     )
-    return f'<div class="tiles">{content}</div>' if content else ""
+    rows = [{"what": what, "value": value, "note": note} for value, what, note in [*shown[TILES:], *rest]]
+    return f'<div class="tiles">{tiles}</div>{card("", html_table(rows, ["note"]))}' if tiles else ""
 
 
-def _size_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return value, name and small print of the student's size, and of its speed where it was exported."""
-    tiles, sizes, small = [], run.manifest.get("parameters", {}), ""
-    if sizes:
-        student, teacher = sizes["student"], sizes.get("teacher", 0)
-        if teacher:
-            small = f"teacher {number(teacher / 1e6)} M, {number(teacher / student)} times as many"
-        tiles.append((f"{number(student / 1e6)} M", "parameters", small))
-    for name in served_first(run.exported):
-        graph = run.exported["parity"][name]
-        if "cpu_ms" in graph:
-            small = f"export/{name}, {run.exported['files'][name]['bytes'] / 2**20:.3g} MiB, when it was exported"
-            tiles.append((f"{graph['cpu_ms']:.3g} ms", "an image on the CPU", small))
-    return tiles
-
-
-def _score_tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return value, name and small print: one tile for each own score, one for the student against its teacher."""
-    best, tiles = run.counted, []
-    tested = run.scored is not None and run.scored.split == "test"
-    chosen = f"best of {len(run.val)} evaluations on this split, which flatters it"
-    if tested:
-        chosen = f"validation {run.decides.text(run.best[run.decides.key])}, the best of {len(run.val)} evaluations"
-    others: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {
-        name: (values, run.scored.of(name) if run.scored is not None else {})
-        for name, values in run.scores.of_teachers(best).items()
-    }
+def _scores(run: RunRecord, one: Column) -> list[tuple[str, str, str]]:
+    """Return value, name and interval of a score: the student's, its teachers' and that of labels alone."""
+    scored = run.scored
+    models: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {"": (run.counted, run.samples)}
+    for name, values in run.scores.of_teachers(run.counted).items():
+        models[f", {name}"] = values, scored.of(name) if scored is not None else {}
     if run.baseline is not None:
-        others["labels only"] = (run.baseline.counted, run.baseline.samples)
-    for one in run.scores.own:
-        if one.key in best:
-            ends = one.text(best[one.key], run.samples.get(one.key)).partition(" (")[2].removesuffix(")")
-            beside = [f"95 % interval {ends}"] if ends else []
-            beside += [
-                f"{name} {one.text(v[one.key], s.get(one.key))}" for name, (v, s) in others.items() if one.key in v
-            ]
-            beside += [chosen] if one == run.decides and len(run.val) > 1 else []
-            tiles.append((one.text(best[one.key]), f"{run.split} {one.title}", ", ".join(beside)))
-    pair = run.scores.pair_in(best)
-    if pair:
-        small = [pair[0].meaning, *(one.with_title(best[one.key]) for one in pair[1:])]
-        tiles.append((pair[0].text(best[pair[0].key]), pair[0].title, "; ".join(filter(None, small))))
-    return tiles
+        models[", labels only"] = run.baseline.counted, run.baseline.samples
+    found = []
+    for name, (values, samples) in models.items():
+        if one.key in values:
+            value, _, ends = one.text(values[one.key], samples.get(one.key)).partition(" (")
+            small = f"95 % interval {ends.removesuffix(')')}" if ends else ""
+            found.append((value, f"{run.split} {one.title}{name}", small))
+    return found
 
 
 def _compared(runs: Sequence[RunRecord]) -> str:

@@ -142,10 +142,10 @@ def test_the_first_screen():
     made = run(manifest={"parameters": {"student": 5.5e6, "teacher": 86.6e6}, "date": "2026-11-22", "images": 36})
     graph = {"parity": {"model.onnx": {"cpu_ms": 1.25}}, "files": {"model.onnx": {"bytes": 2**21}}}
     page = render([replace(made, exported=graph)]).partition("<section")[0]
-    for text in ("2026-11-22", "36 training images", "best of 2 evaluations on this split", "5.5 M", "teacher 86.6 M"):
+    for text in ("2026-11-22", "36 training images", "the best of 2 evaluations", "5.5 M", "86.6 M"):
         assert text in page
     assert "1.25 ms" in page
-    assert "export/model.onnx, 2 MiB" in page
+    assert "an image on the CPU, model.onnx" in page
 
 
 def test_answers_by_class():
