@@ -58,7 +58,7 @@ LOW = ("backend.precision=bf16", "teacher.precision=bf16", "teacher.micro_batch=
 
 
 @pytest.mark.parametrize(
-    ("overrides", "name", "args"), [(LOW, "vit_tiny_patch16_224", VIT), ((), "resnet10t", {})], ids=["vit", "resnet"]
+    ("overrides", "name", "args"), [(LOW, "vit_tiny_patch16_224", VIT), ((), "test_resnet", {})], ids=["vit", "resnet"]
 )
 def test_a_counted_step_is_a_real_one(overrides, name, args):
     plan = recipe(*overrides)
