@@ -305,7 +305,7 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
     found = {}
     for where, fit in plan.fits.items():
         # How often it is evaluated decides which weights are the best ones, and those are kept.
-        keys = resolve(fit).record.keys
+        keys = flatten(configuration.to_dict(fit, values=True))
         # `module:function` names the kind; a fit sees whole views, and has no teacher that would be augmented
         never = "student.kind", "data.progressive.", "teacher.fit.augment"
         counts = {key: value for key, value in keys.items() if not is_free(key, *never) or key == "run.every.evaluate"}

@@ -4,6 +4,7 @@ The import costs seconds a process, the fork milliseconds. Each rank is an ordin
 which may be killed. One JSON request a line on stdin, one JSON answer a line on stdout.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -12,8 +13,11 @@ import sys
 import time
 import traceback
 
-for heavy in ("torch", "timm", "torch.distributed.optim", "torch.nn.parallel", "kd.jobs", "kd.cli.training"):
+HEAVY = "torch timm torch.distributed.optim torch.nn.parallel kd.jobs.train kd.setup.build kd.parts.backends.cpu"
+for heavy in (*HEAVY.split(), "kd.parts.networks.timm", "kd.cli.training"):
     importlib.import_module(heavy)
+sys.modules["kd.config"].load("vit_food")  # with the parsers that it imports
+gc.freeze()  # the ranks share these pages, and no collection passes over them
 
 
 def become(rank: dict) -> None:
