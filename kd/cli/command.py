@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from kd.core import options
 from kd.core.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
@@ -83,14 +83,16 @@ class Parser(argparse.ArgumentParser):
             import argcomplete  # type: ignore[import-not-found]  # an extra
 
             argcomplete.autocomplete(self)
+        self.words = list(sys.argv[1:] if argv is None else argv)
         return self.parse_intermixed_args(argv)
 
 
-class Shows(argparse.Action):
-    """Prints what its function `const` returns, and exits."""
+class ExplainKeys(argparse.Action):
+    """Explain every key, of the kinds that CONFIG uses if it is given, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        parser.exit(guarded(lambda: print(self.const(), flush=True)))
+        words = (word for word in cast("Parser", parser).words if word[:1] != "-" and "=" not in word)
+        parser.exit(guarded(lambda: print(explained(path=next(words, "")), flush=True)))
 
 
 def taken(cls: type[Built], given: argparse.Namespace, **others: object) -> Built:
@@ -144,9 +146,13 @@ def number(unit: str) -> Callable[[str], float]:
     return _type(lambda text: options.positive(text.lower().removesuffix(unit)))
 
 
-def explained(prefix: str = "") -> str:
-    """Return what the keys below a dotted prefix mean, or all keys that end with a word: those of a kind together."""
-    from kd.config.explain import explain  # kd-serve and the like do without the configuration and what it imports
+def explained(prefix: str = "", path: str = "") -> str:
+    """Return what the keys below a dotted prefix mean, or all keys that end with a word: those of a kind together.
+
+    `path`: a configuration, of whose kinds alone the keys are explained.
+    """
+    from kd.config.explain import explain, kinds_of  # kd-serve and the like do without what it imports
+    from kd.config.load import load
 
     rows = explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
     rows = rows or [row for row in explain() if row[0].rpartition(".")[2] == prefix]
@@ -160,6 +166,9 @@ def explained(prefix: str = "") -> str:
         text = textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      ")
         lines = groups.setdefault(key.split(".")[0], {}).setdefault(kind, [f"kind: {kind}"] if kind else [])
         lines += [f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})", text]
+    used = kinds_of(load(path, [])) if path else {}
+    for section, kinds in used.items():
+        groups[section] = {kind: lines for kind, lines in groups.get(section, {}).items() if kind in {"", *kinds}}
     return "\n".join(line for kinds in groups.values() for kind in sorted(kinds) for line in kinds[kind])
 
 
@@ -170,7 +179,7 @@ def new_parser(command: str, summary: str, example: str, with_config: bool = Tru
     parser = Parser(prog=command, description=summary, epilog=f"example: {example}{keys}", formatter_class=shape)
     if with_config:
         parser.add_argument(
-            "--help-keys", nargs=0, action=Shows, const=explained, help="explain every key of CONFIG and exit"
+            "--help-keys", nargs=0, action=ExplainKeys, help="explain every key, of CONFIG's kinds if it is given; exit"
         )
         parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of one of kd's own")
         parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change")

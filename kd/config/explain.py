@@ -37,3 +37,14 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
         for name in (f.metadata["only"] or registry.names(folder)) if folder else ():
             for *row, meaning in _explain(registry.options_type(folder, name, where), where):
                 yield *row, f"[kind: {name}] {meaning}"  # type: ignore[misc]
+
+
+def kinds_of(config: Config) -> dict[str, set[str]]:
+    """Return the kinds of parts that a configuration uses, by section as keys name it: `data`, `losses[]`."""
+    used: dict[str, set[str]] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        parts = value if isinstance(value, tuple) else (value, *getattr(value, "also", ()))
+        if kinds := {part.kind for part in parts if hasattr(part, "kind")}:
+            used[f.name + "[]" * isinstance(value, tuple)] = kinds
+    return used

@@ -291,6 +291,17 @@ def test_help_explains_every_key(command, name):
         assert " ".join(meaning.split())[:40] in " ".join(answer.out.split())
 
 
+def test_help_explains_the_kinds_that_a_configuration_uses(command, tmp_path):
+    answer = command("train", "--help-keys", "vit_food_scratch", "run.steps=1")
+    assert answer.code == 0, answer
+    kinds = re.findall(r"^kind: (\w+)$", answer.out, re.MULTILINE)
+    assert kinds[0] == "food_mini"
+    assert not {"csv", "history", "transformers", "dkd"} & {*kinds}
+    assert "  run.steps  (" in answer.out
+    answer = command("train", tmp_path / "none.yaml", "--help-keys")
+    assert answer.code == 2, answer
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_a_screen(command, name):
     answer = command(name, "-h")
