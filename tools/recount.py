@@ -35,7 +35,7 @@ REASONS = {  # of lines that are not recounted, by a pattern
     r"preprocessing": "needs the teacher's weights and its library",
     r"These are the logits|threshold|sure from|passes ": "needs the logits of the images: `kd verify` has them",
     r"CPU time|took .* ms|p50": "a time of another moment: `kd verify` measures it again",
-    r"compared:|^graph |^calibrated |^student  run|^teacher|^answers": "hashes of tensors and graphs: `kd verify`",
+    r"compared:|^graph |^calibrated |^student  run|^teacher|^outputs": "hashes of tensors and graphs: `kd verify`",
     r"^\| model\.|^\| openvino": "needs the graphs: `kd verify` asks them again",
 }
 
@@ -323,7 +323,7 @@ class Recount:
                     else []
                 ),
             )
-        elif found := re.match(r"answers  (\d+) in the cache", line):
+        elif found := re.match(r"outputs  (\d+) in the cache", line):
             folders = [path.parent for path in self.run.parent.rglob("view_0000.*")]
             counts = {str(whole_records(folder)) for folder in folders}
             self.check(line, *(counts if len(counts) == 1 else [found[1]] if found[1] in counts else ["another count"]))

@@ -29,14 +29,14 @@ OVERVIEW = """usage: kd COMMAND ...
   init      look at a folder of images and write the configuration of a run
   train     distill a teacher into a student; the same command resumes a run
   teach     fit a teacher on the labels
-  cache     compute a teacher's answers before training
+  cache     compute and store the teacher's outputs
   sweep     train with many settings and find the best
   evaluate  score a run's student and teacher
   report    one HTML page about runs: curves, time, costs, confused photographs
   export    a run's student for timm, onnxruntime, OpenVINO, SageMaker
-  serve     answer for an export over HTTP
+  serve     serve an export over HTTP
   predict   classify many images into one file
-  verify    recompute from an export and images what the export says of itself
+  verify    recompute every claim of an export's model card
   launch    jobs and endpoints on SageMaker
   parts     the losses, sifters, datasets, ... that a configuration can name
 

@@ -188,7 +188,7 @@ def new_parser(command: str, summary: str, example: str, with_config: bool = Tru
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add `--trust` to a command that reads run folders."""
-    text = "run code that the run's config.yaml names, and read images wherever it says: for runs that you would start"
+    text = "run code that the run's config.yaml names, and read images wherever it says: only for runs that you trust"
     parser.add_argument("--trust", action="store_true", help=text)
 
 

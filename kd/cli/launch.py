@@ -97,7 +97,7 @@ def _train_here(options: argparse.Namespace) -> int:
 def _deploy(argv: Sequence[str]) -> int:
     parser = _hosting_parser(
         "kd-launch deploy",
-        "Put an export on a SageMaker endpoint, wait until it is in service, and ask it for one image.",
+        "Put an export on a SageMaker endpoint, wait until it is in service, and send it one image.",
         "kd-launch deploy runs/vit_food/export --instance ml.c5.xlarge",
     )
     options = parser.read(argv)

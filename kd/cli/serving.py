@@ -71,7 +71,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
     parser = new_parser(
         "kd-serve",
-        "Answer for an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
+        "Serve an export over HTTP: POST /invocations, GET /ping, GET /metrics, and a page at /.",
         "kd-serve runs/vit_food/export",
         with_config=False,
     )

@@ -18,7 +18,7 @@ def init(argv: Sequence[str] | None = None) -> int:
     )
     text = "class folders, with train, val and test or without; images alone; or images and a table of labels"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
-    text = "milliseconds that an answer may take, such as 10ms: students are timed here"
+    text = "largest latency per image, such as 10ms: students are timed on this machine"
     parser.add_argument("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
     parser.add_argument("--mb", metavar="MB", type=number("mb"), help="megabytes that the student may have")
     text = "pretrained weights: a name, a file, NAME=FILE or a folder (default: the largest in the hub's cache here)"
@@ -46,10 +46,10 @@ def train(argv: Sequence[str] | None = None) -> int:
         "Distill a frozen teacher into a small student. The same command resumes a run that was interrupted.",
         "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
-    text = "check everything, look for damaged and repeated images (=all: among all, not for five seconds only), "
-    text += "time a few steps, say what the run takes and costs; train nothing"
+    text = "train nothing: validate the configuration, look for damaged and repeated images (a 5 s sample; =all: "
+    text += "every image), time a few steps, and estimate time, memory and cost"
     parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
-    text = "score validation images alone at the end: for runs of which one is chosen"
+    text = "do not score the test split; use it while comparing runs"
     parser.add_argument("--no-test", action="store_true", help=text)
     words = sys.argv[1:] if argv is None else argv
     options = parser.read(["--check=some" if word == "--check" else word for word in words])  # CONFIG may come behind
@@ -99,7 +99,7 @@ def cache(argv: Sequence[str] | None = None) -> int:
         "goes on.",
         "kd-cache configs/vit_food.yaml teacher.cache.views=4",
     )
-    text = "also write the answers by file name, for teacher.kind=answers elsewhere (.safetensors)"
+    text = "also write the outputs by file name, for teacher.kind=answers elsewhere (.safetensors)"
     parser.add_argument("--export", metavar="FILE", default="", help=text)
     options = parser.read(argv)
 
@@ -153,7 +153,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
     text = "the images: val (default), or test, on which nothing was chosen"
     parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
-    text = "also list the labels that the teacher doubts, and images in both splits that its answers find (RUN/audit)"
+    text = "also list labels that the teacher doubts, and images that its outputs find in both splits (RUN/audit)"
     parser.add_argument("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
@@ -185,7 +185,7 @@ def report(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", metavar="FILE", type=Path, help=text)
     text = "print throughput, billable time, cost and saving only"
     parser.add_argument("--price", action="store_true", help=text)
-    text = "validation images to ask both models; 0: all (default 2000)"
+    text = "validation images that both models predict; 0: all (default 2000)"
     parser.add_argument("--images", metavar="N", type=whole_number(0, 10**9), default=2000, help=text)
     add_trust(parser)
     options = parser.read(argv)

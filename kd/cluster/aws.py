@@ -71,7 +71,7 @@ def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str])
     except (ValueError, KeyError, IndexError, TypeError):
         said = ""
     if not said:
-        wrong = f"endpoint {name} answered {body[:80]!r}, which is no {'label' if labels else 'vector'} of '{export}'"
+        wrong = f"endpoint {name} returned {body[:80]!r}, which is no {'label' if labels else 'vector'} of '{export}'"
         raise RunError("deploy", wrong, "", remove)
     return f"endpoint {name} is in service; a grey image is {said}. {remove}"
 

@@ -48,7 +48,7 @@ def _transform(request: Mapping[str, Any]) -> Iterator[ConfigError]:
     images = request["TransformInput"]["DataSource"]["S3DataSource"]["S3Uri"].rstrip("/")
     output = request["TransformOutput"]["S3OutputPath"].rstrip("/")
     if f"{output}/".startswith(f"{images}/"):
-        wrong = f"is '{output}', below the images: a second job would read the first one's answers"
+        wrong = f"is '{output}', below the images: a second job would read the first one's output"
         yield ConfigError("--to", wrong, "A prefix outside of IMAGES", "Choose another one")
 
 

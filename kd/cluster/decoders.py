@@ -165,7 +165,7 @@ class Pool:
         slot.probe = None
         if slot.address in self._silent:
             self._silent.remove(slot.address)
-            log.warning("%s: the host %s answers again", WHERE, slot.address)
+            log.warning("%s: the host %s responds again", WHERE, slot.address)
 
     def send(self, dataset: int, request: Request) -> Call:
         """Give a request to the trusted decoder that has least to do; to this process where there is none."""
@@ -188,7 +188,7 @@ class Pool:
         try:
             return ray.get(call.ref, timeout=self.deadline)
         except GetTimeoutError as error:
-            raise Unanswered(f"has not answered for {self.deadline:g} seconds") from error
+            raise Unanswered(f"has not responded for {self.deadline:g} seconds") from error
         except RayError as error:
             raise Unanswered(f"has failed ({type(error).__name__})") from error
         finally:

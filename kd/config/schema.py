@@ -37,7 +37,7 @@ class RunSection:
     every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
     patience: int = ranged(0, low=0)
-    """End the run after so many evaluations in a row that are no better than the best. 0: never. A `baseline` of the
+    """End the run after this many evaluations in a row without a new best. 0: never. A `baseline` of the
     same length ends by the same rule."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
@@ -75,7 +75,7 @@ class DataSection:
     """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
     and the student is compared with it alone."""
     labels_per_class: int = ranged(0, low=0)
-    """Keep the labels of so many training images a class, drawn by `run.seed` and the images' names. With `labels:
+    """Keep this many labels per class, drawn by `run.seed` and the images' names. With `labels:
     some` the others lose their label, with `all` they are left out. 0: keep all. `teacher.fit` sees labelled images."""
     image_size: int = ranged(224, low=8)
     """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
@@ -102,8 +102,8 @@ class DataSection:
     store_size: int = ranged(0, low=0)
     """Shorter side of a kept training image, pixels: less takes less room and has less detail. 0: by that rule."""
     balance: float = ranged(0.0, low=0.0, high=1.0)
-    """Share of the training images that an epoch draws, as many of each class as far as a class has so many, each image
-    once. 0: all images. Not with a sifter."""
+    """Share of the training images that an epoch draws, balanced over the classes as far as each has enough
+    images, each image once. 0: all images. Not with a sifter."""
     views: int = ranged(0, low=0)
     """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
     many as `teacher.cache.views`."""
@@ -112,7 +112,7 @@ class DataSection:
     cannot be read ends the run in either case."""
     max_skipped: float = ranged(0.01, low=0.0, high=1.0)
     """Largest share of a split's images that may be skipped, but always one image; more end the run. Each rank counts
-    the images that it has asked for."""
+    the images that it has loaded."""
     bits: int = ranged(16, low=9, high=16)
     """Bits that images of 16 bits a channel use: cameras, microscopes and X-ray write 10, 12 or 14 of them. The same
     for all images, here and in the export. `--check` says how many are used; a larger value is an error."""
@@ -148,9 +148,9 @@ class Cache:
     dtype: Literal["fp16", "fp32"] = "fp16"
     """How a number is kept. fp16: two bytes, rounded; the student is given the rounded one from the first time on."""
     topk: int = ranged(-1, low=-1)
-    """Keep only so many logits an image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
+    """Store the k largest logits per image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
     max_gb: float = ranged(100.0, above=0.0)
-    """Refuse a cache that would become larger, in GB, before it is begun. Tokens take the most: 0.3 MB an image and
+    """Refuse a cache that would become larger, in GB, before it is begun. Tokens take the most: 0.3 MB per image and
     view for a ViT-B at 224 pixels. The size is printed."""
 
 
@@ -159,7 +159,7 @@ class NetworkSection:
     """A network and its weights."""
 
     kind: str = chosen("networks", "timm")
-    """Where the answers come from: a model of timm or of transformers, your own function, a graph, a table."""
+    """Where the outputs come from: a timm or transformers model, your own function, a graph or a table."""
     model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
     A teacher's may be empty: no teacher."""
@@ -211,11 +211,11 @@ class TeacherSection(NetworkSection):
     """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531). One that is
     written like an earlier one is fitted with the next seed."""
     cache: Cache = field(default_factory=Cache)
-    """Keep the teacher's outputs and do not ask it twice."""
+    """Store the teacher's outputs, so that no view is predicted twice."""
     shard: bool = False
-    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one; the same answers."""
+    """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one. Same outputs."""
     pipeline: int = ranged(0, low=0)
-    """Cut the frozen model into so many stages, one a rank, through which all images pass; needs torch 2.13. 0: no."""
+    """Split the frozen model into this many pipeline stages, one per rank; needs torch 2.13. 0: no."""
     fit: Fit = field(default_factory=Fit)
     """How to fit the teacher where there is no checkpoint."""
     license: str = ""
@@ -288,13 +288,13 @@ class BackendSection:
     """Precision of the student's forward and backward. auto: bf16 where the device has units for it that suit the
     network, else fp32."""
     timeout_seconds: float = ranged(600.0, above=0.0)
-    """How long a rank waits for the others, or for a batch of its data workers, before it gives up."""
+    """Seconds that a rank waits for the others, or for a batch of its data workers, before the run fails."""
     options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PriceSection:
-    """What the machine costs; nothing that is computed depends on it."""
+    """Price of the machine; used in reports only."""
 
     instance: str = ""
     """The rented machine, such as ml.p4d.24xlarge. kd/config/instances.py has

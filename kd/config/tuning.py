@@ -160,9 +160,9 @@ class Fit:
     warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the fit in which the learning rate rises."""
     evaluate: int = ranged(0, low=0)
-    """Evaluate every so many steps; the best evaluation is kept. 0: at the end of each epoch."""
+    """Steps between evaluations; the best one is kept. 0: at the end of each epoch."""
     patience: int = ranged(0, low=0)
-    """End after so many evaluations in a row that are no better than the best. 0: never."""
+    """End after this many evaluations in a row without a new best. 0: never."""
     tuning: Tuning = field(default_factory=Tuning)
     """How single layers of the teacher learn."""
     augment: Augment | None = None

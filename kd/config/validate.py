@@ -20,7 +20,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     needed = loss_facts(config.losses)
     read, task = reads(config.losses), build_task(config.task)
     if config.teacher.pipeline and (not read.teacher_logits or "tokens" in read.features):
-        wrong = "passes logits and pooled features on, but the losses ask for other outputs"
+        wrong = "passes logits and pooled features on, but the losses need other outputs"
         remedy = "Set teacher.pipeline=0; teacher.shard works for any outputs"
         yield ConfigError("teacher.pipeline", wrong, "Losses on logits, with or without pooled features", remedy)
     yield from _data(config.data, config.teacher)
@@ -31,7 +31,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
     yield from _task(config, needed, task)
     yield from _by_class(config.data, config.sifter.kind, sifting.by_class, task)
     if sifting.answers and not (config.teacher.cache.views and read.teacher_logits and task.logits == "softmax"):
-        wrong = f"is {config.sifter.kind}, which reads the logits that the teacher's cache stores, and there are none"
+        wrong = f"is {config.sifter.kind}, which reads stored teacher logits, but nothing stores them"
         yield ConfigError("sifter.kind", wrong, "A loss on logits and a cache", "Set teacher.cache.views=4")
     yield from _of_one_section(config)
     if config.data.labels == "none":
@@ -58,7 +58,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     named = registry.facts("datasets", data.kind, data.options, "data.kind").test
     if named and data.test_fraction:
         wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
-        yield ConfigError("data.test_fraction", wrong, "One of the two", remedy)
+        yield ConfigError("data.test_fraction", wrong, "They are mutually exclusive", remedy)
     if 0 < data.store_size < data.image_size:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
@@ -124,7 +124,7 @@ def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
             remedy = "Set teacher.model, or learn from labels alone with losses: [{kind: ce}]"
             yield ConfigError("teacher.model", f"is missing, but losses[{i}] ('{term.kind}') needs it", "", remedy)
         if wanted.unmixed and config.data.augment.mixes:
-            wrong = f"'{term.kind}' needs one label an image, but mixup or cutmix is on"
+            wrong = f"'{term.kind}' needs one label per image, but mixup or cutmix is on"
             allowed = f"Losses that mix: {', '.join(_losses_where(lambda facts: not facts.unmixed))}"
             remedy = "Set data.augment.mixup=0 data.augment.cutmix=0, or take another loss"
             yield ConfigError(f"losses[{i}].kind", wrong, allowed, remedy)
@@ -153,7 +153,7 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
         wrong = "is true, but the losses train an embedding model, which labels alone do not"
         yield ConfigError("run.baseline", wrong, "Losses on logits", "Set run.baseline=false, or add a loss such as ce")
     if topk > 0 and not task.keeps_topk:
-        wrong = f"is {topk}, and keeps what a softmax needs, but the losses read each logit alone"
+        wrong = f"is {topk}: top-k storage needs softmax losses, and these are sigmoid losses"
         yield ConfigError("teacher.cache.topk", wrong, "0: all logits", "Set teacher.cache.topk=0")
 
 
@@ -167,7 +167,9 @@ def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Itera
     """Yield what does not go with drawing by class, of `data.balance` or of a sifter."""
     if data.balance and sifter != "none":
         wrong = f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the images of an epoch too"
-        yield ConfigError("data.balance", wrong, "One of the two", "Set sifter.kind=none or data.balance=0")
+        yield ConfigError(
+            "data.balance", wrong, "They are mutually exclusive", "Set sifter.kind=none or data.balance=0"
+        )
     if not (data.balance or sifted):
         return
     key, off = ("data.balance", "data.balance=0") if data.balance else ("sifter.kind", "sifter.kind=none")
@@ -203,7 +205,7 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
     teacher = config.teacher
     for i, (term, wanted) in enumerate(zip(config.losses, needed, strict=True)):
         if wanted.labels:
-            wrong = f"'{term.kind}' learns from labels, but data.labels is none"
+            wrong = f"'{term.kind}' learns from labels, but data.labels=none"
             others = ", ".join(_losses_where(lambda facts: facts.teacher and not facts.labels))
             yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on the teacher's outputs: {others}", "Drop it")
     labelled = {
@@ -214,7 +216,7 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
     }
     for key, on in labelled.items():
         if on:
-            wrong = "needs labels, but data.labels is none"
+            wrong = "needs labels, but data.labels=none"
             yield ConfigError(key, wrong, "Images with labels", f"Leave {key} out, or set data.labels=all")
     if not teacher.model:
         yield ConfigError("teacher.model", "is missing, and the images have no labels", "A teacher", "Set it")
@@ -269,10 +271,10 @@ def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
         wrong = f"is 'skip', but {zero} applies every step"
         yield ConfigError("optimizer.on_nonfinite", wrong, "error, or no ZeRO", "Set optimizer.zero=false")
     if section.kind == "muon" and not facts.muon:
-        wrong = f"is muon, which was not tried on {config.backend.kind}"
+        wrong = f"is muon, which is untested on {config.backend.kind}"
         yield ConfigError("optimizer.kind", wrong, "adamw or sgd there", "Set optimizer.kind=adamw")
     if zero and section.zero and frozen:
-        wrong = f"is {frozen}, but {zero} was not tried without some gradients"
+        wrong = f"is {frozen}, but {zero} is untested without some gradients"
         yield ConfigError("student.tuning.freeze_epochs", wrong, "0, or no ZeRO", "Set optimizer.zero=false")
 
 
@@ -280,7 +282,9 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
     """Yield what does not go with a teacher that is divided over the ranks."""
     if teacher.shard and teacher.pipeline:
         wrong = "is true, but teacher.pipeline divides the teacher already"
-        yield ConfigError("teacher.shard", wrong, "One of the two", "Set teacher.pipeline=0 or teacher.shard=false")
+        yield ConfigError(
+            "teacher.shard", wrong, "They are mutually exclusive", "Set teacher.pipeline=0 or teacher.shard=false"
+        )
     if not (teacher.shard or teacher.pipeline):
         return
     key, kinds = ("pipeline", ("timm",)) if teacher.pipeline else ("shard", ("timm", "transformers"))
@@ -294,7 +298,7 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
             remedy = f"Leave teacher.{key} out, or leave teacher.shard and teacher.pipeline out"
             yield ConfigError(f"teacher.{key}", wrong, "", remedy)
     if teacher.cache.views:
-        wrong = "asks the teacher for other images on each rank, but a divided teacher needs all ranks to ask together"
+        wrong = "sends the teacher other images on each rank, but a divided teacher needs all ranks at the same time"
         allowed = "A cache, or teacher.shard / teacher.pipeline"
         yield ConfigError("teacher.cache.views", wrong, allowed, "Leave one of them out")
 
@@ -330,7 +334,7 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
         yield ConfigError(where, wrong, "torch, or losses on logits", f"Set {where}=auto")
     if teacher.compile == "on":
         wrong = f"is {value}, but teacher.compile is on, and torch.compile is torch's"
-        yield ConfigError(where, wrong, "One of the two", f"Set teacher.compile=off or {where}=auto")
+        yield ConfigError(where, wrong, "They are mutually exclusive", f"Set teacher.compile=off or {where}=auto")
     precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
         wrong = f"is {teacher.precision}, which kd does not run on {runtime}"

@@ -29,7 +29,7 @@ class LossFacts:
     labels: bool = False
     unmixed: bool = False  # each image alone: mixup and cutmix are refused
     logits: str = ""
-    """The function under which it reads both models' logits: "softmax" (one label an image) or "sigmoid" (each class
+    """The function under which it reads both models' logits: "softmax" (one label per image) or "sigmoid" (each class
     alone). "": it reads none."""
     features: frozenset[str] = frozenset()  # by the names of `Outputs.features`: "pooled", "tokens"
     agreement: bool = False  # it has `agreement(student, teacher)`, -1 to 1 [B], which evaluation shows

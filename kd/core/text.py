@@ -53,9 +53,9 @@ def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 VARIANTS_NOTE = (
-    "p50 and p99: what one client of kd-serve waits for an answer to one image (JPEG, S x S pixels), with so many "
+    "p50 and p99: latency of one image for one client of kd-serve (JPEG, S x S pixels), with the given number of "
     "threads. images/s: with as many images at a time as threads. MB: on disk. memory: of the server. as trained: the "
-    "same answer as the student in PyTorch before the export. 95 %: of the score."
+    "same prediction as the student in PyTorch before the export. 95 %: of the score."
 )
 """Under the table of `variant_rows`."""
 

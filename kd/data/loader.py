@@ -29,7 +29,7 @@ from kd.core.types import Batch, Loading, Plan, Small
 from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
 
 BATCH = 50
-"""Images of a forward. On a CPU an image costs the same from about 16 a batch on; 50 of 224 pixels take 30 MB."""
+"""Images of a forward. On a CPU per image costs the same from about 16 a batch on; 50 of 224 pixels take 30 MB."""
 
 
 class Request(NamedTuple):

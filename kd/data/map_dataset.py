@@ -81,7 +81,7 @@ class Labels:
         value = next((v for v in labels_B.flatten().tolist() if not lowest <= v < most or v != int(v)), None)
         if value is not None:
             allowed = f"Whole numbers from {lowest}" + (f" to {classes - 1}" if classes else " or above")
-            remedy = "Pass labels='some' where -1 means that there is none" if value == -1 else "Correct the labels"
+            remedy = "Pass labels='some' where -1 means no label" if value == -1 else "Correct the labels"
             raise DataError(where, f"{subject} has the label {value:g}", allowed, remedy)
         return labels_B.flatten().long()
 

@@ -2,7 +2,7 @@
 
 And `StoredViews`, which keeps views that are shown again.
 
-One file a split, one record an image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
+One file per split, one record per image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
 The first process that decodes an image writes its record: any worker of any rank of any run. All would write the same
 bytes, so no process waits for another. An image without a whole record is decoded (again), and so is one whose file has
 other times than when it was decoded: names and sizes are the store's identity, and a file may be replaced by one of the
@@ -77,7 +77,7 @@ class StoredImage(NamedTuple):
 
 
 class Slots:
-    """An open file of one record an image, for this process and those that it forks; others open its `path`, if any."""
+    """An open file, one record per image, for this process and those that it forks; others open its `path`, if any."""
 
     def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
         self.pixels, self.path = pixels, path

@@ -190,7 +190,7 @@ class Reference:
             raise ValueError(f"validation has {made.tally.images} images, other counts, or a sum of confidences beyond")
         made.right = int(record.get("right", -1))
         if not -1 <= made.right <= made.tally.images:
-            raise ValueError(f"validation has {made.right} right answers of {made.tally.images}")
+            raise ValueError(f"validation has {made.right} right predictions of {made.tally.images}")
         return made
 
     def compare(self, tally: Tally) -> ShiftResult:
@@ -250,7 +250,7 @@ class Reference:
             found.append(_log10(_shares(x[more].sum()[None], x.sum(), y[more].sum()[None], y.sum()), 2 * 2 * 2).max())
         share, expected = came / max(1, came.sum()), ours / max(1, ours.sum())
         i = int(abs(share - expected).argmax())
-        text = f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} answers, {expected[i]:.0%} in validation"
+        text = f"{self.names[i]!r} in {share[i]:.0%} of {tally.images} predictions, {expected[i]:.0%} in validation"
         return float(max(found)), text
 
 

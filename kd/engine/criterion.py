@@ -111,10 +111,10 @@ def at_size(model: Any, side: int, image_size: int) -> Iterator[None]:
 
 
 def _require_score(name: str, score_B: Any, student: Outputs, batch: Batch) -> None:
-    """Require a number an image that the student can learn from."""
+    """Require a number per image that the student can learn from."""
     if not isinstance(score_B, Tensor) or score_B.shape != batch.weight.shape or score_B.dtype != torch.float32:
         found = f"{score_B.dtype} {list(score_B.shape)}" if isinstance(score_B, Tensor) else type(score_B).__name__
-        allowed = f"float32 [{len(batch.weight)}], one number an image"
+        allowed = f"float32 [{len(batch.weight)}], one number per image"
         raise ModelError("losses", f"'{name}' returns {found.removeprefix('torch.')}", allowed, "Correct its forward")
     if torch.is_grad_enabled() and student.main.requires_grad and not score_B.requires_grad:
         wrong = f"'{name}' does not depend on the student: its result has no gradient"

@@ -44,7 +44,7 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
             wrong = f"checkpoint '{folder}' has format {content['format']}, this version reads {FORMAT}"
             raise RunError("run.folder", wrong, "", f"Choose another run.name, or remove '{folder}'")
         if content.pop("checksum") != _checksum(content):
-            raise ValueError("it is not what was written")
+            raise ValueError("its content has changed")
         return State(**content["state"]), content
 
     try:
@@ -66,7 +66,7 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
         raise _unread(folder, error) from error
     for name in tensors.keys() | content["crc32"].keys():
         if name not in tensors or _crc32(tensors[name]) != content["crc32"].get(name):
-            raise _broken(folder, f"is damaged: tensor '{name}' is not what was written")
+            raise _broken(folder, f"is damaged: the content of tensor '{name}' has changed")
     return state, tensors, content["info"]
 
 

@@ -104,4 +104,4 @@ def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), di
             raise
         reason = in_short(error)
         remedy = "Check the name, credentials and network, then run the same command again"
-        raise DataError(where, f"'{url}': the store answers: {reason[:200]}", "", remedy) from error
+        raise DataError(where, f"'{url}': the store reports: {reason[:200]}", "", remedy) from error

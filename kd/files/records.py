@@ -28,7 +28,7 @@ class Stop:
         if not self.reason:
             text = reason.encode()
             self._page[: len(text)] = text
-            log.warning(f"{self.name} takes no more ({reason}). {self.consequence}")
+            log.warning(f"{self.name} cannot be written ({reason}). {self.consequence}")
 
 
 class Records:

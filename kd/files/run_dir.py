@@ -93,7 +93,7 @@ class RunDir:
         rows = storage.read_rows(self._metrics_file, last=None)
         for row in rows:
             if not isinstance(row.get("kind"), str) or type(row.get("step")) is not int:
-                wrong = f"'{self._metrics_file}' does not hold what kd writes: a row {json.dumps(row)[:80]}"
+                wrong = f"'{self._metrics_file}' is corrupt or was edited: a row {json.dumps(row)[:80]}"
                 raise RunError("run.folder", wrong, "Rows with kind and step", "Remove that line")
         return rows
 

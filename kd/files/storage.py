@@ -287,7 +287,7 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
         if stored.get(name) != identity.get(name):
             old, new = (str(each.get(name))[:60] for each in (stored, identity))
             wrong = f"'{folder}' was made with another {name} ({old}; this run has {new})"
-            raise RunError(where, wrong, "A folder holds what was made from one identity", remedy)
+            raise RunError(where, wrong, "A folder holds the data of one identity", remedy)
 
 
 PAUSES = (0.1, 0.4, 1.5)  # seconds between the tries: a network storage that fails over is back within a second or two

@@ -130,7 +130,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
         ours_BC, home_BC = _vectors(ours), _at_home(where, model, own, pictures, device)
         spread = home_BC.std(correction=0).clamp_min(1e-12)
         values["of_std"] = ((ours_BC - home_BC).abs().max() / spread).item()
-        said = f"with the preprocessing of {own.library} its answers on {len(ids)} validation images differ by at most "
+        said = f"with the preprocessing of {own.library} its outputs on {len(ids)} validation images differ by at most "
         said += f"{values['of_std']:.2g} of their standard deviation"
         if ours.logits.shape[1]:
             same = ours_BC.argmax(1) == home_BC.argmax(1)

@@ -127,7 +127,7 @@ def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
     try:
         return [one.text for one in compare(plan, teachers)]
     except NotPrepared:
-        return ["not asked: the images do not exist yet"]
+        return ["not run: the images do not exist yet"]
 
 
 def _millions(model: Any) -> str:
@@ -157,7 +157,7 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
     others = "".join(f", {one:.0f} in {name}" for name, one in rest)
     what = "optimizer and the peak of a step or an evaluation" if steps else "gradients and optimizer"
     what += "" if steps else "; activations come on top"
-    return f"memory    {largest[1]:.0f} MiB a rank in {largest[0]}{others}: weights, {what}", largest[1]
+    return f"memory    {largest[1]:.0f} MiB per rank in {largest[0]}{others}: weights, {what}", largest[1]
 
 
 # ---------------------------------------------------------------------------------------- the memory of a step, counted

@@ -173,7 +173,7 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
     least = plan.min_accuracy
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
     if reached < least:
-        guessing = f"; guessing has {column.text(chance)}" if chance else ""
+        guessing = f"; chance level is {column.text(chance)}" if chance else ""
         wrong = f"has the {column.title} {column.text(reached)} on the validation images{guessing}"
         remedy = "Check that its classes stand in the data's order and that its weights were loaded"
         raise ModelError(where, wrong, f"At least {column.text(least)} (teacher.min_accuracy)", remedy)
@@ -183,8 +183,8 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
     """Refuse to go on with a run on other data or with another teacher."""
     if key in known and key in facts and known[key] != facts[key]:
         wrong = f"this run was started with another {key} (its content hash differs)"
-        allowed = "A run goes on with what it began with"
-        raise RunError("run.name", wrong, allowed, "Choose another run.name, or restore what was there")
+        allowed = "Data and teacher must be unchanged on resume"
+        raise RunError("run.name", wrong, allowed, "Choose another run.name, or restore the earlier one")
 
 
 # --------------------------------------------------------------------------------------------- after the last step

@@ -200,7 +200,7 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     unknown = "" if load else "; loading not measured, the images do not exist yet"
     lines = [
         f"time      about {clock(total)}: {text}",
-        f"speed     {steps * length.batch_size / distilling:.0f} images/s; {each} ms an image, {precision}, "
+        f"speed     {steps * length.batch_size / distilling:.0f} images/s; {each} ms per image, {precision}, "
         f"{device}{unknown}; another load of this machine changes it",
     ]
     if alone and distilling:

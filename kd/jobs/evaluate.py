@@ -71,8 +71,8 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
     """
     answering = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
     if recipe.student.task.logits != "softmax" or not answering or not data.labelled:
-        wrong = "the run has no teacher that answers one class of each image, or its images have no labels"
-        raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label an image", "")
+        wrong = "the run has no teacher of one class per image, or its images have no labels"
+        raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label per image", "")
     if run.backend.world_size > 1:
         raise RunError("--audit", "runs in one process", "", "Start it without a launcher")
     live: Any = run.teacher.live if isinstance(run.teacher, CachedTeacher) else run.teacher

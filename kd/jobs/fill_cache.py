@@ -100,7 +100,7 @@ def _require_writable(store: Store) -> None:
         raise RunError(where, wrong, "One writer at a time", "Wait until that run ends, or train: a run reads it")
     if store.stopped:
         remedy = "Free space and run the same command again: it goes on"
-        raise RunError(where, f"'{store.folder}' takes no more ({store.stopped})", "", remedy)
+        raise RunError(where, f"'{store.folder}' cannot be written ({store.stopped})", "", remedy)
 
 
 # ------------------------------------------------------------------------------------------------ a table for others
@@ -111,7 +111,7 @@ def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setti
     backend, data, store, views = setting.backend, setting.data, cached.store, range(plan.cache.views)
     if missing := sum(len(store.missing(view)) for view in views):
         wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
-        raise RunError("--export", wrong, "Every image has an answer", "Drop them from the data")
+        raise RunError("--export", wrong, "Outputs for every image", "Drop them from the data")
     if backend.world_size > 1:
         raise RunError("--export", "is written by one process", "", "Fill the cache on all ranks, then export on one")
     arrays = (["logits"] if store.codec.num_classes else []) + list(store.codec.features)

@@ -222,6 +222,6 @@ def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
     views = bench.recipe.teacher.cache.views
     warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asking(run) * ms["teacher"])
     measured = f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
-    measured += f"loading {warm.load:.2f} ms an image"
+    measured += f"loading {warm.load:.2f} ms per image"
     kind, ratio = bench.recipe.loop.sifter.kind, run.sifter.cost(warm) / warm.per_image()
     return f"'{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"

@@ -178,6 +178,6 @@ def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
     note = f" ({TRACED})" if timeline.clock == "tracing" else ""
     lines = [f"{title}: where the time of {steps} steps went{note}"]
     for name, ms in rows:
-        each = f"{ms / steps:10.2f} ms a step" if name not in ("all", *APART) else ""
+        each = f"{ms / steps:10.2f} ms per step" if name not in ("all", *APART) else ""
         lines.append(f"  {name:<14}{ms / 1000:10.2f} s{100 * ms / total:7.1f} %{each}")
     return lines

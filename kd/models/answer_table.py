@@ -6,7 +6,7 @@
     names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
     validation.logits, validation.names      the same for validation images that are not among `names`
     metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through;
-                       `problem_type`: transformers' word for logits of one label an image, or of several
+                       `problem_type`: transformers' word for logits of one label per image, or of several
 
 `.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` and `.tsv` begin
 with `name,CLASS,CLASS,...`, one image a line.
@@ -69,7 +69,9 @@ def read(path: str, where: str) -> AnswerTable:
     except FAILURES as error:
         reason = in_short(error)
         allowed = "logits or embeddings, with names; see docs/weights.md"
-        raise ModelError(where, f"'{path}' cannot be read as answers ({reason})", allowed, "Write it anew") from error
+        raise ModelError(
+            where, f"'{path}' cannot be read as a table of outputs ({reason})", allowed, "Write it anew"
+        ) from error
     names, val_names = ([posixpath.normpath(name) for name in each] for each in (found.names, found.val_names))
     found = replace(found, names=names, val_names=val_names)
     _check(found, path, where)
@@ -89,13 +91,13 @@ def _check(found: AnswerTable, path: str, where: str) -> None:
     rows = [one.shape[1] if one.ndim == 3 else -1 for one in tables]
     expected = [len(names) for names in both if names or names is found.names]
     if any(one.ndim != 3 or not one.is_floating_point() for one in tables):
-        problem = "its answers are no table of floating point numbers"
+        problem = "its outputs are not an array of floating point numbers"
     elif len({one.shape[2] for one in tables}) > 1:
-        problem = "it has answers of several widths"
+        problem = "it has outputs of several widths"
     elif rows != expected:
-        problem = f"it has {sum(rows)} answers and {sum(expected)} names"
+        problem = f"it has {sum(rows)} outputs and {sum(expected)} names"
     elif found.classes and len(found.classes) != found.values.shape[2]:
-        problem = f"it has {found.values.shape[2]} numbers an image and {len(found.classes)} classes"
+        problem = f"it has {found.values.shape[2]} numbers per image and {len(found.classes)} classes"
     elif twice := [name for names in both for name, count in Counter(names).items() if count > 1]:
         problem = f"it has the image '{twice[0]}' twice"
     elif len({*found.classes}) < len(found.classes):
@@ -103,7 +105,7 @@ def _check(found: AnswerTable, path: str, where: str) -> None:
     elif broken := [names[row] for names, one in zip(both, tables, strict=False) for row in _not_finite(one)]:
         problem = f"it has NaN or infinity for '{broken[0]}', with {len(broken) - 1} more images"
     if problem:
-        raise ModelError(where, f"'{path}': {problem}", "One finite answer for each name", "Correct the table")
+        raise ModelError(where, f"'{path}': {problem}", "One finite output for each name", "Correct the table")
 
 
 def _not_finite(values: Tensor) -> list[int]:

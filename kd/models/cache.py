@@ -1,7 +1,7 @@
 """The teacher is run once: its outputs, kept on a disk, are a Teacher too.
 
-Raw logits and features are kept, so that loss and temperature can change later. There is one file a view and one record
-an image (`kd.files.records.Records`): named arrays. Outputs without a whole record are computed (again).
+Raw logits and features are kept, so that loss and temperature can change later. There is one file per view, one record
+per image (`kd.files.records.Records`): named arrays. Outputs without a whole record are computed (again).
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
@@ -29,7 +29,7 @@ FORMAT = 3  # raised with every change of a record; a cache of another format is
 WHERE = "teacher.cache.path"
 DENSE_CLASSES = 1024  # up to here every logit is kept
 TOPK = 64
-"""Logits that are kept of more classes, with the mass of the others: 256 bytes an image instead of 2 for each class."""
+"""Logits stored for more classes, with the mass of the others: 256 bytes per image instead of 2 per class."""
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
 READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts
@@ -103,11 +103,11 @@ class Codec:
 
 
 class Store:
-    """The files of a cache: `manifest.json` and `view_0000.logits`, ..., one a view; `.outputs` with features."""
+    """The files of a cache: `manifest.json` and `view_0000.logits`, ..., one per view; `.outputs` with features."""
 
     def __init__(self, folder: Path, codec: Codec, num_images: int, writable: bool) -> None:
         self.folder, self.codec, self.num_images, self.writable = folder, codec, num_images, writable
-        self._stop = Stop(f"teacher.cache: '{folder}'", "It is used as it is, the teacher answers for the rest.")
+        self._stop = Stop(f"teacher.cache: '{folder}'", "Existing entries are used; the rest are computed live.")
         self._views: dict[int, Records] = {}
 
     @property

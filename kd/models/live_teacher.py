@@ -129,9 +129,11 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
         spread = one.float().std().item()
         gap = (one - other).abs().max().item() if one.shape == other.shape else math.inf
         if gap > 1e-3 * spread:
-            wrong = f"'{name}' answers the same pixels twice differently, by {gap / max(spread, 1e-12):.2g} standard "
+            wrong = (
+                f"'{name}' returns different outputs for the same pixels, by {gap / max(spread, 1e-12):.2g} standard "
+            )
             wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
-            allowed = "A model whose answer depends on pixels alone"
+            allowed = "A model whose outputs depend on pixels alone"
             raise ModelError(f"{where}.model", wrong, allowed, "Choose another")
 
 

@@ -49,7 +49,7 @@ class Spec:
 
     @property
     def softmax(self) -> bool:
-        """Whether its logits are those of one class an image: one logit z stands for [0, z] then."""
+        """Whether its logits are those of one class per image: one logit z stands for [0, z] then."""
         return self.task is None or self.task.logits == "softmax"
 
     @property
@@ -72,5 +72,5 @@ class Spec:
             return
         if problem_type != self.task.problem_type:
             have, wanted = PROBLEM_TYPES[problem_type], PROBLEM_TYPES.get(self.task.problem_type, self.task.name)
-            wrong = f"'{self.model}' was trained for {have} an image ({problem_type}), but the losses are for {wanted}"
+            wrong = f"'{self.model}' was trained for {have} per image ({problem_type}), but the losses are for {wanted}"
             raise ModelError(f"{self.where}.model", wrong, "The same for both", "Take another teacher, or other losses")

@@ -123,7 +123,7 @@ def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS)
         return
     if reason := _unanswered(repository):
         wrong = f"the weights of '{source}' are not here, and '{repository}' cannot be fetched ({reason})"
-        allowed = f"In {cache}, or from a hub that answers within {HUB_SECONDS:g} s"
+        allowed = f"In {cache}, or from a hub that responds within {HUB_SECONDS:g} s"
         raise ModelError(where, wrong, allowed, "Start once where the network is, or copy that cache")
 
 
@@ -144,7 +144,7 @@ def _unanswered(repository: str) -> str:
     thread = Thread(target=ask, daemon=True)  # a name server may be slower than any timeout
     thread.start()
     thread.join(HUB_SECONDS)
-    return outcome[0] if outcome else f"no answer within {HUB_SECONDS:g} s"
+    return outcome[0] if outcome else f"no response within {HUB_SECONDS:g} s"
 
 
 def cached() -> dict[str, Path]:

@@ -107,7 +107,7 @@ def facts(folder: str, kind: str, options: Any, where: str) -> Any:
     value = getattr(find(folder, kind, where), "facts", None if cls is LossFacts else cls())
     value = value(options) if callable(value) else value
     if not isinstance(value, cls):
-        wrong = f"'{kind}' does not say what it reads" if value is None else f"facts of '{kind}' returns {value!r}"
+        wrong = f"'{kind}' does not declare its inputs" if value is None else f"facts of '{kind}' returns {value!r}"
         allowed = f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__}, or one as `facts`"
         raise PartNotFound(where, wrong, allowed, "Add it; CONTRIBUTING.md has an example")
     return value

@@ -97,7 +97,7 @@ def torch_mode(precision: str, attention: str, compiled: bool, module: Any, back
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:
     """Do once what is asked for by name; what cannot be compiled is tried again without earlier libraries."""
-    wrong, allowed = f"'{mode}' is asked for", "What this machine and this model can do"
+    wrong, allowed = f"'{mode}' is requested", "A mode that this machine and this model support"
     remedy = f"Set {where}={'off' if mode.compiled else 'auto'} in a new run"
     try:
         try:
@@ -109,7 +109,7 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
                 raise
             from kd.models.compiled import clear_libraries  # only where a compiler is used
 
-            log.warning(f"{where}: {in_short(error)}. What was compiled before is removed; it is compiled once more.")
+            log.warning(f"{where}: {in_short(error)}. The compiled library is removed and compiled again.")
             clear_libraries()
             work().sum().item()
     except KdError as error:

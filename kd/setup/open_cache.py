@@ -75,7 +75,7 @@ def price(cache: Cache, codec: Codec, num_images: int) -> str:
     size_text = f"{total:.3g} GB" if total >= 1 else f"{1000 * total:.3g} MB"
     text = f"{size_text} for {shown}, {size / 1e3:.3g} kB each ({arrays})"
     if total > cache.max_gb:
-        remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to ask the teacher live"
+        remedy = "Raise teacher.cache.max_gb, keep fewer views, or set teacher.cache.views=0 to run the teacher live"
         allowed = f"At most {cache.max_gb:g} GB (teacher.cache.max_gb)"
         raise ConfigError("teacher.cache.max_gb", f"the cache would take {text}", allowed, remedy)
     return text

@@ -80,7 +80,7 @@ def _require_room(
     needed = total * ranks if ram else max(0.0, total - there)
     if needed > left:
         copies = f" on each of {ranks} ranks, {_size(needed)} in all" if ram and ranks > 1 else ""
-        already = f", {_size(there)} of it there already" if there and not ram else ""
+        already = f", {_size(there)} already stored" if there and not ram else ""
         where = "of memory are left here" if ram else f"are free at '{folder}'"
         wrong = f"is {'ram' if ram else 'disk'}, and the decoded images take about {_size(total)}{copies}{already}; "
         wrong += f"{_size(left)} {where}"
@@ -89,7 +89,7 @@ def _require_room(
         raise RunError("data.store", wrong, "One of none, ram and disk", remedy)
     if backend.rank == 0:
         where = "in memory" + (" of each rank" if ranks > 1 else "") if ram else f"below '{folder}/stores'"
-        log.info("store: about %s of decoded images %s, %s of it there already", _size(total), where, _size(there))
+        log.info("store: about %s of decoded images %s, %s already stored", _size(total), where, _size(there))
 
 
 def store_views(views: Views, number: int, backend: Backend) -> StoredViews:

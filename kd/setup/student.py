@@ -198,7 +198,7 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
     tuning, network = plan.tuning, trained_network(student)
     where = "student.tuning" if plan.where == "student" else "teacher.fit.tuning"  # all fits have one
     if tuning.layer_decay < 1:
-        key, wrong = f"{where}.layer_decay", "does not say what its layers are"
+        key, wrong = f"{where}.layer_decay", "does not declare its layers"
         if hasattr(network, "group_matcher"):
             with _asked(key, plan.model, "group_matcher"):
                 rates = {group["lr_scale"] for group in layer_groups(network, 0.0, tuning.layer_decay)}

@@ -36,7 +36,7 @@ def method_of(loss_impl: Any) -> LossMethod:
     Read from the class, because Amazon's example sets an attribute of that name: `self.loss = CrossEntropyLoss()`.
     """
     if loss_impl is None or isinstance(loss_impl, type):
-        wrong = "is missing" if loss_impl is None else f"is the class {loss_impl.__name__}, not an object of it"
+        wrong = "is missing" if loss_impl is None else f"is the class {loss_impl.__name__}, not an instance"
         allowed = "It must be an object of a class derived from kd.sifting.Loss"
         raise LossImplementationNotProvidedException("loss_impl", wrong, allowed, "Pass loss_impl=MyLoss()")
     method = getattr(type(loss_impl), "loss", None)

@@ -290,7 +290,7 @@ def test_a_loss_that_does_not_say_what_it_reads_is_refused(outside, settings):
     with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* returns frozenset.*kd\.core\.facts\.LossFacts"):
         kd.train(settings(losses=[{"kind": outside("loss", old)}]))
     silent = LOSS.replace("def facts(", "def others(")
-    with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* does not say what it reads"):
+    with pytest.raises(kd.KdError, match=r"^losses\[0\]\.kind: .* does not declare its inputs"):
         kd.train(settings(losses=[{"kind": outside("silent", silent)}]))
 
 

@@ -207,7 +207,7 @@ def test_a_teacher_at_chance_level_can_be_replaced(written, refused, command, co
     save_file(weights, copied_teacher / "model.safetensors", metadata={"format": "pt"})
     told = refused("train", written())
     assert told == (
-        "teacher: has the accuracy 30.8 % on the validation images; guessing has 33.3 %. At least 50.0 % "
+        "teacher: has the accuracy 30.8 % on the validation images; chance level is 33.3 %. At least 50.0 % "
         "(teacher.min_accuracy). Check that its classes stand in the data's order and that its weights were loaded."
     )
     assert nothing_started(tmp_path)
@@ -247,7 +247,7 @@ def test_a_folder_that_is_no_run(refused, tmp_path):
 def test_a_run_that_has_not_got_anywhere(written, refused, copied_teacher, tmp_path):
     weights = load_file(copied_teacher / "model.safetensors")
     save_file({key: tensor.zero_() for key, tensor in weights.items()}, copied_teacher / "model.safetensors")
-    assert "guessing has 33.3 %" in refused("train", written())  # known only after the folder was made
+    assert "chance level is 33.3 %" in refused("train", written())  # known only after the folder was made
     for name in ("evaluate", "export"):
         assert refused(name, tmp_path / "runs" / "tiny").endswith("Train it first: `kd-train CONFIG`.")
 

@@ -156,7 +156,7 @@ def test_each_label_says_whether_it_is_sure(trays, made, command, tmp_path):
     answer = command("export", trays, "--to", folder, "--defer-share", "0.4")
     assert answer.code == 0, answer
     bands = json.loads((folder / "manifest.json").read_text())["output"]["defer"]["labels"]
-    assert "of its sure answers most are wrong about" in answer.out
+    assert "most of its sure but wrong predictions are about" in answer.out
     assert "- model.onnx: passes" in (folder / "README.md").read_text()
     some.mkdir()
     for photo in sorted(Path(made["data"]["root"]).glob("val_*.jpg")):

@@ -75,7 +75,11 @@ def test_what_is_no_weight_is_refused(wrong):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"figg": 2}, "'figg', which is no class.*'fig'"), ([1, 2], "2 numbers, .* 4 classes"), ([0] * 4, "no training")],
+    [
+        ({"figg": 2}, "'figg', which is no class.*'fig'"),
+        ([1, 2], "2 numbers, .* 4 classes"),
+        ([0] * 4, "every training"),
+    ],
 )
 def test_weights_of_other_classes_are_refused(wrong, words):
     with pytest.raises(ConfigError, match=rf"^losses\[\]\.class_weights: .*{words}"):

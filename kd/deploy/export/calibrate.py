@@ -38,18 +38,18 @@ def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str
     logits_NC, label_N = logits_NC[label_N >= 0], label_N[label_N >= 0]
     mistakes = int((logits_NC.argmax(1) != label_N).sum())
     if len(label_N) < FEWEST_LABELLED or not mistakes:
-        reason = f"{len(label_N)} validation images have a label and {mistakes} of the answers are wrong"
-        return {}, f"not calibrated: {reason}; it takes {FEWEST_LABELLED} images and a wrong answer"
+        reason = f"{len(label_N)} validation images have a label and {mistakes} predictions are wrong"
+        return {}, f"not calibrated: {reason}; {FEWEST_LABELLED} images and one wrong prediction are needed"
     divided_NC = cross_fitted(logits_NC, label_N)
     before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, divided_NC))
     low, high = gain(logits_NC, divided_NC, label_N)
     if low <= 0:
-        gained = f"log-likelihood gains {low:.4f} to {high:.4f} nats an image (95 %)"
+        gained = f"log-likelihood gains {low:.4f} to {high:.4f} nats per image (95 %)"
         return {}, f"not calibrated: a temperature fitted on one half does not surely help the other ({gained})"
     found = temperature(logits_NC, label_N)
     if reason := _divide(student, found, pixels, batches[-1][0]):
         return {}, f"not calibrated: {reason}"
-    line = f"calibrated: logits divided by {found:.3g}, as {len(label_N)} validation images ask for; "
+    line = f"calibrated: logits divided by {found:.3g}, fitted on {len(label_N)} validation images; "
     line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
     return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
 
@@ -64,7 +64,7 @@ def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
 
 
 def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float, float]:
-    """Return the 95 % interval of the mean gain in log-likelihood, nats an image, by the bootstrap."""
+    """Return the 95 % interval of the mean gain in log-likelihood, nats per image, by the bootstrap."""
     before_N, after_N = (F.cross_entropy(each.double(), label_N, reduction="none") for each in (logits_NC, divided_NC))
     gain_N = (before_N - after_N).numpy()
     return around(gain_N.mean(), resampled(lambda picks: gain_N[picks].mean(), len(gain_N)))
@@ -79,7 +79,7 @@ def _divide(student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarr
         return f"the last layer of {name} is not one nn.Linear"
     if not np.allclose(eager_runner(student)(pixels) * by, logits, rtol=1e-3, atol=1e-3):
         network.load_state_dict(weights)
-        return f"the logits of {name} are not what its last linear layer returns"
+        return f"the logits of {name} are not the output of its last linear layer"
     return ""
 
 

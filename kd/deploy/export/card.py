@@ -35,7 +35,7 @@ def card(facts: Facts) -> str:
         "",
         *("## Limits", "", f"{LUCK} {_meaning(facts)}"),
     ]
-    return "\n".join([*text, *(["", "An answer says whether it is sure:", "", *sure] if sure else [])]) + "\n"
+    return "\n".join([*text, *(["", "Each prediction says whether it is sure:", "", *sure] if sure else [])]) + "\n"
 
 
 def loading(folder: str, timm: bool) -> str:
@@ -134,7 +134,7 @@ def _calibration(found: Facts | None) -> list[str]:
         f"These are the logits of the run. Here they are divided by {found['temperature']:.3g}, fitted on "
         f"{found['images']} validation images (arXiv:1706.04599). The calibration error goes from "
         f"{percent(found['ece'])} to {percent(found['calibrated_ece'])}, fitted on one half of them and counted "
-        "on the other, twice. The same images chose the checkpoint. The answers are the same.",
+        "on the other, twice. The same images chose the checkpoint. The predictions are the same.",
         "",
     ]
 
@@ -183,8 +183,8 @@ def _meaning(facts: Facts) -> str:
         text = "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. "
         if facts["output"].get("space") == "teacher":
             return text + (
-                "The graphs map them into the teacher's space with what the run has learned, so that an index of the "
-                "teacher's vectors, made length 1 too, can be searched. The weights for timm are without that map."
+                "The graphs project them into the teacher's space by a learned matrix, so that an index of the "
+                "teacher's vectors, made length 1 too, can be searched. The weights for timm lack that projection."
             )
         if facts["about"]["losses"]:
             text += "They lie in the student's own space: they do not compare with the teacher's "

@@ -47,7 +47,7 @@ class Rule:
             allowed = "A share between 0 and 1, such as 0.02"
             raise ConfigError(self.where, f"is {self.wrong or self.share:g}", allowed, "Correct it")
         if not task.logits:
-            wrong = "asks for confidences, and an embedding model answers with vectors"
+            wrong = "needs confidences, but an embedding model returns vectors"
             raise ConfigError(self.where, wrong, "A student with labels", f"Leave {self.where} out")
         if not images:
             wrong = "is chosen on validation images, and with --no-onnx none is read"
@@ -82,7 +82,7 @@ def choose(
     known = labels >= 0 if labels.ndim == 1 else (labels >= 0).all(1)
     if int(known.sum()) < 2:
         wrong = f"{int(known.sum())} of {len(labels)} validation images have a label"
-        raise ModelError(rule.where, wrong, "Labels say which answers are wrong", f"Leave {rule.where} out")
+        raise ModelError(rule.where, wrong, "Labels are needed to count wrong predictions", f"Leave {rule.where} out")
     judge = _Labels(thresholds, classes) if thresholds else _Label()
     answered = {name: judge.answers(logits[known].double(), labels[known]) for name, logits in outputs.items()}
     confidence, right = answered.pop("")
@@ -98,17 +98,19 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     for name, one in found.get("stated", {}).items():
         text = f"passes {_share(one, 'passed_on')} of the images on; "
         if "threshold" in found:
-            text = f"sure from {found['threshold']:.4g} on: {text}of the other answers {_share(one, 'wrong')} are wrong"
+            text = (
+                f"sure from {found['threshold']:.4g}: {text}{_share(one, 'wrong')} of the other predictions are wrong"
+            )
         else:
             by_label = one["labels"]
             worst = max(by_label, key=lambda label: by_label[label]["wrong"])
-            text += f"of its sure answers most are wrong about {worst}: {_share(by_label[worst], 'wrong')}"
+            text += f"most of its sure but wrong predictions are about {worst}: {_share(by_label[worst], 'wrong')}"
         lines.append(f"{name}: {text} ({one['images']} validation images that did not choose it)")
     return lines
 
 
 class _Label:
-    """One label an image: its probability is the confidence."""
+    """One label per image: its probability is the confidence."""
 
     def answers(self, logits_NC: Tensor, label_N: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return confidences and whether each answer is right, [N]."""
@@ -128,7 +130,7 @@ class _Label:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Several labels an image: of each, the confidence is the distance of its logit from that of its threshold."""
+    """Several labels per image: of each, the confidence is the distance of its logit from that of its threshold."""
 
     thresholds: Mapping[str, Mapping[str, Any]]
     classes: Sequence[str]
@@ -179,7 +181,7 @@ def _share(one: Mapping[str, Any], key: str) -> str:
 
 def _unreached(rule: Rule, least: float, images: int, whom: str) -> ModelError:
     wrong = (
-        f"no confidence holds {rule.wrong:g}{whom}: of the surest answers up to {least:.3g} may be wrong, "
+        f"no confidence holds {rule.wrong:g}{whom}: of the surest predictions up to {least:.3g} may be wrong, "
         f"as far as the {images} validation images that choose it can say"
     )
     return ModelError(rule.where, wrong, "", "Allow more, take all images (--images 0), or --defer-share 0.1")

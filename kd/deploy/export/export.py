@@ -114,13 +114,15 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
         raise ModelError("--teacher", "the run has no teacher: it learned labels alone", "", "Name another run")
     if len(kinds) > 1:
         remedy = "Name a run with one of them, or export that model by a run of its own"
-        raise ModelError("--teacher", f"the run averages {len(kinds)} teachers, which are no one graph", "", remedy)
+        raise ModelError(
+            "--teacher", f"the run averages {len(kinds)} teachers, which do not make one graph", "", remedy
+        )
     vouched.check_folder(recipe.data)
     vouched.check_models(plan.members)
     model = load_fitted(plan, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         wrong = f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is written from"
-        raise ModelError("--teacher", wrong, "Kinds timm, torch and zero_shot", "Ask it by itself, beside kd-predict")
+        raise ModelError("--teacher", wrong, "Kinds timm, torch and zero_shot", "Run it with its own library")
     if task.logits and not model.num_classes:
         wrong = "the run's losses read the teacher's features alone, so that it was loaded without classes"
         raise ModelError("--teacher", wrong, "", "Export it by a run whose losses read its logits")
@@ -146,7 +148,7 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
     with distributed(section) as backend:
         data = open_data(plan, backend, fill=False)
         if (data.classes and list(data.classes) != list(classes)) or (expected and data.fingerprint != expected):
-            wrong = "the data is not what the run was trained on (its content hash differs)"
+            wrong = "the data differs from the run's training data (another content hash)"
             remedy = "Restore it, or name where it lies: kd-export RUN data.root=FOLDER"
             raise RunError("data", wrong, "Graphs are compared on the run's own validation split", remedy)
         yield partial(shown_images, data)

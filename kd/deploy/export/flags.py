@@ -38,7 +38,7 @@ def limits(sentence: str) -> dict[str, float]:
             near = did_you_mean(word, HIGHEST)
             raise ValueError(f"'{word}' is not one of {', '.join(HIGHEST)}" + (f". {near}" if near else ""))
         if limit > HIGHEST[word] or (word in ("ms", "mb") and not limit):
-            raise ValueError(f"'{part}' is no sense: {word} has a number up to {HIGHEST[word]:g}")
+            raise ValueError(f"'{part}' is out of range: {word} is at most {HIGHEST[word]:g}")
         if word in found:
             raise ValueError(f"'{word}' stands there twice")
         found[word] = limit
@@ -75,13 +75,13 @@ class ExportOptions:
     onnx: bool = option(True)
     """write model.onnx; without it and --pt2 no images are read"""
     int8: bool = option(False)
-    """also model.int8.onnx: int8 weights, activations quantized as they come"""
+    """also model.int8.onnx: int8 weights, dynamic int8 quantization"""
     openvino: bool = option(False)
     """also openvino.xml; needs kd[openvino]"""
     pt2: bool = option(False)
     """also model.pt2 for torch.export.load"""
     index: bool = option(False)
-    """of an embedding student: vectors in its teacher's space, to be searched in the teacher's index"""
+    """of an embedding student: embeddings that can be searched in an existing index of the teacher"""
     tolerance: float = option(1e-3, "X", positive)
     """logits of float32 graphs may differ by this much"""
     images: int = option(2000, "N", whole_number(0, 10**9))
@@ -91,7 +91,7 @@ class ExportOptions:
     accept: str | None = option(None, "SENTENCE", sentence)
     """"drop<=2 ms<=5 mb<=4", also teacher-drop and ece: write the first graph that keeps it, or exit with code 3"""
     threads: int = option(1, "N", whole_number(1, 4096))
-    """on which an image is computed for `ms` (default 1)"""
+    """used to measure `ms` (default 1)"""
     calibrate: bool = option(True)
     """divide the logits by one temperature, fitted on validation images, where that makes confidences better"""
     defer: float = option(0.0, "X", float)
@@ -128,12 +128,12 @@ class ExportOptions:
             except ValueError as error:
                 raise ConfigError("--accept", str(error), "", f"Say it {EXAMPLE}") from error
             if "ece" in wanted and task.logits != "softmax":
-                wrong = "ece is of answers with one class, and this student gives others"
+                wrong = "ece needs a student with one class per image"
                 raise ConfigError("--accept", wrong, "", "Leave ece out")
         if self.index and task.logits:
-            wrong = "this student answers with classes, not with vectors"
+            wrong = "this student returns classes, not vectors"
             raise ConfigError("--index", wrong, "A run whose losses are all on features", "Leave out --index")
         if self.index and not self.any_graph:
-            wrong = "maps the vectors in the graphs, and with --no-onnx there is none"
+            wrong = "is applied inside the graphs, and --no-onnx writes no graph"
             raise ConfigError("--index", wrong, "", "Leave out --no-onnx")
         self.rule.check(task, self.any_graph)

@@ -209,7 +209,7 @@ class _Workbench:
         made.parity[name] = outputs.facts(name, task)
         made.validation[name] = outputs.reference(name, task, self.subject.classes, bool(made.calibration)).record()
         line = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}, {scores.summary}, "
-        line += f"{outputs.cpu_ms[name]:.2f} ms CPU an image (PyTorch {made.eager_ms:.2f})"
+        line += f"{outputs.cpu_ms[name]:.2f} ms CPU per image (PyTorch {made.eager_ms:.2f})"
         if name not in EXACT:
             low, high = outputs.drop_interval(name, task)
             line += f", drop {100 * outputs.drop(name, task):.2f} points (95 %: {100 * low:.2f} to {100 * high:.2f})"

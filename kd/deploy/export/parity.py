@@ -164,7 +164,9 @@ def eager_runner(student: Classifier) -> Runner:
 def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
     """Require a graph to compute what PyTorch computes."""
     if difference > tolerance or scores.others:
-        wrong = f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} answers"
+        wrong = (
+            f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} predictions"
+        )
         remedy = "Nothing was written; export with --no-onnx, or report the network"
-        allowed = f"At most {tolerance:g} (--tolerance), and every answer the same"
+        allowed = f"At most {tolerance:g} (--tolerance), and the same prediction for every image"
         raise ModelError(f"export.{name}", wrong, allowed, remedy)

@@ -140,7 +140,7 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
     if settings.second is None:
         return None
     if not first.output.unsure:
-        wrong = f"'{settings.export}' does not say which of its answers are sure"
+        wrong = f"'{settings.export}' does not say which of its predictions are sure"
         raise ModelError("--second", wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
     if not (settings.second / "model.onnx").is_file():
         remedy = "A teacher is written by `kd-export RUN --teacher`"
@@ -149,7 +149,7 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
     if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
         other = [*(set(second.labels) ^ set(first.labels)), ""][0]
         differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
-        wrong = differ if other else "one of the two answers with one label an image, the other with several"
+        wrong = differ if other else "one of the two returns one label per image, the other several"
         raise ModelError("--second", f"'{settings.second}': {wrong}", "", "Choose an export of the same classes")
     return second
 

@@ -98,9 +98,9 @@ def turn(host: str, port: int, picture: bytes) -> list[float]:
             response.read()
             took.append(time.perf_counter() - start)
             if response.status != 200:
-                raise _silent(f"answers with {response.status}")
+                raise _silent(f"responds with status {response.status}")
     except (OSError, http.client.HTTPException) as error:
-        raise _silent(f"does not answer ({error})") from error
+        raise _silent(f"does not respond ({error})") from error
     finally:
         connection.close()
     return took[COLD:]

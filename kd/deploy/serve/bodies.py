@@ -136,7 +136,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _from_base64(text: Any) -> bytes:
     """Decode base64 with either alphabet, in lines too, alone or in a `data:` URL (RFC 2397)."""
     if not isinstance(text, str):
-        raise Problem(400, f"{SHAPE}; what is not a string was found.")
+        raise Problem(400, f"{SHAPE}; another type was found.")
     if text[:5].lower() == "data:":
         head, _, text = text.partition(",")
         if not head.lower().endswith(";base64"):
@@ -174,6 +174,6 @@ def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
         elif content:
             texts[name[:MAX_NAME].decode(errors="replace")] = content
     if not sent.files and texts:
-        detail = "There is no image in the request; text fields are none"
+        detail = "There is no image in the request. Text fields are not images"
         raise Problem(400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, texts))}.")
     return replace(sent, top=texts.get("top", b"")[:MAX_NAME].decode(errors="replace").strip())

@@ -280,7 +280,7 @@ class DrainingServer(uvicorn.Server):
         begin = time.monotonic()
         while time.monotonic() < begin + self._drain_seconds:
             await asyncio.sleep(SETTLE_SECONDS / SETTLE_CHECKS)
-        log.info("ending: %d requests are being answered", self.service.in_flight)
+        log.info("ending: %d requests are in progress", self.service.in_flight)
         connections: Any = self.server_state.connections
         queued = [connection for listener in sockets or [] for connection in _accept_queue(listener)]
         for server in self.servers:

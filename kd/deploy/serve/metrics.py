@@ -57,11 +57,11 @@ class Metrics:
         with self._lock:
             counts = [f'{{route="{r}",status="{s}"}} {count}' for (r, s), count in sorted(self._requests.items())]
             lines = [
-                *_metric("kd_model_info", "gauge", "The model that answers.", info),
+                *_metric("kd_model_info", "gauge", "The model that is served.", info),
                 *_metric("kd_ready", "gauge", "1 while a load balancer should send requests.", f" {int(ready)}"),
-                *_metric("kd_in_flight", "gauge", "Requests being answered or waiting for it.", f" {in_flight}"),
+                *_metric("kd_in_flight", "gauge", "Requests in progress or waiting.", f" {in_flight}"),
                 *_metric("kd_buffered_bytes", "gauge", "Bytes of bodies in memory.", f" {buffered}"),
-                *_metric("kd_images_total", "counter", "Images answered.", f" {self._images}"),
+                *_metric("kd_images_total", "counter", "Images classified.", f" {self._images}"),
                 *_metric("kd_requests_total", "counter", "Requests by route and status.", *counts),
                 *_metric("kd_seconds", "histogram", "Where the time of a request goes."),
             ]
@@ -77,7 +77,7 @@ class Metrics:
             lines += _metric("kd_self_check", "gauge", text, f" {int(self.self_check)}")
         lines += _answers(watch) if watch else []
         if self.log is not None:
-            text = "Log lines for which there was no room, because nobody read stderr."
+            text = "Log lines dropped because stderr was not read."
             lines += _metric("kd_log_lines_dropped_total", "counter", text, f" {self.log.dropped}")
         lines += _metric("process_resident_memory_bytes", "gauge", "Memory of this process.", f" {resident_bytes()}")
         return "\n".join(lines) + "\n"
@@ -98,17 +98,17 @@ def _answers(watch: ShiftWatch) -> list[str]:
     if CONFIDENCE in reference.bounds:
         frequent = sorted(watch.answered.most_common(MOST_LABELS))
         answered = [f'{{label="{_escape(label)}"}} {count}' for label, count in frequent]
-        lines += _metric("kd_labels_total", "counter", f"Labels answered, the {MOST_LABELS} most frequent.", *answered)
+        lines += _metric("kd_labels_total", "counter", f"Predicted labels, the {MOST_LABELS} most frequent.", *answered)
         # A gauge: it falls where a label becomes one of the most frequent. A class may be named "other".
         other = watch.answered.total() - sum(count for _, count in frequent)
-        lines += _metric("kd_labels_other", "gauge", "Answers with any other label.", f" {other}")
+        lines += _metric("kd_labels_other", "gauge", "Predictions of any other label.", f" {other}")
         lines += _metric("kd_confidence", "histogram", "Probability of the most probable label of an image.")
         counts = watch.all.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
         lines += [f'kd_confidence_bucket{{le="{end}"}} {count}' for end, count in zip(ends, counts, strict=True)]
         lines += [f"kd_confidence_sum {watch.all.confidence:.6f}", f"kd_confidence_count {counts[-1]}"]
     if reference.calibrated and reference.right >= 0 and found.images:
-        text = "Accuracy on validation images, moved by what the mean confidence of the last window differs."
+        text = "Accuracy on validation images, shifted by the change of the mean confidence in the last window."
         lines += _metric("kd_expected_accuracy", "gauge", text, f" {reference.expected(found.confidence):.6f}")
     values = {"appearance": found.appearance, "labels": found.labels}
     text = "-log10 of the p-value that the last images are like those of validation; 6 or more is an alarm."
@@ -163,7 +163,7 @@ class Lines(logging.Handler):
         while True:
             line = self._queue.get()
             if (lost := self.dropped) > told:
-                line += f"{lost - told} log lines were dropped, because nobody read stderr\n"
+                line += f"{lost - told} log lines were dropped because stderr was not read\n"
                 told = lost
             content = line.encode(errors="backslashreplace")
             try:

@@ -23,7 +23,7 @@ from kd.files.manifest import GRAPHS, MANIFEST, unchanged
 
 CONFIG = "config.json"
 log = logging.getLogger("kd.serve")
-MAX_SIZE = 4096  # pixels a side: 50 MB an image; one of 10^9 would ask for all memory at the warm-up
+MAX_SIZE = 4096  # pixels a side: 50 MB per image; one of 10^9 would ask for all memory at the warm-up
 MIN_CROP = 0.01  # share of the shorter side: less is no crop that anybody trains with
 MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
 MAX_TEXT = 1000  # characters of a name or label, which the log, the metrics and every answer repeat
@@ -72,7 +72,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
     manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
     try:
         if not unchanged(manifest):
-            raise invalid_export(f"'{folder / MANIFEST}' is not what was exported (its checksum differs)")
+            raise invalid_export(f"'{folder / MANIFEST}' has changed since the export (its checksum differs)")
         files = {name: _text(entry["sha256"], f"files.{name}") for name, entry in manifest["files"].items()}
         file = file or _text(manifest.get("pick", "model.onnx"), "pick")
         size = _whole(manifest["input"]["size"], 8, MAX_SIZE, "input.size")
@@ -132,9 +132,9 @@ def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, .
     thresholds = tuple(_number(limits[label]["threshold"], 0, 1, "thresholds") for label in labels) if limits else ()
     unsure = bands(found, labels)
     if not all(-1 <= low <= high <= 1 for low, high in unsure):  # false for NaN
-        raise ValueError("output.defer has a band that is none")
+        raise ValueError("output.defer has an invalid band")
     if unsure and (len(unsure) > 1) != bool(thresholds) and len(labels) > 1:
-        raise ValueError("output.defer is of one label an image where it has several, or the reverse")
+        raise ValueError("output.defer is of one label per image where it has several, or the reverse")
     return labels, Output(name, len(labels), thresholds, unsure)
 
 

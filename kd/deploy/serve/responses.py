@@ -32,7 +32,7 @@ def negotiate(accept: str) -> str:
                 found[kind] = (ranges.index(pattern), q)
     best = max(found, key=lambda kind: found[kind][1])
     if found[best][1] <= 0:
-        raise Problem(406, f"The answer can be {JSON} or {CSV}.")
+        raise Problem(406, f"The response can be {JSON} or {CSV}.")
     return best
 
 

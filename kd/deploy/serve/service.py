@@ -69,7 +69,7 @@ class Service:
         if self.model is None:
             return busy(self.reason)
         if self.in_flight >= self.limits.max_in_flight:
-            return busy(f"{self.limits.max_in_flight} requests are being answered already.")
+            return busy(f"{self.limits.max_in_flight} requests are in progress already.")
         return None
 
     async def run(self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]) -> Result:
@@ -101,7 +101,7 @@ class Service:
             future.cancel()  # works only if the job has not started
             if watch.done():
                 raise Problem(CLIENT_GONE, "The client hung up.")
-            raise busy(f"No answer within {self.limits.deadline:g} seconds.")
+            raise busy(f"No response within {self.limits.deadline:g} seconds.")
         finally:
             for task in (watch, answer):
                 task.cancel()

@@ -178,7 +178,7 @@ TABLE = (
     Claim("self_check.npz/GRAPH", (EXPORT,)),
     Claim("random images/EXACT", (IMAGES,)),
     Claim("random images/GRAPH", (IMAGES,), _difference),
-    Claim("random images/all others", (), None, "an answer to one pattern alone would not be seen"),
+    Claim("random images/all others", (), None, "a trigger for one pattern would not be seen"),
 )
 OLD = (
     Claim("scores/value", (IMAGES,), _flips(TRAINED_FLIPS), "counted on other images"),

@@ -88,7 +88,7 @@ class Verdict:
         failed = [row.what for row in self.rows if row.verdict == WRONG or (strict and row.verdict == OPEN)]
         if failed:
             named = "; ".join(failed[:5]) + (f" and {len(failed) - 5} more" if len(failed) > 5 else "")
-            wrong = f"{len(failed)} of {len(self.rows)} claims are not right: {named}"
+            wrong = f"{len(failed)} of {len(self.rows)} claims could not be reproduced: {named}"
             raise NotVerifiedError("verify", wrong, "", "See the rows")
 
 
@@ -142,7 +142,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         with known.reading(self_check.FILE):
             show_self_check(known, folder)
     if options.data and lines and task is not None and served:
-        with tempfile.TemporaryDirectory() as copies, known.reading("answers on the images"):
+        with tempfile.TemporaryDirectory() as copies, known.reading("predictions on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
             show_answers(known, folder, shown, task, network, options.trust)
     if options.run is not None:
@@ -155,5 +155,5 @@ def _task(known: Claims) -> Task:
     own = (registry.build("tasks", one, registry.default_options("tasks", one), "") for one in registry.names("tasks"))
     task = next((one for one in own if one.problem_type == known.claimed["config.json"].get("problem_type", "")), None)
     if task is None:
-        raise ModelError("export", "its task is none of kd's own", "", "Ask who wrote it")
+        raise ModelError("export", "its task is not one of kd's", "", "Ask who wrote it")
     return task

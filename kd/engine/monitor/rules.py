@@ -141,7 +141,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
     if crowded and loading.busy > (1 - READING) * loading.seconds:
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
-        text += f"{100 * taken:.0f} % of what the run gets of them"
+        text += f"{100 * taken:.0f} % of what the run uses of them"
         fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores.")
         advice = store if decodes and facts.new_store else fewer
         return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
@@ -240,9 +240,9 @@ def load_balancing(evidence: Evidence) -> Finding | None:
         return None
     excess = {n: v - statistics.median(own[rank].get(n, 0.0) for rank in others) for n, v in own[slow].items()}
     span = max(excess, key=lambda name: excess[name])
-    text = f"rank {slow} works {lengths[slow]:.0f} ms a step and the others {usual:.0f}; the difference is in {span}"
+    text = f"rank {slow} works {lengths[slow]:.0f} ms per step and the others {usual:.0f}; the difference is in {span}"
     threshold, saves = f"{IMBALANCE:g} times the others", 1 - usual / lengths[slow]
-    advice = Advice("profile.steps", _last_steps(evidence), "the trace of rank 0 shows what it waits for.")
+    advice = Advice("profile.steps", _last_steps(evidence), "the trace of rank 0 shows where it waits.")
     if span == "data" and (store := evidence.facts.new_store):
         advice = Advice("data.store", store, "reading and decoding then cost each rank the same.")
     elif span == "data" and evidence.facts.workers == 0:

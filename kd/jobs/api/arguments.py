@@ -201,7 +201,7 @@ def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.de
         found[one.where] = shape[1]
     for where, count in found.items():
         if count != found["student"]:
-            wrong = f"answers with {count} classes, the student with {found['student']}"
+            wrong = f"returns {count} classes, the student {found['student']}"
             raise ConfigError(where, wrong, "Both must be equal, in the same order", "Change the last layer of one")
     return found["student"]
 

@@ -117,7 +117,7 @@ class Distilled:
 
         recipe, names = self.recipe, list(classes or self.classes)
         if len(names) != len(self.classes):
-            wrong = f"names {len(names)} classes, but the student answers with {len(self.classes)}"
+            wrong = f"names {len(names)} classes, but the student returns {len(self.classes)}"
             raise ConfigError("classes", wrong, "One name for each logit", "Correct the names")
         pixels = Pixels(self.arguments, tuple(mean), tuple(std))
         size = next(pixels.batches(1))[0].shape[-1]
@@ -190,7 +190,7 @@ class Pixels:
         if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] != image.shape[3] or not image.is_floating_point():
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
             remedy = "Write your own export with torch.onnx"
-            raise ConfigError("val", f"has images {pixels}", "An endpoint answers for square float [3, S, S]", remedy)
+            raise ConfigError("val", f"has images {pixels}", "An endpoint takes square float [3, S, S]", remedy)
         if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
             raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0", "Correct them")
         levels = self._scaled(image)

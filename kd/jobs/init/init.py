@@ -50,7 +50,7 @@ def init(
     if found.labels == "none" and (teacher is None or teacher.role == "fit"):
         wrong = f"the images have no labels ({found.why}), and "
         wrong += "a teacher cannot be fitted on them" if teacher else "no pretrained weights are here"
-        raise ConfigError("--teacher", wrong, "Weights whose answers are learned", "Name a file, a folder or a model")
+        raise ConfigError("--teacher", wrong, "Weights of the model to learn from", "Name a file, a folder or a model")
     if student_weights and teacher is None:
         wrong = "a student with pretrained weights has little to learn from a teacher with random ones"
         raise ConfigError("--teacher", wrong, "Pretrained weights", "Name a file, a folder or a model")
@@ -115,7 +115,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         "data:",
         *_keys(found.keys, layout),
         *(f"  # {note}" for note in data.notes),
-        *[f"  bits: {max(9, found.bits)}  # sampled images of 16 bits use so many"] * (0 < found.bits < 16),
+        *[f"  bits: {max(9, found.bits)}  # used by the sampled images of 16 bits"] * (0 < found.bits < 16),
         f"  {'# ' * (found.labels == 'all')}labels: {'none' if found.labels == 'all' else found.labels}  # {classes}",
         *["  # test_fraction: 0.5  # of the validation images: scored once, when all is chosen"] * (data.test is None),
         f"  image_size: {size}  # {found.sampled} sampled {found.endings} have {found.side} px (median); {machine}",
@@ -155,7 +155,7 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
             why += f"; its classes are others, so {fitted * count:,} images fit it to yours"
     views = min(epochs, max(2, round(epochs / SHOWN)))
     few = [f"  min_accuracy: 0.0  # {val} validation images do not tell a good teacher from chance"] * (val < 50)
-    cache = f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher answers {views * count:,} times in all"
+    cache = f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher predicts {views * count:,} images in all"
     return ["teacher:", *_keys(keys, why), *few, cache]
 
 

@@ -115,7 +115,7 @@ class Console:
         loss = values.get("loss", math.nan)  # no step of the window was applied
         text = f"loss {loss:.3f} {terms} lr {values['lr']:.2g} {values['images_per_second']:.0f} images/s"
         if "step_ms" in values:
-            text += f", {values['step_ms']:.1f} ms a step, data wait {percent(values['data_wait'])}"
+            text += f", {values['step_ms']:.1f} ms per step, data wait {percent(values['data_wait'])}"
         return text
 
     def _time(self, state: State, values: Mapping[str, float]) -> None:

@@ -57,7 +57,7 @@ def _without_a_rank() -> Launch:
     # Refused is a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this
     # one. With N above 1 it sets where the ranks meet, but no rank and no world size.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
-        wrong = "accelerate was asked for several processes, and has started one without a rank"
+        wrong = "accelerate was to start several processes, and has started one without a rank"
         allowed = "On CPUs it starts several with --mpirun_hostfile alone"
         remedy = "Start with `torchrun --standalone --nproc-per-node N -m kd.cli train CONFIG`, or --num_processes 1"
         raise BackendError("backend", wrong, allowed, remedy)
@@ -66,7 +66,7 @@ def _without_a_rank() -> Launch:
         return Launch("none", 0, 1, 0, 1)
     current = os.environ.get("SM_CURRENT_HOST", "")
     if current not in hosts:
-        wrong = f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is none of them"
+        wrong = f"SageMaker lists {len(hosts)} hosts, but SM_CURRENT_HOST '{current}' is not one of them"
         raise BackendError("backend", wrong, f"One of: {', '.join(hosts)}", "Start with torchrun")
     return Launch("sagemaker", hosts.index(current), len(hosts), 0, 1)
 

@@ -207,7 +207,7 @@ class _Finder:
         beside = self.folders[self._folder(posixpath.dirname(name))]
         names = [*beside.stems, *beside.images]
         near = did_you_mean(text(posixpath.basename(name)), map(text, names)) if len(names) < SLOW else ""
-        wrong = f"{missing[0]} is no image in '{self.root}'; {len(missing)} of {found + len(missing)} names are none"
+        wrong = f"{missing[0]} is no image in '{self.root}'; {len(missing)} of {found + len(missing)} names are missing"
         return DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")
 
 

@@ -1,4 +1,4 @@
-"""Match the student's probability of each class to the teacher's: distillation for several labels an image.
+"""Match the student's probability of each class to the teacher's: distillation for several labels per image.
 
 The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each class is a question of yes or no,
 and the KL divergences of these answers are summed. Temperature and T^2 are those of Hinton et al. 2015

@@ -9,7 +9,7 @@ w is 1 without class weights. torch's CrossEntropyLoss divides a batch by the we
 number for each image, whatever stands beside it: weights are divided by their mean over the training images, so that
 the mean over all of these is torch's.
 
-Not handled: several labels an image; that is `bce`.
+Not handled: several labels per image; that is `bce`.
 
 Shape legend: B images of a batch, C classes, N training images.
 """
@@ -97,10 +97,10 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
         raw_C = torch.tensor(wanted, dtype=torch.float64)
     if len(raw_C) != dims.num_classes:
         wrong = f"has {len(raw_C)} numbers, but there are {dims.num_classes} classes"
-        raise ConfigError(KEY, wrong, "A number a class", "Correct the list, or name the classes")
+        raise ConfigError(KEY, wrong, "One weight per class", "Correct the list, or name the classes")
     total = (raw_C * count_C).sum()
     if not total > 0:
-        raise ConfigError(KEY, "leaves no training image a weight", "One > 0", "Raise one")
+        raise ConfigError(KEY, "gives every training image weight 0", "At least one weight > 0", "Raise one")
     return (raw_C * count_C.sum() / total).float()
 
 

@@ -34,8 +34,8 @@ class Options:
     """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
     soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
     hard: bool = False
-    """Learn only the class that the teacher names for each view, a pseudo-label: what the probabilities are compared
-    with, to see whether they pay. `temperature` must be 1."""
+    """Learn only the teacher's top class for each view, a pseudo-label. It is the arm to compare soft targets with.
+    `temperature` must be 1."""
 
     def __post_init__(self) -> None:
         if self.hard and self.temperature != 1:

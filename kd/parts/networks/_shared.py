@@ -30,7 +30,7 @@ class Options:
     input_size: int = field(default=0, metadata={"low": 0})
     """Side of the image that a module takes, or a graph that leaves it open, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
-    """What the model answers with."""
+    """Kind of the model's outputs."""
     classes: str = file_key("")
     """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
 
@@ -94,9 +94,9 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
     if file and len(names) != count and set(names) <= set(own):
         return _chosen(where, names, own, spec.classes)
     if names and len(names) != count:
-        wrong = f"names {len(names)} classes, but the model answers with {count} numbers an image"
+        wrong = f"names {len(names)} classes, but the model returns {count} numbers per image"
         unknown = [name for name in names if own and name not in own]
-        wrong += f"; '{unknown[0]}' is none of its own" if unknown else ""
+        wrong += f"; '{unknown[0]}' is not one of its own" if unknown else ""
         raise ModelError(where, wrong, "One name for each number, or some of the model's own", "Correct the names")
     if spec.classes is None:
         return tuple(names) or tuple(f"class_{label}" for label in range(count)), nn.Identity()
@@ -141,11 +141,11 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     if answer_BC.ndim != 2 or answer_BC.shape[1] < (1 if spec.softmax and spec.where != "student" else 2):
         shape = "x".join(str(size) for size in answer_BC.shape)
         allowed = "Logits [images, classes], two classes or more; of a teacher also one, of the second of two classes"
-        raise ModelError(where, f"answers with the shape {shape}", allowed, "")
+        raise ModelError(where, f"returns the shape {shape}", allowed, "")
     if answer_BC.is_meta:  # its shape alone is known
         return
     if not answer_BC.isfinite().all():
-        raise ModelError(where, "answers with NaN or infinity", "Finite numbers", "Check the weights")
+        raise ModelError(where, "returns NaN or infinity", "Finite numbers", "Check the weights")
     assert spec.task is not None
     if answer_BC.shape[1] == 1:  # one logit may have any value
         if meaning == "probabilities" and ((answer_BC < 0) | (answer_BC > 1)).any():
@@ -154,10 +154,10 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
             )
         return
     if wrong := spec.task.refuse(answer_BC):
-        raise ModelError(where, wrong, "Answers of the task that the losses are for", "Take another teacher, or losses")
+        raise ModelError(where, wrong, "Outputs of the losses' task", "Take another teacher, or losses")
     shares = spec.task.are_probabilities(answer_BC)
     if shares != (meaning == "probabilities"):
-        wrong = f"is {meaning}, but the answers are {'probabilities' if shares else 'no probabilities'}"
+        wrong = f"is {meaning}, but the outputs are {'probabilities' if shares else 'no probabilities'}"
         raise ModelError(f"{spec.where}.outputs", wrong, "", f"Set it to {'probabilities' if shares else 'logits'}")
 
 

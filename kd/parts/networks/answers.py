@@ -97,7 +97,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if spec.logits == (table.meaning == "embeddings") or set(features) - (set() if spec.logits else {"pooled"}):
         needed = " and ".join([*["logits"][: int(spec.logits)], *sorted(features)])
         wrong = f"'{spec.model}' holds {table.meaning}, but the losses need {needed}"
-        raise ModelError(where, wrong, "A table of what the losses need", "Take other losses, or another table")
+        raise ModelError(
+            where, wrong, "A table of the outputs that the losses read", "Take other losses, or another table"
+        )
     images, values = spec.images, table.values
     names = below([*table.names, *table.val_names], images.train.name(0))
     if table.val_values is not None:
@@ -140,7 +142,7 @@ def _unseen(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
     changes = [f"{name} {shown[name]}" for name, value in plain.items() if shown[name] != value]
     if table.made_for or not changes:
         return ()
-    return (f"its answers are for whole images; the student sees data.augment ({', '.join(changes)}), they do not",)
+    return (f"its outputs are for whole images; the student sees augmented ones (data.augment: {', '.join(changes)})",)
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:
@@ -149,7 +151,7 @@ def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Te
     if missing:
         there = next(iter(rows), "nothing")
         first = source.name(missing[0])
-        wrong = f"has no answer for {len(missing)} of {len(found)} {split} images, the first '{first}'"
+        wrong = f"has no output for {len(missing)} of {len(found)} {split} images, the first '{first}'"
         allowed = f"Names as kd lists them; the table's first is '{there}'"
         raise ModelError(where, wrong, allowed, "Name its rows so, or drop those images from the data")
     return torch.tensor(found)
@@ -161,12 +163,12 @@ def _check_views(where: str, table: AnswerTable, images: DatasetSpec) -> None:
         mixes = (shown["transform"]["mixup"] or shown["transform"]["cutmix"]) and shown["transform"]["mix_probability"]
         if mixes or len(table.values) > 1:
             if mixes:
-                wrong = "mixes images, but the table has an answer for each image alone"
+                wrong = "mixes images, but the table has outputs of single images"
                 raise ModelError("data.augment", wrong, "", "Set data.augment.mixup=0 data.augment.cutmix=0")
-            wrong = f"is a table of {len(table.values)} views that does not say what they show"
+            wrong = f"is a table of {len(table.values)} views that does not describe its views"
             raise ModelError(f"{where}.model", wrong, "", "Export it with kd-cache --export")
         return
     for name, value in shown.items():
         if table.made_for.get(name) != value:
-            wrong = f"has answers for views of another {name} ({table.made_for.get(name)}); this run has {value}"
+            wrong = f"has outputs for views of another {name} ({table.made_for.get(name)}); this run has {value}"
             raise ModelError(f"{where}.model", wrong, "The views for which it was exported", "Set the same, or export")

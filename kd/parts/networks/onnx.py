@@ -123,8 +123,8 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     except Exception as error:  # onnxruntime has its own, unrelated error types
         raise fails(spec.where, str(path), made.input_size, error) from error
     if len(first) != 2:
-        wrong = f"'{path}' answers two images with the shape {tuple(first.shape)}"
-        raise ModelError(f"{spec.where}.model", wrong, "One answer for each image", "Export it anew")
+        wrong = f"'{path}' returns for two images the shape {tuple(first.shape)}"
+        raise ModelError(f"{spec.where}.model", wrong, "One row of outputs per image", "Export it anew")
     if not spec.logits:
         made.features = tuple(features)
         return made

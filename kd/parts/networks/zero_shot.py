@@ -41,7 +41,7 @@ class Options:
     vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
     scale: float = field(default=0.0, metadata={"low": 0.0})
-    """Factor of the cosine. 0: what the model has learned; needed with `vectors` where the folder has one tower."""
+    """Factor of the cosine. 0: the learned scale; needed with `vectors` where the folder has one tower."""
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.count("{}") == 1 for prompt in self.prompts):
@@ -70,7 +70,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         raise ModelError(f"{spec.where}.model", wrong, f"One of: {', '.join(TOWERS)}", "Choose a model with texts")
     if features or not spec.logits:
         remedy = "Set teacher.kind=transformers for its features"
-        raise ModelError(f"{spec.where}.kind", "is zero_shot, which answers with logits", "Losses on logits", remedy)
+        raise ModelError(f"{spec.where}.kind", "is zero_shot, which returns logits", "Losses on logits", remedy)
     spec.require_meaning("single_label_classification")  # a class's score means something beside the others' alone
     shown, own = preprocessing(spec, hub, config, image_size)
     both, alone = TOWERS[config.model_type]

@@ -22,15 +22,15 @@ LEAST = 0.15  # of the largest probability of a draw: no image is drawn less oft
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options(Limits):
-    """What of the teacher's answer counts, and how much of an epoch is kept."""
+    """The score of a view, and the share of an epoch that is kept."""
 
     score: Literal["loss", "entropy", "margin", "divergence", "learnable"] = "learnable"
-    """How hard a view is, by the teacher's stored answer: its loss against the label; its entropy; how little its first
-    class leads; how far the answer is from the mean of those to all views of the image; or the student's last loss
-    minus the teacher's (arXiv:2206.07137)."""
+    """Difficulty of a view, from the teacher's stored output: its loss against the label; its entropy; the margin of
+    its first class; its divergence from the mean output over all views of the image; or the student's last loss minus
+    the teacher's (arXiv:2206.07137)."""
     choose: Literal["hardest", "easiest", "middle", "drawn"] = "drawn"
     """Which images are kept by that score. `drawn`: with a probability that grows with its rank. Views without a stored
-    answer are kept too, so an epoch that fills the cache visits everything. In our study no choice was better than
+    output are kept too, so an epoch that fills the cache visits everything. In our study no choice was better than
     images drawn at random, see `sifter.kind: random`."""
     reweight: bool = False
     """Weigh a drawn image with 1 / its probability, as InfoBatch does (arXiv:2303.04947); the mean weight is 1."""
@@ -41,7 +41,7 @@ class Options(Limits):
 
 
 class ByAnswers(Remembering):
-    """Sift by a score of the teacher's stored answer to the view that the epoch shows.
+    """Sift by a score of the teacher's stored output for the view that the epoch shows.
 
     Where no answer is stored the view is visited. Scores are read once a view and are part of the state, so that a
     resumed epoch chooses alike, whatever was stored meanwhile. Each rank reads its share.
@@ -98,7 +98,7 @@ class ByAnswers(Remembering):
         return F.nll_loss(log_KC, self.context.labels()[ids], reduction="none"), known_K
 
     def unknown(self) -> Tensor:
-        """Return the images without a stored answer to this view, or which the student never saw."""
+        """Return the images without a stored output for this view, or which the student never saw."""
         return self.score_VN[self.view].isnan() | super().unknown()
 
     def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Several labels an image, or none: each class is answered alone, by a sigmoid.
+"""Several labels per image, or none: each class is answered alone, by a sigmoid.
 
 Shape legend: B images of a batch, N images of the split, C classes, K teachers.
 """
@@ -52,7 +52,7 @@ class LabelSets:
         one = bool(((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
         if not (one and self.are_probabilities(answer_BC)):
             return ""
-        return "answers with probabilities whose sum is 1: those of one label an image, but the losses are for several"
+        return "returns probabilities that sum to 1 (one label per image), but the losses are for several labels"
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
         return bool((answer_BC >= 0).all() and (answer_BC <= 1).all())
@@ -147,7 +147,7 @@ def are_known(label: Tensor) -> Tensor:
 
 
 def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
-    """Return mAP, F1 at the threshold 0.5, and nats an image; truth says which classes an image shows."""
+    """Return mAP, F1 at the threshold 0.5, and nats per image; truth says which classes an image shows."""
     right = truth_NC.any(0)  # a class that no image shows has no precision
     per_class = average_precision(logits_NC, truth_NC)[right]
     answer_NC = logits_NC > 0

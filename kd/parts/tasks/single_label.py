@@ -1,4 +1,4 @@
-"""One label an image: the class with the largest probability of a softmax is the answer.
+"""One label per image: the class with the largest probability of a softmax is the answer.
 
 Shape legend: B images of a batch, N images of a split, C classes, K calibration bins or teachers.
 """
@@ -20,7 +20,7 @@ LOWEST, HIGHEST = 0.01, 100.0  # of a temperature
 SCORES = Scores(
     own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error", smaller=True)),
     pair=(
-        Column("agreement", "agreement", meaning="same answer as the teacher"),
+        Column("agreement", "agreement", meaning="same prediction as the teacher"),
         Column("kl", "KL", "nats", "divergence of the student's probabilities from the teacher's", smaller=True),
         Column("agreement_ece", "calibration error against the teacher", smaller=True),
     ),

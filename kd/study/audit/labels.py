@@ -65,7 +65,7 @@ def write_labels(
     answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], classes: Sequence[str], target: Path
 ) -> list[str]:
     """Write labels.csv and labels.html, and say how many labels are doubted."""
-    head = ("split", "name", "label", "answer", "share of answer", "share of label")
+    head = ("split", "name", "label", "prediction", "share of prediction", "share of label")
     listed, counts = [], []
     for split, one in answers.items():
         found = doubted(one.label, one.answer, one.share, one.own)
@@ -82,7 +82,7 @@ def write_labels(
     page = lists.page("Labels that the teacher doubts, the surest first", figures, splits, limits)
     write_text(target / "labels.html", page)
     lines = [f"labels    doubted by the teacher: {', '.join(counts)}", f"          {limits}"]
-    return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, answered {row[3]}" for row in rows[:NAMED])]
+    return [*lines, *(f"          {row[0]}:{row[1]} is labelled {row[2]}, predicted {row[3]}" for row in rows[:NAMED])]
 
 
 def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path) -> list[str]:
@@ -111,7 +111,7 @@ def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Sourc
     both = lists.worst_first([*before, *found])
     if both:
         lists.write_repeats(target, both, splits)
-    text = f"repeats   {len(found)} pairs in two splits by the teacher's answers, {len(both) - len(before)} of them new"
+    text = f"repeats   {len(found)} pairs in two splits by the teacher's outputs, {len(both) - len(before)} of them new"
     return [f"{text}; {lists.DUPLICATES} has {len(both)}"]
 
 

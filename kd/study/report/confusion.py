@@ -34,7 +34,7 @@ def answers(runs: Sequence[RunRecord]) -> str:
         part = f" ({len(one.label)} of {one.of} images)" if len(one.label) < one.of else ""
         cards = card(f"Accuracy by class{part}", _dumbbells(one)) + card("Confusion", _confusion(one))
         both = f'<div class="grid two">{cards}</div>'
-        sections += section(f"Answers{who}", one.without_leaks(), both, pair(one), _photographs(one))
+        sections += section(f"Predictions{who}", one.without_leaks(), both, pair(one), _photographs(one))
     return sections
 
 
@@ -76,11 +76,11 @@ def _dumbbells(one: Predictions) -> str:
 def _doubts(one: Predictions, absent: Sequence[str]) -> list[str]:
     """Say which classes have so few images, or none, that their accuracy says little or nothing."""
     few, total = sum(0 < count < FEWEST for count in one.images()), len(one.label)
-    lines = [f"* {few} of {len(one.classes)} classes have fewer than {FEWEST} images: a few answers more or less."]
+    lines = [f"* {few} of {len(one.classes)} classes have fewer than {FEWEST} images: a few predictions more or less."]
     shown = ", ".join(absent[:6]) + (", ..." if len(absent) > 6 else "")
     text = (
-        f"{len(absent)} of {len(one.classes)} classes have no image among the {total:,} images asked, "
-        f"which says nothing of them: {shown}."
+        f"{len(absent)} of {len(one.classes)} classes have no image among the {total:,} images used, "
+        f"so nothing is known about them: {shown}."
     )
     return [*(lines if few else []), *([text] if absent else [])]
 
@@ -103,10 +103,10 @@ def _confusion(one: Predictions) -> str:
     counts, names = one.confusion(), short_names(one.classes)
     if len(one.classes) > MOST_CLASSES:
         every = ((count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count)
-        pairs, heads = sorted(every, reverse=True), ("label", "student's answer", "images")
+        pairs, heads = sorted(every, reverse=True), ("label", "student's prediction", "images")
         rows = [dict(zip(heads, (names[i], names[j], n), strict=True)) for n, i, j in pairs[:MOST_CONFUSIONS]]
         hint = f'<p class="hint">The {len(rows)} most frequent of {len(pairs)} confusions.</p>' if rows else ""
-        return hint + html_table(rows, ("label", "student's answer"))
+        return hint + html_table(rows, ("label", "student's prediction"))
     heads, lines = "", []
     for i, row in enumerate(counts):
         full, name = esc(one.classes[i]), esc(names[i])
@@ -118,7 +118,9 @@ def _confusion(one: Predictions) -> str:
             strong = ";color:var(--paper)" if share > 0.6 else ""
             cells += f'<td style="background:{mix}{strong}">{count or ""}</td>'
         lines.append(f'<tr><th scope="row" title="{full}">{name}</th>{cells}</tr>')
-    hint = '<p class="hint" style="margin:10px 0 0">Row: label. Column: the student\'s answer. Number of images.</p>'
+    hint = (
+        '<p class="hint" style="margin:10px 0 0">Row: label. Column: the student\'s prediction. Number of images.</p>'
+    )
     return f'<table class="confusion"><tr><th></th>{heads}</tr>{"".join(lines)}</table>{hint}'
 
 
@@ -209,7 +211,9 @@ def _summary(one: Predictions, shown: Half, passed: np.ndarray, threshold: float
     low, high = paired(int((both & ~shown.teacher).sum()), int((shown.teacher & ~both).sum()), images)
     ends = " to ".join(map(percent, wilson(count / images, images)))
     cost = _cost(one, count / images)
-    begin = "Where every image is passed on" if count == images else f"If answers below {threshold:.3f} are passed on"
+    begin = (
+        "Where every image is passed on" if count == images else f"If predictions below {threshold:.3f} are passed on"
+    )
     return (
         f"{begin}, the pair has as many right as the teacher on the {len(one.label) - images} images that chose this. "
         f"On the {images} others that is {percent(count / images)} of the images ({ends}); the pair has "

@@ -92,7 +92,7 @@ def _tiles(run: RunRecord) -> str:
     counts = [(f"{number(sizes[who] / 1e6)} M", f"parameters of the {who}", "") for who in sized]
     files = run.exported.get("files", {})
     graphs = [
-        (f"{one['cpu_ms']:.3g} ms", f"an image on the CPU, {name}", f"{files[name]['bytes'] / 2**20:.3g} MiB")
+        (f"{one['cpu_ms']:.3g} ms", f"per image on the CPU, {name}", f"{files[name]['bytes'] / 2**20:.3g} MiB")
         for name in served_first(run.exported) if "cpu_ms" in (one := run.exported["parity"][name])
     ]  # fmt: skip
     shown, rest = [*shown, *counts[:1], *graphs[:1]], [*rest, *counts[1:], *graphs[1:]]
@@ -101,7 +101,7 @@ def _tiles(run: RunRecord) -> str:
         best = f"validation {decides.title}, the best of {len(run.val)} evaluations"
         rest.append((decides.text(run.best[decides.key]), best, flatters))
     if run.train:
-        rest.append((f"{run.images_per_second:,.0f}", "images a second", f"{clock(run.seconds)} of training"))
+        rest.append((f"{run.images_per_second:,.0f}", "images per second", f"{clock(run.seconds)} of training"))
     for one in run.manifest.get("teacher_home", {}).values():
         if "equal" in one:
             rest.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))

@@ -52,7 +52,7 @@ def answers(
             vouched.check_models({**teacher.members, "student": student})
             model = load_fitted(teacher, data).model
             if not data.labelled:
-                raise RunError("data.labels", "is none, and answers are counted by label", "Labelled images", "")
+                raise RunError("data.labels", "is none, but predictions are counted by label", "Labelled images", "")
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             best, _ = best_student(folder, student, data.plan, data.classes)
             models: dict[str, Any] = {"student": best.to(device).eval()}
@@ -60,7 +60,7 @@ def answers(
             stored = {**ask_all(models, data.views()[1], images, device), "belongs": belongs}
             write_json(folder.path / FILE, stored)
     except KdError as error:
-        return None, f"No answers of the models on validation images: {error}"
+        return None, f"No predictions of the models on validation images: {error}"
     pairs = [pair for pair in with_ids(read_repeats(folder.path / FOLDER), data.splits) if pair.leaks]
     leaks = {seen.name for pair in pairs for seen in (pair.one, pair.other) if seen.split == "val"}
     found = Predictions(

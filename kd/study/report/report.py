@@ -65,7 +65,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        wrong = f"a file in '{', '.join(map(str, paths))}' does not hold what kd writes ({named(error)})"
+        wrong = f"a file in '{', '.join(map(str, paths))}' is corrupt or was edited ({named(error)})"
         remedy = "Restore it; metrics.jsonl and manifest.json are needed, the other .json and .jsonl may be removed"
         raise RunError("run", wrong, "", remedy) from error
 

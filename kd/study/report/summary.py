@@ -133,10 +133,10 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
             lines += [f"{where}  {one['name']} ({one['source']}), licence {facts['licences'].get(where, 'unknown')}"]
         lines[-1] += f", weights {_short(teacher['weights'])}" + (" of all" if len(lines) > 1 else "")
         if answers:
-            lines += [f"  | compared: {CHECKED} stored answers, computed again whenever a run opened them"]
-            lines += [f"answers  {answers.get('count', 'not counted')} in the cache {_short(answers['cache'])}"]
+            lines += [f"  | compared: {CHECKED} stored outputs, computed again whenever a run opened them"]
+            lines += [f"outputs  {answers.get('count', 'not counted')} in the cache {_short(answers['cache'])}"]
         else:
-            lines += ["  | compared: nothing, since the teacher was asked as the run went", "answers  not stored"]
+            lines += ["  | compared: nothing, since the teacher ran live", "outputs  not stored"]
         lines += [f"  | compared: {_against_teacher(facts) or 'no score against the teacher is recorded'}"]
     if own := chain.get("student"):
         lines += [f"{own['is']}  run {own['run']}, step {own['step']}, weights {_short(own['weights'])}"]
@@ -148,7 +148,7 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
             ]
     for name in served_first(facts) if chain else ():
         one = facts["parity"][name]
-        same = f"the same answer on {one['same_top1']} of " if "same_top1" in one else ""
+        same = f"the same prediction on {one['same_top1']} of " if "same_top1" in one else ""
         lines += [f"  | compared: {same}{one['images']} images, largest difference {one['max_difference']:.1e}"]
         lines += [f"graph  {name} {_short(chain['graphs'][name])}"]
     return ["".join(one if one.isprintable() else "?" for one in line.replace("`", "'")) for line in lines]

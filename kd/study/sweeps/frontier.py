@@ -176,5 +176,5 @@ def _teacher(trial: Trial) -> Classifier:
     spread = recipe.teacher.shard or recipe.teacher.pipeline  # it may not fit into the memory of one process
     model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
-        raise ModelError("teacher", "is no one network of torch in one process, so that it has no graph")
+        raise ModelError("teacher", "is not a single torch network in one process, so it has no graph")
     return model

@@ -99,7 +99,7 @@ def test_an_option_of_a_loss_that_is_out_of_range_is_refused_by_its_key(kind, ke
 
 def test_a_sifter_of_stored_answers_needs_a_cache():
     sifted = minimal(sifter={"kind": "teacher"})
-    assert "which reads the logits that the teacher's cache stores" in errors_of(sifted)["sifter.kind"]
+    assert "reads stored teacher logits" in errors_of(sifted)["sifter.kind"]
     assert load(sifted, ["teacher.cache.views=2"]).sifter.kind == "teacher"
 
 
@@ -198,7 +198,7 @@ THAWED = ("backend.kind=xla", "optimizer.zero=true", "student.tuning={freeze: [p
         (("sifter.kind=history", "sifter.keep=0.1"), "sifter", "floor=0.15"),
         (("student.init=scratch", "student.checkpoint=a"), "student.init", "is 'scratch', but checkpoint is set."),
         (("student.init=teacher",), "student.init", "scratch, pretrained"),
-        (("teacher.shard=true", "teacher.pipeline=2"), "teacher.shard", "One of the two"),
+        (("teacher.shard=true", "teacher.pipeline=2"), "teacher.shard", "mutually exclusive"),
         (("teacher.fit.tuning.freeze_epochs=2",), "teacher.fit.tuning.freeze_epochs", "is 2, "),
         (
             ("losses=[{kind: tokens}]", "student.args.patch_drop_rate=0.75"),  # of 16 patches 4, a square, may be left
@@ -213,7 +213,7 @@ THAWED = ("backend.kind=xla", "optimizer.zero=true", "student.tuning={freeze: [p
         (("data.progressive={size: 112, until: 1.2}",), "data.progressive.until", "number >= 0 and <= 1"),
         (("data.progressive={size: 112, until: 0.6}", "losses=[{kind: tokens}]"), "data.progressive.size", "tokens"),
         (("data.progressive={size: 112, until: 0.6}", "data.loader=ray"), "data.progressive.size", "of one size"),
-        (("optimizer.kind=muon", "backend.kind=xla"), "optimizer.kind", "is muon, which was not tried on xla"),
+        (("optimizer.kind=muon", "backend.kind=xla"), "optimizer.kind", "is muon, which is untested on xla"),
         (("data.balance=0.5", "sifter.kind=history"), "data.balance", "is 0.5, but sifter.kind is history"),
         (("data.balance=0.5", "data.labels=some"), "data.labels", "is some, but data.balance reads"),
         (("data.test_split=exam", "data.test_fraction=0.2"), "data.test_fraction", "but data.test_split names a test"),

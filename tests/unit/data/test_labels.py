@@ -129,7 +129,7 @@ def test_without_labels_the_student_is_the_same(settings, photos):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in student(blind).items())
     assert blind.metrics["agreement"] == known.metrics["agreement"]
     assert "accuracy" not in blind.metrics
-    assert f"agreement {100 * blind.metrics['agreement']:.1f} % (same answer as the teacher)" in blind.report
+    assert f"agreement {100 * blind.metrics['agreement']:.1f} % (same prediction as the teacher)" in blind.report
     manifest = json.loads((blind.folder / "manifest.json").read_text())
     assert manifest["classes"] == ["apple", "fig", "pear"]  # of the teacher's folder
     for folder in sorted((blind.folder / "checkpoints").iterdir())[1:]:

@@ -375,11 +375,11 @@ def test_the_line_says_what_it_takes_and_what_is_there(chosen, tmp_path, caplog)
     source = Pictures([(90, 50)] * 100)
     train = stored(chosen, "disk", source)
     assert caplog.messages[-1].startswith(f"store: about 0.4 MiB of decoded images below '{tmp_path / 'runs'}/stores'")
-    assert caplog.messages[-1].endswith("0.0 MiB of it there already")
+    assert caplog.messages[-1].endswith("0.0 MiB already stored")
     for id in range(100):
         train.decode(id)
     stored(chosen, "disk", source)
-    assert caplog.messages[-1].endswith("0.4 MiB of it there already")
+    assert caplog.messages[-1].endswith("0.4 MiB already stored")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):

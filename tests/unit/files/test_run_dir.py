@@ -46,7 +46,7 @@ def test_a_row_without_a_step_is_one_line(row, opened):
     with (opened.path / "metrics.jsonl").open("a") as file:
         file.write(row + "\n")
     for read in (opened.restore, lambda: opened.metrics("val")):
-        with pytest.raises(RunError, match=r"^run\.folder: .*metrics\.jsonl' does not hold what kd writes: a row"):
+        with pytest.raises(RunError, match=r"^run\.folder: .*metrics\.jsonl' is corrupt or was edited: a row"):
             read()
 
 

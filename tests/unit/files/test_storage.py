@@ -213,7 +213,7 @@ def test_a_full_disk_is_said_once_by_all_processes(small_disk, caplog):
     assert kept == sorted(kept, reverse=True)
     assert 1 < sum(kept) < 10
     assert [record.message for record in caplog.records] == [
-        f"here takes no more ({written.stop.reason}). The rest is left out."
+        f"here cannot be written ({written.stop.reason}). The rest is left out."
     ]
     child = os.fork()
     if not child:

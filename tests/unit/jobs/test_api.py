@@ -440,8 +440,8 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher": linear(10)}, r"teacher: answers with 10 classes, the student with 3\. Both must be equal"),
-        ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: answers with 4 classes, the student with 3"),
+        ({"teacher": linear(10)}, r"teacher: returns 10 classes, the student 3\. Both must be equal"),
+        ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: returns 4 classes, the student 3"),
         ({"student": nn.Conv2d(3, 3, 1)}, r"student: returns the shape \[1, 3, 2, 2\] for one image"),
         ({"train": Alone(data(40, 3))}, r"train: item \d+ is not \(image, label\).*labels='none'"),
         ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),

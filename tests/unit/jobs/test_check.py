@@ -118,7 +118,7 @@ def test_what_is_left_is_a_source_with_other_ids(settings: dict, leaking: Path, 
     ("text", "said"),
     [
         ("train:train/fig/03.jpeg\n", "names 'train:train/fig/03.jpeg', which is no image"),
-        ("val:train/fig/03.jpg\nx\n", "which is no image; 2 of 2 names are none"),
+        ("val:train/fig/03.jpg\nx\n", "which is no image; 2 of 2 names are missing"),
         (
             "".join(f"val/{kind}/{i:02d}.jpg\n" for kind in ("apple", "fig", "pear") for i in range(5)),
             "names all images",

@@ -31,7 +31,7 @@ def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, m
     told = [i for i, line in enumerate(lines) if line.startswith("IOBottleneck: a step waits ")]
     table = next(i for i, line in enumerate(lines) if line == "tiny: where the time of 40 steps went")
     assert [i < table for i in told] == [True, False]  # once while it went, and at the end
-    assert re.search(r"step 40 .* images/s, \d+\.\d ms a step, data wait \d+\.\d %", done.out)
+    assert re.search(r"step 40 .* images/s, \d+\.\d ms per step, data wait \d+\.\d %", done.out)
 
     rows = {line.split()[0]: float(line.split()[1]) for line in lines[table + 1 :] if line.startswith("  ")}
     timeline = read_rows(folder / "timeline_0.jsonl")

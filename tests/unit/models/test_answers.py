@@ -63,9 +63,9 @@ def test_the_ending_of_an_array_may_be_in_capitals(tmp_path):
         ("a.csv", TABLE.replace("a/2", "./a/1"), "it has the image 'a/1.jpg' twice"),
         ("a.csv", TABLE.replace("pear", "fig"), "it has the class 'fig' twice"),
         ("a.csv", b"name,f\xefg,pear\n", "'utf-8' codec can't decode"),
-        ("a.npz", "x", "cannot be read as answers"),
-        ("a.npz", "PK\3\4 cut short", "cannot be read as answers"),
-        ("a.safetensors", "x", "cannot be read as answers"),
+        ("a.npz", "x", "cannot be read as a table of outputs"),
+        ("a.npz", "PK\3\4 cut short", "cannot be read as a table of outputs"),
+        ("a.safetensors", "x", "cannot be read as a table of outputs"),
     ],
 )
 def test_a_wrong_table_is_one_line(tmp_path, name, content, words):
@@ -134,14 +134,14 @@ def test_all_answers_are_checked_for_probabilities(settings, tmp_path, outputs, 
     write(settings, tmp_path / "a.csv", torch.tensor(last))
     data = listed(settings)
     first = data.val.name(len(data.val) - len(last)) if outputs == "probabilities" else data.train.name(0)
-    with pytest.raises(ModelError, match=rf"^teacher\.outputs: is {outputs}, but the answers are {found}: '{first}'"):
+    with pytest.raises(ModelError, match=rf"^teacher\.outputs: is {outputs}, but the outputs are {found}: '{first}'"):
         build(asked(settings, tmp_path / "a.csv", outputs=outputs))
 
 
 def test_a_run_says_that_answers_do_not_see_the_augmentation(settings, tmp_path, capsys):
     write(settings, tmp_path / "a.csv")
     chosen = asked(settings, tmp_path / "a.csv", outputs="probabilities", min_accuracy=0.0)
-    said = "its answers are for whole images; the student sees data.augment (crop 0.25, flip 0.5"
+    said = "its outputs are for whole images; the student sees augmented ones (data.augment: crop 0.25, flip 0.5"
     assert said in describe(resolve(config.load(chosen, ["data.augment.crop_scale=0.25"])))
     kd.train(chosen, "data.augment.crop_scale=0.25", "run.steps=1", "run.epochs=1")
     assert f"teacher: {said}" in capsys.readouterr().out

@@ -228,7 +228,9 @@ def test_a_full_disk_is_said_once_and_the_teacher_goes_on(tmp_path):
     lines = (tmp_path / "told").read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("teacher.cache: '")
-    assert lines[0].endswith("takes no more (File too large). It is used as it is, the teacher answers for the rest.")
+    assert lines[0].endswith(
+        "cannot be written (File too large). Existing entries are used; the rest are computed live."
+    )
 
 
 def read(ids: list[int], crc: list[int], view: int = 0) -> Batch:

@@ -94,5 +94,5 @@ def test_the_outputs_of_the_data_s_classes(foreign, tmp_path):
     expected = network(made.normalize(PICTURES))[:, [2, 4, 0]]
     torch.testing.assert_close(made(PICTURES).main, expected)
     names.write_text("pear\nplum\n")
-    assert "names 2 classes, but the model answers with 5" in refusal(path, CLASSES, names=names)
+    assert "names 2 classes, but the model returns 5" in refusal(path, CLASSES, names=names)
     assert "student.classes: is set" in refusal(path, CLASSES, "student", names)

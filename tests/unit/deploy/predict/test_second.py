@@ -160,7 +160,7 @@ def renamed(folder: Path, target: Path) -> Path:
 
 def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, pictures, refused, settings, tmp_path):
     to = ("--to", tmp_path / "all.csv")
-    assert "does not say which of its answers are sure" in refused(
+    assert "does not say which of its predictions are sure" in refused(
         "predict", exported, pictures, *to, "--second", large
     )
     assert "kd-export RUN --teacher" in refused("predict", small, pictures, *to, "--second", teacher)

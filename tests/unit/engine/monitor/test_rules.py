@@ -204,7 +204,7 @@ def test_ranks_are_compared_by_their_own_work():
         return [one for one in find(Evidence(rows, [], Facts(workers=1))) if one.rule == "LoadBalancing"]
 
     (found,) = balance(waits, works, waits)
-    assert "rank 1 works 30 ms a step and the others 20" in found.evidence
+    assert "rank 1 works 30 ms per step and the others 20" in found.evidence
     assert "forward" in found.evidence
     assert found.severity == "warning"
     assert balance(waits, waits | {"backward": 12.0}) == []

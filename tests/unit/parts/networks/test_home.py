@@ -63,7 +63,7 @@ def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
     assert found["images"] == 13
     assert 0 < found["of_std"] < 10
     assert 0 <= found["equal"] <= 1
-    assert "with the preprocessing of transformers its answers on 13 validation images" in found["text"]
+    assert "with the preprocessing of transformers its outputs on 13 validation images" in found["text"]
     said = capfd.readouterr()
     assert found["text"] in said.out + said.err
     assert f"Teacher: {found['text']}." in run.report
@@ -147,7 +147,7 @@ def test_some_of_a_teacher_s_classes(lines, count, own, columns, tmp_path):
         (["fig", "apple", "pear"], ANIMALS, r"teacher\.classes: class 0 is 'fig', the data's is 'apple' \(the same"),
         (["emu", "apple", "pear"], ANIMALS, r"teacher\.classes: class 1 is 'apple', the data's is 'fig'"),
         (["apple", "fig"], ANIMALS, r"teacher\.classes: has 2 classes, the data has 3"),
-        (["apple", "fig", "plum"], ANIMALS, r"teacher\.classes: names 3 classes.*'plum' is none of its own"),
+        (["apple", "fig", "plum"], ANIMALS, r"teacher\.classes: names 3 classes.*'plum' is not one of its own"),
         (["apple", "fig", "pear"], [*ANIMALS[:-1], "fig"], r"teacher\.classes: 'fig' is the name of two"),
     ],
 )

@@ -242,7 +242,7 @@ def changed(section, **values):
         ("answers", {"shard": True}, r"teacher\.shard: is set, but kd does not divide a teacher of kind 'answers'"),
         ("transformers", {"pipeline": 2}, r"teacher\.pipeline: is set, but kd does not divide .*'transformers'"),
         ("answers", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities"),
-        ("answers", {"model": "none.csv"}, r"teacher\.model: 'none\.csv' cannot be read as answers"),
+        ("answers", {"model": "none.csv"}, r"teacher\.model: 'none\.csv' cannot be read as a table of outputs"),
         ("answers", {"model": "none.txt"}, r"teacher\.model: is 'none\.txt'\. A file that ends in"),
         ("transformers", {"model": "none/nowhere/at/all"}, r"teacher\.model: 'none/nowhere/at/all' cannot be loaded"),
         ("transformers", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but the folder"),
@@ -366,11 +366,11 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {"names": t.names[1:]}, "49 answers and 48 names"),
+        (lambda t: {"names": t.names[1:]}, "49 outputs and 48 names"),
         (lambda t: {"names": t.names[1:], "values": t.values[:, 1:]}, "no answer for 1 of 36 training images"),
         (lambda t: {"names": t.names[:-1], "values": t.values[:, :-1]}, "no answer for 1 of 13 validation"),
         (lambda t: {"values": t.values * np.nan}, "has NaN or infinity"),
-        (lambda t: {"values": t.values[..., :2]}, "2 numbers an image and 3 classes"),
+        (lambda t: {"values": t.values[..., :2]}, "2 numbers per image and 3 classes"),
         (lambda t: {"values": t.values[..., :2], "classes": t.classes[:2]}, "has 2 classes, the data has 3"),
         (lambda t: {"meaning": "embeddings", "classes": ()}, "holds embeddings, but the losses need logits"),
         (lambda t: {"values": t.values.expand(2, -1, -1)}, "does not say what they show"),
@@ -390,7 +390,7 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
         (torch.full((2, 3), float("nan")), "it has NaN or infinity"),
         (torch.zeros(2, 4), "answers of several widths"),
         (torch.zeros(2, 2, 3), "no table of floating point numbers"),
-        (torch.zeros(1, 3), "50 answers and 51 names"),
+        (torch.zeros(1, 3), "50 outputs and 51 names"),
     ],
 )
 def test_answers_for_validation_images_are_checked_too(said, message, made, tmp_path):
@@ -437,7 +437,7 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(made, bare, command, tm
     expected = student(cached)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in student(shared).items())
     with pytest.raises(
-        ModelError, match=r"^teacher\.model: has answers for views of another seed \(0\); this run has 1"
+        ModelError, match=r"^teacher\.model: has outputs for views of another seed \(0\); this run has 1"
     ):
         train(bare, {"kind": "answers", "model": "said.safetensors"}, "other", *views, "run.seed=1")
 

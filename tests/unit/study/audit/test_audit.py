@@ -108,7 +108,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, in
     assert "labels    doubted by the teacher: " in answer.out
     with (inside / "runs/torn/audit/labels.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if "was_" in row["name"]]
-    found = {(row["split"], row["name"], row["label"], row["answer"]) for row in rows}
+    found = {(row["split"], row["name"], row["label"], row["prediction"]) for row in rows}
     assert found == {
         ("train", "train/apple/was_fig.jpg", "apple", "fig"),
         ("val", "val/fig/was_pear.jpg", "fig", "pear"),

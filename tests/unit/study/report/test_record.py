@@ -192,7 +192,7 @@ def test_classes_of_few_images_are_marked_and_absent_ones_named():
     assert ">often</span>" in page
     assert ">100.0 %</span>" in page
     assert "* 1 of 3 classes have fewer than 20 images" in page
-    assert "1 of 3 classes have no image among the 35 images asked, which says nothing of them: never." in page
+    assert "1 of 3 classes have no image among the 35 images used, so nothing is known about them: never." in page
 
 
 def test_two_evaluations_make_no_curve():
