@@ -85,7 +85,7 @@ def test_probabilities_are_known_and_become_logits(name):
 
 
 def test_probabilities_of_one_label_are_refused_where_an_image_has_several():
-    assert "those of one label an image" in build("label_sets").refuse(draw(B, C).softmax(1))
+    assert "one label per image" in build("label_sets").refuse(draw(B, C).softmax(1))
 
 
 @on_logits

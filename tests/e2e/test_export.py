@@ -77,7 +77,7 @@ def test_other_data_is_refused(distilled, refused, tmp_path, photos):
     shutil.copytree(photos, tmp_path / "photos")
     next((tmp_path / "photos/val/fig").iterdir()).unlink()
     told = refused("export", distilled, "--to", tmp_path / "student", f"data.root={tmp_path / 'photos'}")
-    assert told.startswith("data: the data is not what the run was trained on")
+    assert told.startswith("data: the data differs from the run's training data")
     moved = shutil.copytree(photos, tmp_path / "moved")
     assert export(distilled, tmp_path / "student", overrides=[f"data.root={moved}"]).lines
 

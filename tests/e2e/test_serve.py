@@ -322,7 +322,7 @@ def test_a_deadline_and_no_page_if_none_is_wanted(exported):
         assert is_problem(server.get("/"), 404)
         reply = server.post(picture("PNG", (5000, 4900), "L"), "image/png")
         assert is_problem(reply, 503)
-        assert reply.json["detail"] == "No answer within 0.05 seconds."
+        assert reply.json["detail"] == "No response within 0.05 seconds."
         assert "retry-after" in reply.headers
 
 

@@ -220,9 +220,9 @@ def test_what_does_not_go_with_several_labels_is_one_line(made, changes, words):
 
 def test_a_teacher_of_one_label_does_not_teach_several_and_the_other_way_round(made, settings, teacher, trays):
     one = merged(made, {"run": {"name": "wrong"}, "teacher": {"model": str(teacher), "args": {}, "fit": {"epochs": 0}}})
-    with pytest.raises(ModelError, match="trained for one label an image"):
+    with pytest.raises(ModelError, match="trained for one label per image"):
         train(config.load(one))
     for kind, model in (("timm", trays / "export"), ("onnx", trays / "export/model.onnx")):
         several = {**settings, "teacher": {"kind": kind, "model": str(model)}}
-        with pytest.raises(ModelError, match="trained for several labels an image"):
+        with pytest.raises(ModelError, match="trained for several labels per image"):
             train(config.load(several))

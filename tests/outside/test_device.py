@@ -71,7 +71,7 @@ def test_what_it_lacks_is_asked_of_its_facts(settings):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": {"kind": "muon"}}, r"^optimizer\.kind: is muon, which was not tried on lab\.device"),
+        ({"optimizer": {"kind": "muon"}}, r"^optimizer\.kind: is muon, which is untested on lab\.device"),
         ({"optimizer": {"zero": True, "on_nonfinite": "skip"}}, r"^optimizer\.on_nonfinite: .*the laboratory's ZeRO"),
         ({"teacher": {"runtime": "onnxruntime"}}, r"^teacher\.runtime: .* the backend is 'lab\.device'"),
         ({"backend": {"chop": 1}}, r"^backend\.chop: .*chip"),

@@ -99,7 +99,7 @@ def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(settings,
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["losses=[{kind: kl}, {kind: ce}]"], r"losses\[1\]\.kind: 'ce' learns from labels, but data\.labels is none"),
+        (["losses=[{kind: kl}, {kind: ce}]"], r"losses\[1\]\.kind: 'ce' learns from labels, but data\.labels=none"),
         (["losses=[{kind: dkd}]"], r"losses\[0\]\.kind: 'dkd' learns from labels"),
         (["run.baseline=true"], r"run\.baseline: needs labels"),
         (["teacher.min_accuracy=0.5"], r"teacher\.min_accuracy: needs labels"),

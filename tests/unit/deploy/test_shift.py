@@ -147,7 +147,7 @@ def test_the_record_is_json_and_says_the_same():
     assert note.endswith(f"mean confidence {drawn.confidence / 100:.1%}, {of.tally.confidence / 300:.1%} on validation")
     read.right = -1  # an export of before, or images without labels: no accuracy was measured
     assert "accuracy" not in read.notes(drawn)[0]
-    with pytest.raises(ValueError, match="301 right answers of 300"):
+    with pytest.raises(ValueError, match="301 right predictions of 300"):
         Reference.read({**of.record(), "right": 301}, NAMES)
     assert len(text) < 5000
     with pytest.raises(KeyError):

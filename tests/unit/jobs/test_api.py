@@ -447,7 +447,7 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
         ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),
         ({"train": alike(-1)}, r"train: item \d+ has the label -1"),
         ({"val": alike(3)}, r"val: item \d+ has the label 3.*to 2"),
-        ({"labels": "none"}, r"losses\[1\]: 'ce' learns from labels, but labels is none"),
+        ({"labels": "none"}, r"losses\[1\]: 'ce' learns from labels, but labels='none'"),
         ({"labels": "few"}, r"labels: is 'few'.*sets"),
         ({"teacher": "resnet18"}, r"teacher: is str.*nn\.Module"),
         ({"teacher": []}, r"teacher: is an empty list"),
@@ -568,7 +568,7 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
         ({"mean": (0.5, 0.5, 0.5)}, r"mean: .*grey level"),
         ({"std": (0.3, 0.3, 0.3)}, r"mean: .*grey level"),
         ({"std": (0.0, 0.3, 0.3)}, r"mean: .*three numbers"),
-        ({"classes": ["red", "green"]}, r"classes: names 2 classes, but the student answers with 3"),
+        ({"classes": ["red", "green"]}, r"classes: names 2 classes, but the student returns 3"),
     ],
 )
 def test_an_export_that_would_answer_otherwise_is_refused(own, tmp_path: Path, changes: dict, message: str):

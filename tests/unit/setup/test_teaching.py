@@ -298,7 +298,7 @@ def test_libraries_that_cannot_be_loaded_are_compiled_anew(written, tmp_path):
         for library in libraries:
             os.truncate(library, 100)
     assert libraries
-    assert "compiled once more" in done.stderr
+    assert "compiled again" in done.stderr
 
 
 @pytest.mark.slow

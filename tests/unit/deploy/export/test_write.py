@@ -100,9 +100,9 @@ def test_a_tolerance_is_kept(subject, tmp_path):
         ({"onnx": False, "accept": "mb<=1"}, SINGLE, "--no-onnx"),
         ({"compare": True, "threads": 4096}, SINGLE, "--threads: is 4096"),
         ({"accept": "ms<5"}, SINGLE, r"^--accept: 'ms<5' is not WORD<=NUMBER"),
-        ({"accept": "ece<=3"}, VECTORS, "--accept: ece is of answers with one class"),
-        ({"index": True}, SINGLE, "--index: this student answers with classes"),
-        ({"index": True, "onnx": False}, VECTORS, "--index: maps the vectors in the graphs"),
+        ({"accept": "ece<=3"}, VECTORS, "--accept: ece needs a student with one class"),
+        ({"index": True}, SINGLE, "--index: this student returns classes"),
+        ({"index": True, "onnx": False}, VECTORS, "--index: is applied inside the graphs"),
         ({"defer": 0.02, "defer_share": 0.1}, SINGLE, "--defer: and --defer-share"),
     ],
 )

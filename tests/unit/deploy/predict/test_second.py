@@ -172,7 +172,7 @@ def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, 
 def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refused, tmp_path):
     to = ("--to", tmp_path / "export")
     assert "no confidence holds 0.02" in refused("export", distilled, *to, "--defer", "0.02")
-    assert "answers with vectors" in refused("export", embedded, *to, "--defer-share", "0.1")
+    assert "returns vectors" in refused("export", embedded, *to, "--defer-share", "0.1")
     graph = ("teacher.kind=onnx", f"teacher.model={exported / 'model.onnx'}", "teacher.attention=auto")
     assert "is no network of torch" in refused("export", distilled, *to, "--teacher", *graph)
     two = f"teacher.also=[{{model: {exported}}}]"

@@ -46,7 +46,7 @@ def test_no_value_of_the_manifest_can_change(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     for key, value in {"version": "0", "name": "other", "input": {**manifest["input"], "size": 32}}.items():
         (copy / "manifest.json").write_text(json.dumps({**manifest, key: value}))
-        with pytest.raises(ModelError, match=r"manifest\.json' is not what was exported \(its checksum differs"):
+        with pytest.raises(ModelError, match=r"manifest\.json' has changed since the export \(its checksum differs"):
             describe(copy)
     (copy / "manifest.json").write_text(
         json.dumps({key: value for key, value in manifest.items() if key != "checksum"})

@@ -59,7 +59,7 @@ def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path, processe
     if processes == "1":
         assert text.strip() == "<rank 0 local 0 of 1>"
     else:
-        assert "accelerate was asked for several processes, and has started one" in text
+        assert "accelerate was to start several processes, and has started one" in text
         assert "torchrun" in text
 
 

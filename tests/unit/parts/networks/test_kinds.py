@@ -225,7 +225,7 @@ def changed(section, **values):
         ("torch", {"args": {"colour": 1}}, r"teacher\.args: .*refuses them"),
         ("torch", {"args": {"classes": 4}}, r"teacher\.checkpoint: the weights are not those of .*other shape"),
         ("torch", {"args": {"classes": 4}, "checkpoint": ""}, r"teacher\.model: has 4 classes, the data has 3"),
-        ("torch", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities, but the answers are no prob"),
+        ("torch", {"outputs": "probabilities"}, r"teacher\.outputs: is probabilities, but the outputs are no prob"),
         ("torch", {"precision": "int8", "classes": "none.txt"}, r"teacher\.classes: 'none\.txt' cannot be read"),
         (
             "transformers",
@@ -367,13 +367,13 @@ def test_a_table_is_the_same_in_every_format(made, bare, tmp_path):
     ("change", "message"),
     [
         (lambda t: {"names": t.names[1:]}, "49 outputs and 48 names"),
-        (lambda t: {"names": t.names[1:], "values": t.values[:, 1:]}, "no answer for 1 of 36 training images"),
-        (lambda t: {"names": t.names[:-1], "values": t.values[:, :-1]}, "no answer for 1 of 13 validation"),
+        (lambda t: {"names": t.names[1:], "values": t.values[:, 1:]}, "no output for 1 of 36 training images"),
+        (lambda t: {"names": t.names[:-1], "values": t.values[:, :-1]}, "no output for 1 of 13 validation"),
         (lambda t: {"values": t.values * np.nan}, "has NaN or infinity"),
         (lambda t: {"values": t.values[..., :2]}, "2 numbers per image and 3 classes"),
         (lambda t: {"values": t.values[..., :2], "classes": t.classes[:2]}, "has 2 classes, the data has 3"),
         (lambda t: {"meaning": "embeddings", "classes": ()}, "holds embeddings, but the losses need logits"),
-        (lambda t: {"values": t.values.expand(2, -1, -1)}, "does not say what they show"),
+        (lambda t: {"values": t.values.expand(2, -1, -1)}, "does not describe its views"),
         (lambda t: {"made_for": {"views": 3}}, "views of another views \\(3\\); this run has 0"),
     ],
 )
@@ -388,8 +388,8 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
     ("said", "message"),
     [
         (torch.full((2, 3), float("nan")), "it has NaN or infinity"),
-        (torch.zeros(2, 4), "answers of several widths"),
-        (torch.zeros(2, 2, 3), "no table of floating point numbers"),
+        (torch.zeros(2, 4), "outputs of several widths"),
+        (torch.zeros(2, 2, 3), "not an array of floating point numbers"),
         (torch.zeros(1, 3), "50 outputs and 51 names"),
     ],
 )
