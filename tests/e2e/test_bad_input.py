@@ -54,7 +54,10 @@ def nothing_started(folder: Path) -> bool:
     ("override", "message"),
     [
         ("teacher.model=", "teacher.model: is missing, but losses[0] ('kl') needs it."),
-        ("losses=[{kind: dkd}] data.augment.mixup=0.2", "losses[0].kind: 'dkd' needs one label per image, but mixup or"),
+        (
+            "losses=[{kind: dkd}] data.augment.mixup=0.2",
+            "losses[0].kind: 'dkd' needs one label per image, but mixup or",
+        ),
         ("data.root=/no/such/folder", "data.root: the folder '/no/such/folder' does not exist."),
         ("data.train_split=trian", "has no folder 'trian'. It has: train, val. Did you mean 'train'?"),
         ("data.batch_size=400", "data.batch_size: is 400, but the training split has 36 images."),

@@ -145,7 +145,7 @@ def test_the_first_screen():
     for text in ("2026-11-22", "36 training images", "the best of 2 evaluations", "5.5 M", "86.6 M"):
         assert text in page
     assert "1.25 ms" in page
-    assert "an image on the CPU, model.onnx" in page
+    assert "per image on the CPU, model.onnx" in page
 
 
 def test_answers_by_class():
