@@ -11,6 +11,8 @@ from kd.core.evaluation import Task
 from kd.core.facts import BackendFacts, LossFacts
 from kd.parts import registry
 
+EXCLUSIVE = "They are mutually exclusive"
+
 
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
     """Yield every rule that a configuration breaks; each of its keys is well-formed.
@@ -58,7 +60,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     named = registry.facts("datasets", data.kind, data.options, "data.kind").test
     if named and data.test_fraction:
         wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
-        yield ConfigError("data.test_fraction", wrong, "They are mutually exclusive", remedy)
+        yield ConfigError("data.test_fraction", wrong, EXCLUSIVE, remedy)
     if 0 < data.store_size < data.image_size:
         allowed = f"0, or at least {data.image_size}: training would enlarge them"
         wrong = f"is {data.store_size}, but data.image_size is {data.image_size}"
@@ -167,9 +169,7 @@ def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Itera
     """Yield what does not go with drawing by class, of `data.balance` or of a sifter."""
     if data.balance and sifter != "none":
         wrong = f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the images of an epoch too"
-        yield ConfigError(
-            "data.balance", wrong, "They are mutually exclusive", "Set sifter.kind=none or data.balance=0"
-        )
+        yield ConfigError("data.balance", wrong, EXCLUSIVE, "Set sifter.kind=none or data.balance=0")
     if not (data.balance or sifted):
         return
     key, off = ("data.balance", "data.balance=0") if data.balance else ("sifter.kind", "sifter.kind=none")
@@ -282,9 +282,7 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
     """Yield what does not go with a teacher that is divided over the ranks."""
     if teacher.shard and teacher.pipeline:
         wrong = "is true, but teacher.pipeline divides the teacher already"
-        yield ConfigError(
-            "teacher.shard", wrong, "They are mutually exclusive", "Set teacher.pipeline=0 or teacher.shard=false"
-        )
+        yield ConfigError("teacher.shard", wrong, EXCLUSIVE, "Set teacher.pipeline=0 or teacher.shard=false")
     if not (teacher.shard or teacher.pipeline):
         return
     key, kinds = ("pipeline", ("timm",)) if teacher.pipeline else ("shard", ("timm", "transformers"))
@@ -334,7 +332,7 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
         yield ConfigError(where, wrong, "torch, or losses on logits", f"Set {where}=auto")
     if teacher.compile == "on":
         wrong = f"is {value}, but teacher.compile is on, and torch.compile is torch's"
-        yield ConfigError(where, wrong, "They are mutually exclusive", f"Set teacher.compile=off or {where}=auto")
+        yield ConfigError(where, wrong, EXCLUSIVE, f"Set teacher.compile=off or {where}=auto")
     precisions = ("auto", "fp32", "int8" if runtime == "onnxruntime" else "bf16")
     if teacher.precision not in precisions:
         wrong = f"is {teacher.precision}, which kd does not run on {runtime}"
