@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kd.config.reads import build_task, label_of, loss_facts, reads
 from kd.config.schema import QUANTIZED, RUNTIMES, TRAINED, Config, DataSection, StudentSection, TeacherSection
-from kd.core.errors import ConfigError, KdError, MissingExtra, did_you_mean
+from kd.core.errors import EXCLUSIVE, ConfigError, KdError, MissingExtra, did_you_mean
 from kd.core.evaluation import Task
 from kd.core.facts import BackendFacts, LossFacts
 from kd.parts import registry
-
-EXCLUSIVE = "They are mutually exclusive"
 
 
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:

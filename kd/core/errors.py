@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+EXCLUSIVE = "They are mutually exclusive"  # what is allowed of two keys
+
 
 class KdError(Exception):
     """A user's error in one line: what is wrong, what is allowed, what to do."""
