@@ -81,7 +81,7 @@ def how() -> str:
         arrow((346, 153), (460, 153), (460, 90)),
         box(394, 16, 132, 74, "student", "small", "one YAML file: a run", kind="ours"),
         arrow((526, 53), (574, 53)),
-        box(574, 16, 138, 74, "export", "ONNX or int8,", "equal to PyTorch", kind="ours"),
+        box(574, 16, 138, 74, "export", "ONNX or int8,", "compared with PyTorch", kind="ours"),
         arrow((712, 53), (760, 53)),
         box(760, 16, 126, 74, "endpoint", "on a CPU, without", "torch; drift alarms", kind="ours"),
         arrow((643, 90), (643, 130)),
