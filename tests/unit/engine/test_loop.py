@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import timeless, without_clocks
+from pieces import slow, timeless, without_clocks
 from torch.nn import functional as F
 
 from kd.core.errors import Interrupted, NonFiniteLoss, RunError
@@ -289,14 +289,17 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "apart"),
+    [(name, 1 if name == "averaged" else 3) for name in RUNS] + [slow(name, 1) for name in RUNS if name != "averaged"],
+)
+def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apart):
     overrides = RUNS[name]
     whole = make(*overrides, folder=tmp_path / "whole")
     last = train(whole.run)
     rows = read_rows(tmp_path / "whole")
     whole.store.close()
-    for at in range(1, last.step + 1, 1 if name == "averaged" else 2):
+    for at in range(min(apart, 2), last.step + 1, apart):
         folder = tmp_path / f"killed {at}"
         killed = make(*overrides, folder=folder, logger=StopAfter(at))
         with pytest.raises(Stop):
@@ -329,7 +332,10 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
         made.store.close()
 
 
-@pytest.mark.parametrize(("name", "stops"), [("averaged", (0, 3, 5, 6, 9)), ("mixed, in steps", (1, 4, 7, 11))])
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [("averaged", (3, 5)), ("mixed, in steps", (4, 11)), slow("averaged", (0, 6, 9)), slow("mixed, in steps", (1, 7))],
+)
 def test_a_run_that_is_asked_to_stop_is_the_run_that_was_not(make, tmp_path, name, stops):
     """It is asked at the end of each step and before each batch of an evaluation; `stops` counts these calls."""
     overrides = (*RUNS[name], "data.eval_batch=5")

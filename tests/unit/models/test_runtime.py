@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -30,6 +30,11 @@ ROUNDING = 2e-5
 def model(size: int = 16, **args) -> Classifier:
     torch.manual_seed(0)
     return load(Spec("teacher", "vit_tiny_patch16_224", {**ARGS, **args}, CLASSES), size)
+
+
+@cache
+def graph() -> bytes:
+    return exported(model().eval(), 16)
 
 
 def batch(count: int = 7, size: int = 16) -> Batch:
@@ -96,7 +101,7 @@ def test_nothing_is_left_on_the_disk_and_no_weights_in_torch(tmp_path, monkeypat
 def test_int8_is_near_and_smaller_and_not_the_same():
     exact, coarse = LiveTeacher(model(), CPU)(batch()).logits, live("onnxruntime", precision="int8")(batch()).logits
     assert 0 < (coarse - exact).abs().max() < 0.3 * exact.std()  # 8 bits a product, two blocks deep
-    assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(exported(model().eval(), 16))
+    assert len(exported(model().eval(), 16, int8=True)) < 0.5 * len(graph())
 
 
 def test_openvino_computes_in_bfloat16_where_the_processor_has_it():
@@ -137,7 +142,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 def test_a_process_that_has_used_openvino_lives_through_signals(tmp_path):
     has("openvino")
-    (tmp_path / "model.onnx").write_bytes(exported(model().eval(), 16))
+    (tmp_path / "model.onnx").write_bytes(graph())
     argv = [sys.executable, "-c", SIGNALLED, str(tmp_path / "model.onnx")]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

@@ -10,7 +10,9 @@ import pytest
 import torch
 from pieces import slow
 
+from kd.core.errors import BackendError
 from kd.parts.backends import cuda
+from kd.parts.backends._launch import read_launch
 
 JOIN = """
 import torch.distributed as dist
@@ -26,6 +28,7 @@ except BackendError as error:
     print(error)
 """
 ACCELERATE = ("accelerate", "launch", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+ONE = "accelerate was to start several processes, and has started one"
 LAUNCHERS = {
     "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2"),
     "accelerate, as on GPUs": (*ACCELERATE, "--multi_gpu", "--num_processes", "2"),
@@ -52,15 +55,22 @@ def test_a_launcher_of_two_processes_makes_a_world_of_two(launcher, tmp_path):
     assert text.count("<rank 0 local 0 of 2>") == text.count("<rank 1 local 1 of 2>") == 1
 
 
-@pytest.mark.parametrize("processes", [slow("1"), "2"])
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.slow
 def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path, processes):
     """It was trained on one rank, and `zero` did nothing, without a word."""
     text = launched((*ACCELERATE, "--cpu", "--num_processes", processes), tmp_path)
-    if processes == "1":
-        assert text.strip() == "<rank 0 local 0 of 1>"
-    else:
-        assert "accelerate was to start several processes, and has started one" in text
-        assert "torchrun" in text
+    assert ("<rank 0 local 0 of 1>" in text) == (processes == "1")
+    assert (ONE in text) == (processes == "2")
+
+
+def test_one_process_where_accelerate_was_asked_for_several_is_refused(monkeypatch):
+    """With the variables that it sets then."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert read_launch().world_size == 1
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(BackendError, match=f"{ONE}.*torchrun"):
+        read_launch()
 
 
 @pytest.mark.parametrize("on", [False, True])
