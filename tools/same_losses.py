@@ -69,7 +69,10 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
 
 def digest(folder: Path) -> tuple[str, float]:
     """Return the hash of a run's rows and its last loss."""
-    clocks, rows = ("seconds", "images_per_second", "step_ms", "data_wait", "optimizer_mib", "loading"), []
+    clocks, rows = (
+        ("seconds", "cpu_seconds", "images_per_second", "step_ms", "data_wait", "optimizer_mib", "loading"),
+        [],
+    )
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = {k: v for k, v in json.loads(line).items() if not k.startswith(("ms_", *clocks))}
         rows.append({key: row[key] for key in sorted(row)})
