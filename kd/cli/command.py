@@ -147,7 +147,7 @@ def number(unit: str) -> Callable[[str], float]:
 
 
 def explained(prefix: str = "", path: str = "") -> str:
-    """Return what the keys below a dotted prefix mean, or all keys that end with a word: those of a kind together.
+    """Describe the keys below a dotted prefix, or all keys that end with a word: those of a kind together.
 
     `path`: a configuration, of whose kinds alone the keys are explained.
     """

@@ -10,7 +10,7 @@ ACCELERATED = ("ml.inf", "ml.trn", "ml.g", "ml.p")  # kd-serve's image computes 
 
 
 def refusals(operation: str, request: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield what the service would refuse, or take and then waste, although it fits the model."""
+    """Yield requests that fit the model but that the service would refuse, or accept and waste."""
     check = {"CreateTrainingJob": _training, "CreateEndpointConfig": _endpoint, "CreateTransformJob": _transform}
     if operation in check:
         yield from check[operation](request)

@@ -95,7 +95,7 @@ _owned: list[Pool] = []  # the newest pool of this process: the next one, after 
 
 
 class Pool:
-    """The decoders of a cluster, one a CPU of it, shared by all ranks. Rank 0 starts them; they end with its process.
+    """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them; they end with its process.
 
     A decoder gets calls once it has answered a ping. One that fails or misses a deadline is pinged again, with all
     others on its host, and gets calls when it has answered.
@@ -168,7 +168,7 @@ class Pool:
             log.warning("%s: the host %s responds again", WHERE, slot.address)
 
     def send(self, dataset: int, request: Request) -> Call:
-        """Give a request to the trusted decoder that has least to do; to this process where there is none."""
+        """Give a request to the trusted decoder that has least to do; otherwise to this process."""
         with self._lock:
             trusted = self.trusted()
             if not trusted:

@@ -216,7 +216,7 @@ def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
 
 
 def empty_config() -> Path:
-    """Write a configuration without a key, in a new folder of our own: anybody writes into the temporary one."""
+    """Write a configuration without a key, in a new private folder: the temporary one is shared."""
     file = Path(tempfile.mkdtemp(prefix="kd-"), "kd-empty.yaml")
     file.write_text("{}\n", encoding="utf-8")
     return file

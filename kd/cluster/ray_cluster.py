@@ -1,4 +1,4 @@
-"""The Ray cluster that the variable RAY_ADDRESS names. Ray is an extra: import this file only where it is asked for."""
+"""The Ray cluster that the variable RAY_ADDRESS names. Ray is an extra: import this file only where it is named."""
 
 import os
 import signal

@@ -277,7 +277,7 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
 
 
 def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
-    """Yield what the service would refuse although botocore sends it."""
+    """Yield requests that botocore sends but the service would refuse."""
     for inner_shape, inner_value, inner_path in _children(shape, value, path):
         yield from _violations(inner_shape, inner_value, inner_path)
     kind, limits = shape.type_name, shape.metadata

@@ -1,4 +1,4 @@
-"""Say what a key accepts and means: read from the schema, its types, ranges and texts."""
+"""Describe keys of the configuration: accepted values and meaning, from the schema."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -59,7 +59,7 @@ class _Resolver:
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:
-    """Replace references to other keys by what is written there, so that those to the environment are left."""
+    """Replace references to other keys by their text, so that those to the environment are left."""
     if depth > DEEPEST:
         raise RecursionError
     return _KEY.sub(lambda match: _target(match[0], match[1], root, depth), text)

@@ -72,7 +72,7 @@ def dump(config: Config) -> str:
 def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], say: bool = False) -> Any:
     """Return an OmegaConf node with `key=value` set in it, dotted keys at its top first, under present names.
 
-    What is wrong is added to `errors`. `say`: log one line for each old name of a key.
+    Errors are added to `errors`. `say`: log one line for each old name of a key.
     """
     values: Any = renamed(OmegaConf.to_container(raw, resolve=False), "", errors, say)
     dotted = {key: values.pop(key) for key in list(values) if isinstance(key, str) and "." in key}
@@ -118,7 +118,7 @@ def _other_network(before: dict[str, Any], given: dict[str, Any]) -> bool:
 
 
 def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
-    """Build `cls` from plain values, adding what is wrong to `errors` instead of stopping."""
+    """Build `cls` from plain values, adding errors to `errors` instead of stopping."""
     if not isinstance(raw, dict):
         errors.append(ConfigError(where, f"is {raw!r}", f"A section with keys is expected: {', '.join(types_of(cls))}"))
         return None
@@ -162,7 +162,7 @@ _INVALID = object()
 
 
 def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors: list[KdError]) -> Any:
-    """Convert and check one value; return `_INVALID` after reporting what is wrong with it."""
+    """Convert and check one value; return `_INVALID` after adding an error."""
     if (section := section_of(annotation)) and (value is not None or section is annotation):
         before = len(errors)
         filled = _fill(section, value, where, errors)
@@ -241,7 +241,7 @@ def _as_written(annotation: Any, value: Any) -> Any:
 
 
 def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:
-    """Return whether OmegaConf took a value that is none: a number as true or false, a list in a list, any text."""
+    """Return whether OmegaConf accepted another type: a number as true or false, a list in a list, any text."""
     if annotation == int | str:
         return isinstance(value, bool) or (isinstance(converted, str) and converted != "auto")
     if annotation is bool:

@@ -1,4 +1,4 @@
-"""What the losses of a run read, and the task that follows from it."""
+"""The model outputs that the losses of a run read, and the task that follows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Reads:
     """The outputs that the losses of a run read."""
 
     teacher: bool  # whether a loss needs one
-    teacher_logits: bool  # False: the teacher needs no classes; its features are all that is asked of it
+    teacher_logits: bool  # False: the teacher needs no classes; its features are all that the losses read
     features: tuple[str, ...]  # names, of both models
 
 
@@ -38,7 +38,7 @@ def reads(losses: Sequence[LossSection]) -> Reads:
 
 
 def label_of(data: DataSection) -> str:
-    """Return what the label of an image is, "class" or "set"; "" where images have none."""
+    """Return the kind of an image's label, "class" or "set"; "" where images have none."""
     if data.labels == "none":
         return ""
     return registry.facts("datasets", data.kind, data.options, "data.kind").label

@@ -17,7 +17,7 @@ RUNTIMES = ("onnxruntime", "openvino")
 TRAINED = ("timm", "torch")
 """Kinds of models that kd trains, as a student or to fit a teacher."""
 QUANTIZED = ("int8",)
-"""Precisions that change a model's answers by more than a floating point format does."""
+"""Precisions that change a model's outputs by more than a floating point format does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSection:
-    """What the models answer, and how that is scored."""
+    """What the models predict, and how it is scored."""
 
     kind: str = chosen("tasks", "auto")
     """The task. auto: the one of kd's own that fits labels and losses; the resolved config says which."""
@@ -228,7 +228,7 @@ class TeacherSection(NetworkSection):
         return bool(self.fit.length) and self.kind in TRAINED and (self.pretrained or not self.checkpoint)
 
     def exported(self, cpu: bool) -> str:
-        """Return the runtime of an exported graph that is asked for; "" for torch."""
+        """Return the requested runtime of an exported graph; "" for torch."""
         runtime = "onnxruntime" if self.runtime == "auto" and self.precision == "int8" and cpu else self.runtime
         return runtime if runtime in RUNTIMES else ""
 

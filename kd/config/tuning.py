@@ -1,4 +1,4 @@
-"""How a key is declared, and what it accepts; sections of others: optimizer, tuning, augmentation, fit."""
+"""Declaration of keys and their accepted values; sections for optimizer, tuning, augmentation and fit."""
 
 import types
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -36,7 +36,7 @@ def types_of(cls: type) -> dict[str, Any]:
 
 
 def allows(cls: type, key: str) -> str:
-    """Describe in words what a key accepts."""
+    """Describe the accepted values of a key in words."""
     field = next(f for f in fields(cls) if f.name == key)
     if "parts" in field.metadata:
         return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
@@ -171,7 +171,7 @@ class Fit:
     seed: int = ranged(0, low=0)
     """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
-    """Where fitted teachers are kept, one folder a content hash, and found again."""
+    """Where fitted teachers are kept, one folder per content hash, and found again."""
 
     def augmented(self, student: Augment) -> Augment:
         """Return the random changes of the fit's images, where those of the student's are given."""

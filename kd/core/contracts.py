@@ -65,7 +65,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class Reducing(Protocol):
-    """A source that leaves out pixels of a large JPEG that nobody needs, as `kd.files.pixels.reduce` does."""
+    """A source that leaves out unneeded pixels of a large JPEG, as `kd.files.pixels.reduce` does."""
 
     def decode_reduced(self, id: int, least: Callable[[int, int], float] | None) -> Decoded:
         """Return the same as `Source.decode`, with at least the share `least(width, height)` of the sides."""
@@ -83,7 +83,7 @@ class Stamped(Protocol):
 
 @runtime_checkable
 class Noted(Protocol):
-    """A source or a teacher's model with a reservation: files that are no images, answers that see no augmentation."""
+    """A source or a teacher's model with warnings to show before training, such as files that are no images."""
 
     notes: Sequence[str]  # a line each; `--check` and the first lines of a run show them
 
@@ -173,19 +173,19 @@ class TeacherModel(Protocol):
     """A frozen model: `networks/NAME.py: build(options, spec, image_size, features) -> TeacherModel`, an nn.Module.
 
     `spec` is a `kd.models.spec.Spec`: `teacher.model`, `args` and `checkpoint`, the data's classes and images.
-    `image_size` is what the data delivers, pixels; `features` are the names of the features that a loss needs.
+    `image_size` is the side of the delivered images, pixels; `features` names the features that a loss needs.
     """
 
     runtime: str
     """"torch" if precision, kernel and compiler can be chosen, else the runtime that executes it as it is, such as
     "onnxruntime"."""
     reads_ids: bool
-    """Whether it answers by an image's id: its forward takes `(image, ids, view)`, and its `validation(test)` is that
+    """Whether outputs are looked up by image id: forward takes `(image, ids, view)`, and its `validation(test)` is that
     for ids of the validation split, or of the test split."""
 
     @property
     def network(self) -> nn.Module:
-        """What is cast to `teacher.precision`; normalization stays float32."""
+        """The module that is cast to `teacher.precision`; normalization stays float32."""
         ...
 
     @property
@@ -194,11 +194,11 @@ class TeacherModel(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the answers depend on, as JSON values; `teacher` is a hash of the weights or answers."""
+        """Return all that the outputs depend on, as JSON values; `teacher` is a hash of the weights or outputs."""
         ...
 
     def __call__(self, image: Tensor) -> Outputs:
-        """Answer for uint8 images [B, 3, H, W], as the data delivers them."""
+        """Predict uint8 images [B, 3, H, W], as the data delivers them."""
         ...
 
 

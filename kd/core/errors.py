@@ -1,6 +1,6 @@
 """The errors that a user can cause and fix; the command prints them without a traceback.
 
-`Interrupted` is not an error and no KdError: somebody asked the process to stop.
+`Interrupted` is not an error and no KdError: the process was asked to stop.
 
 Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
 """
@@ -67,7 +67,7 @@ class DataError(KdError):
 
 
 class BadImage(KdError):
-    """A picture that a loaded export cannot answer for."""
+    """A picture that a loaded export cannot predict."""
 
 
 class CorruptImage(DataError):
@@ -99,7 +99,7 @@ class NonFiniteLoss(KdError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was asked to stop, and did. The same command resumes; no `except Exception` may swallow it."""
+    """The process was stopped on request. The same command resumes; no `except Exception` may swallow it."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
@@ -118,7 +118,7 @@ _END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # of a senten
 
 
 def in_short(error: object, most: int = 200) -> str:
-    """Return the first sentence of a foreign message: one line, without control characters, at most so many of them."""
+    """Return the first sentence of a foreign message: one line, without control characters, at most `most` long."""
     text = _END.split(_CODES.sub("", str(error)).strip(), maxsplit=1)[0]
     text = " ".join("".join(one if one.isprintable() else " " for one in text).split())
     return text[:most].rstrip(" .:;,(") or type(error).__name__

@@ -1,4 +1,4 @@
-"""The contracts of a task: what a model answers, and what scores it. `kd/core/contracts.py` has all others.
+"""The contracts of a task: what a model predicts, and how it is scored. `kd/core/contracts.py` has all others.
 
 Shape legend: B images of a batch, C classes, K teachers, N images of a split.
 """
@@ -32,11 +32,11 @@ class Evaluation:
 
     backend: Backend
     val: Split
-    teacher: Teacher | None  # answers for validation images; None where no loss needs a teacher
+    teacher: Teacher | None  # outputs for validation images; None where no loss needs a teacher
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
     bank: Callable[[], Split] | None = None  # training images, in which neighbours are searched
-    bank_teacher: Teacher | None = None  # for training images, where it answers by an id
+    bank_teacher: Teacher | None = None  # for training images, where outputs are looked up by id
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None  # (student, teacher) -> cosine [B]
     projected: Callable[[Outputs], Tensor | None] | None = None  # the student's vectors in the teacher's space
     members: int = 1  # number of teachers
@@ -51,7 +51,7 @@ class Evaluator(Protocol):
     chance: float  # the value that decides, of a model that guesses; 0: unknown
 
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
-        """Return a validation row (see `kd.core.scores`), empty where `stop`, asked before each batch, gave it up."""
+        """Return a validation row (see `kd.core.scores`), empty where `stop`, called before each batch, ended it."""
         ...
 
     def of(self, teacher: Teacher) -> Evaluator:
@@ -65,7 +65,7 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class Sampled(Protocol):
-    """An evaluator that keeps what its last row was computed from. Evaluators without it get no confidence interval."""
+    """An evaluator that keeps the inputs of its last row. Evaluators without it get no confidence interval."""
 
     def samples(self) -> dict[str, Samples]:
         """Return what scores of the last row, by their keys in it, were computed from. All ranks must call it."""
@@ -73,16 +73,16 @@ class Sampled(Protocol):
 
 
 class Task(Protocol):
-    """What a model answers, how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
+    """What a model predicts, how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
 
     Whether images have labels, all, some or none, is a property of the data, not of the task. A task that derives from
-    this class inherits what one of classes answers.
+    this class inherits the methods of one of classes.
     """
 
     name: str
-    logits: str  # makes a logit an answer, as `LossFacts.logits`; "": an embedding model has none
+    logits: str  # turns a logit into a prediction, as `LossFacts.logits`; "": an embedding model has none
     label: str  # what an image's label is: "class" or "set"
-    problem_type: str  # what the logits answer, in the words of transformers; "": there are none
+    problem_type: str  # kind of the logits, in the words of transformers; "": there are none
     label_loss: str  # the loss that learns labels alone: a part of `losses/`
     scores: Scores
     keeps_topk: bool  # whether the largest logits and the mass of the others are enough for its losses
@@ -98,7 +98,7 @@ class Task(Protocol):
         return torch.zeros(images, dtype=torch.int64)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        """Return what is wrong with a teacher's first answers, or ""."""
+        """Return an error in a teacher's first outputs, or ""."""
         return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool: ...
@@ -108,9 +108,9 @@ class Task(Protocol):
         ...
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Compare what a graph returns for N images with what PyTorch returns; `label` is -1 where nobody knows it."""
+        """Compare a graph's outputs for N images with PyTorch's; `label` is -1 where unknown."""
         ...
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return for each class from which probability it is answered; {}: the class with the largest logit is."""
+        """Return for each class the probability from which it is predicted; {}: the class with the largest logit is."""
         return {}

@@ -1,4 +1,4 @@
-"""95 % intervals of scores: how far a number may be off because it was measured on so many images and no more.
+"""95 % intervals of scores: the error of a score that was measured on a limited number of images.
 
 They do not hold the luck of the seed, images that are near copies of each other, and other cameras.
 """
@@ -72,7 +72,7 @@ def around(value: float, replicates: Sequence[float] | np.ndarray, images: int =
 
 
 def verdict(low: float, high: float) -> str:
-    """Return what the interval of a difference says of the first model: better, worse, or that it does not say."""
+    """Return the verdict of a difference's interval on the first model: better, worse, or that it does not say."""
     return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
 
 

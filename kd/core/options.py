@@ -33,7 +33,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return the parser of a whole number from `low` to `high`; ValueError: it is none."""
+    """Return the parser of a whole number from `low` to `high`; ValueError: it is not one."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
@@ -44,23 +44,23 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """Return a number above 0; ValueError: it is none."""
+    """Return a number above 0; ValueError: it is not one."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e15:  # false for NaN; beyond lies only what somebody mistyped
+    if not 0 < value < 1e15:  # false for NaN; beyond lie only typing errors
         raise ValueError(f"'{text}' is not a number above 0")
     return value
 
 
 def pixels(text: str) -> int:
-    """Return a number of pixels such as 25e6; ValueError: it is none."""
+    """Return a number of pixels such as 25e6; ValueError: it is not one."""
     return int(positive(text))
 
 
 def size(text: str) -> int:
-    """Return a size such as 6MiB in bytes; ValueError: it is none."""
+    """Return a size such as 6MiB in bytes; ValueError: it is not one."""
     match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"'{text}' is not a size such as 6MiB, 512KiB or 1000000")
@@ -68,7 +68,7 @@ def size(text: str) -> int:
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Return the parser of one of some words; ValueError: it is none of them."""
+    """Return the parser of one of some words; ValueError: another word."""
 
     def parse(text: str) -> str:
         if text not in words:

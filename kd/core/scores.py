@@ -14,7 +14,7 @@ from typing import Any
 from kd.core.intervals import Samples, verdict
 from kd.core.text import percent
 
-TITLES = {"test": "test", "val": "validation"}  # of splits, for a person
+TITLES = {"test": "test", "val": "validation"}  # of splits, as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Column:
         return self.differs(*one.minus(other))
 
     def differs(self, value: float, low: float, high: float) -> str:
-        """Say the same of a difference and the ends of its interval."""
+        """Return a difference and the ends of its interval in the same form."""
         points = [f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}" for number in (value, low, high)]
         unit = " points" if self.unit == "%" else ""
         return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
@@ -203,18 +203,18 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class GraphScores:
-    """How an exported graph answers beside PyTorch, on the same images."""
+    """Predictions of an exported graph beside PyTorch's, on the same images."""
 
     facts: dict[str, float]  # for manifest.json of an export, by name
     decides: str  # the name in `facts` of the score that a quantized graph may lose a little of
     title: str  # of that score
-    summary: str  # for a person: `same top-1 on 200 of 200 validation images`
-    others: int = 0  # images that get another answer
+    summary: str  # as text: `same top-1 on 200 of 200 validation images`
+    others: int = 0  # images with another prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a finished training leaves."""
+    """Results of a finished training."""
 
     folder: Path
     metrics: Mapping[str, float]  # the validation row of the best checkpoint

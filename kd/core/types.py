@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 Label = int | np.ndarray
-"""A class, -1 for none; of an image with several int8 [C]: 1 for each class that it shows, all -1 if nobody knows."""
+"""A class, -1 for none; of an image with several int8 [C]: 1 for each class that it shows, all -1 if unknown."""
 TENSORS = ("ids", "image", "label", "partner_label", "lam", "weight")  # the tensor fields of every batch
 
 
@@ -23,7 +23,7 @@ class Decoded(NamedTuple):
     """One image as its source has it."""
 
     image: Image.Image  # RGB, 8 bits a channel
-    crc: int  # CRC-32 of the encoded bytes that it was decoded from; 0 where nobody knows
+    crc: int  # CRC-32 of the encoded bytes that it was decoded from; 0 where unknown
     used: int = 0
     """Bits that the largest value of an image of 16 bits a channel takes, below 0 in colour; 0: it has 8."""
     format: str = ""  # of the file, as Pillow names it: "JPEG"; "": unknown
@@ -37,11 +37,11 @@ class Sample(NamedTuple):
     partner_label: Label  # the label of the mixup partner; equal to `label` without mixing
     lam: float  # the share of `label` in the pixels, 0 to 1; 1.0 without mixing
     readable: bool = True  # False: it could not be decoded, `data.on_corrupt` is `skip`, and the pixels are grey
-    crc: int = 0  # CRC-32 of the encoded bytes, of both images where they are mixed; 0 where nobody knows
+    crc: int = 0  # CRC-32 of the encoded bytes, of both images where they are mixed; 0 where unknown
 
 
 class Loading(NamedTuple):
-    """How long batches took to make, seconds; zeros where nobody counted."""
+    """How long batches took to make, seconds; zeros where not counted."""
 
     seconds: float = 0.0
     busy: float = 0.0  # in which the loading thread computed, or waited for a core
@@ -75,7 +75,7 @@ class Batch:
     loading: Loading = UNKNOWN  # of this batch; the loader adds it up
     teacher_outputs: TeacherOutputs | None = None  # known already, from a cache or a scoring pass
     small: bool = False  # `image` has the size of `data.progressive`
-    whole: Tensor | None = None  # then the same views at full size, where a teacher will be asked about some of them
+    whole: Tensor | None = None  # then the same views at full size, where a teacher will predict some of them
 
     @property
     def labelled(self) -> Tensor:
@@ -99,7 +99,7 @@ class Batch:
         return replace(self, **moved)
 
     def take(self, rows: Tensor) -> Batch:
-        """Return some rows of the batch, int64 [K]; on the CPU where it has `crc` or missing answers."""
+        """Return some rows of the batch, int64 [K]; on the CPU where it has `crc` or missing outputs."""
         index = rows.to(self.image.device, non_blocking=True)
         taken = self.map(lambda tensor: tensor.index_select(0, index))
         if self.crc:
@@ -117,7 +117,7 @@ class Batch:
         joined: dict[str, Any] = {n: torch.cat([getattr(batch, n) for batch in batches]) for n in TENSORS}
         known = [batch.teacher_outputs for batch in batches if batch.teacher_outputs is not None]
         joined["teacher_outputs"] = TeacherOutputs.cat(known) if len(known) == len(batches) else None
-        if any(batch.whole is not None for batch in batches):  # rows without one have answers
+        if any(batch.whole is not None for batch in batches):  # rows without one have outputs
             sized = next(batch.whole for batch in batches if batch.whole is not None)
             empty = (sized.new_zeros(len(batch.ids), *sized.shape[1:]) for batch in batches)
             wholes = [one if batch.whole is None else batch.whole for one, batch in zip(empty, batches, strict=True)]
@@ -189,7 +189,7 @@ class TeacherOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """What a loss is built for: the sizes of learned projectors, and the classes."""
+    """The shape of a loss's inputs: the sizes of learned projectors, and the classes."""
 
     num_classes: int
     student_features: int  # width of the pooled features; 0 where no loss needs them

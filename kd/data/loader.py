@@ -33,7 +33,7 @@ BATCH = 50
 
 
 class Request(NamedTuple):
-    """What a worker needs to make one micro-batch."""
+    """A worker's task: one micro-batch."""
 
     ids: list[int]
     weights: list[float]
@@ -151,7 +151,7 @@ class LocalLoader:
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
-        """Kill what is left of the workers, and keep torch's signal handler from raising again because of it."""
+        """Kill the remaining workers, and keep torch's signal handler from raising again because of it."""
         iterator, processes = self._batches._iterator, self.processes()
         if iterator is None:
             return
@@ -181,7 +181,7 @@ class LocalLoader:
 
 
 def ahead(workers: int) -> int:
-    """Return how many micro-batches each worker makes before the loop asks for them."""
+    """Return how many micro-batches each worker makes before the loop needs them."""
     # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a GPU as much of pinned memory.
     return 4 if workers <= 4 else 2
 
@@ -209,7 +209,7 @@ class _Requests(Sampler[Request]):
 
 
 class Fetch(TorchDataset[Batch | KdError]):
-    """A dataset by micro-batches: what a worker process runs."""
+    """A dataset of micro-batches, run by a worker process."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset, self.small = dataset, getattr(dataset, "small", None)

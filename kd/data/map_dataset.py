@@ -25,13 +25,13 @@ class Options:
     """The dataset section of `kd.distill`, which hands its datasets over: `kind: kd.data.map_dataset`."""
 
     label: Literal["class", "set"] = "class"
-    """What the label of an item is."""
+    """Kind of an item's label."""
     images: str = ""
     """Type and shape of an image."""
 
 
 def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return DatasetFacts(label=options.label)
 
 

@@ -22,7 +22,7 @@ def decoded(source: Source, id: int, least: Callable[[int, int], float] | None) 
 
 
 def reduces(source: Source) -> TypeGuard[Reducing]:
-    """Whether a source's own type reduces: one that wraps or overrides `decode` alone has a reason to be asked."""
+    """Whether a source's own type reduces: one that wraps or overrides `decode` alone has a reason."""
     for one in type(source).__mro__:
         if "decode_reduced" in vars(one):
             return True
@@ -62,7 +62,7 @@ class Subset:
 
 
 class StampedSubset(Subset):
-    """The same of a source of files that may change. See `kd.core.contracts.Stamped`."""
+    """The same for a source of files that may change. See `kd.core.contracts.Stamped`."""
 
     source: Stamped
 

@@ -1,1 +1,1 @@
-"""What leaves the house: exports, the endpoint, predictions for many images, drift, the check of an export."""
+"""Export, serving, prediction for many images, drift detection, and the verification of exports."""

@@ -1,12 +1,12 @@
-"""Are the images that come in like those of validation? Counts of answers, compared with those that an export holds.
+"""Detect input shift: counts of predictions, compared with those of the validation images in an export.
 
-Of each image five numbers are counted under the label that it is answered with: the confidence of that label,
+Of each image five numbers are counted under its predicted label: the confidence of that label,
 brightness, detail and two differences of colours (see `measure`). No image is kept. An embedding model has no labels
 and no confidences: its images are counted together, by the four others.
 
 Two questions are tested apart, because they have different remedies:
 
-- appearance: do images of the same answered label have the same numbers? Labels are strata, so that a label that is
+- appearance: do images of the same predicted label have the same numbers? Labels are strata, so that a label that is
   more frequent than in validation changes nothing.
 - labels: are the labels as frequent as in validation?
 
@@ -50,9 +50,9 @@ ALARM = 6.0  # from which -log10 of the p-value on images are called different: 
 def measure(pixels: np.ndarray) -> Measures:
     """Return brightness, detail, red - green and blue - green of uint8 pixels [3, S, S], as the network gets them.
 
-    They are the mean of the green channel, 0 to 255, the mean difference of neighbours in a row of it, and how far the
+    They are the mean of the green channel, 0 to 255, the mean difference of neighbours in a row, and how far the
     means of red and blue lie above that of green. Fewer than 128 rows are read: the mean over them is as good, and this
-    is done for every answer.
+    is done for every prediction.
     """
     some = pixels[:, :: max(1, pixels.shape[1] // 64)]
     red, green, blue = (int(channel.sum()) / channel.size for channel in some)
@@ -88,7 +88,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ShiftResult:
-    """What a test found."""
+    """Result of a test."""
 
     images: int
     appearance: float  # -log10 of the p-value, 0 or more
@@ -103,7 +103,7 @@ class ShiftResult:
 
     @property
     def lines(self) -> list[str]:
-        """What is different, for a person; nothing where nothing is."""
+        """The differences, as text; empty if there are none."""
         found = []
         if self.alarms["appearance"]:
             found.append(f"these photographs are not like those of validation: {self.difference}")
@@ -115,7 +115,7 @@ class ShiftResult:
 
 @dataclass(slots=True)
 class Reference:
-    """What a graph answered on validation images."""
+    """A graph's predictions on validation images."""
 
     names: Sequence[str]  # C labels; of an embedding model one, ""
     bounds: Mapping[str, Sequence[float]]  # Q numbers, each with T bounds
@@ -129,7 +129,7 @@ class Reference:
 
     @staticmethod
     def of(names: Sequence[str], answers: Iterable[tuple[int, Sequence[float]]], calibrated: bool) -> Reference:
-        """Count answers: of each image the label's number (0 where there are no `names`) and its numbers."""
+        """Count predictions: of each image the label's number (0 where there are no `names`) and its numbers."""
         bounds = BOUNDS if names else {key: value for key, value in BOUNDS.items() if key != CONFIDENCE}
         made = Reference(names or ("",), bounds, Tally(len(names) or 1, len(bounds)), calibrated)
         for label, numbers in answers:
@@ -137,7 +137,7 @@ class Reference:
         return made
 
     def count(self, tally: Tally, answer: Mapping[str, Any], measures: Sequence[float]) -> None:
-        """Count an image: its answer as `serve.answers` makes it, under the most probable label, and `measure`."""
+        """Count an image: its prediction as `serve.answers` makes it, under the most probable label, and `measure`."""
         if "top" in answer:
             best = answer["top"][0]
             self._add(tally, self.index[best["label"]], (best["score"], *measures))
@@ -200,7 +200,7 @@ class Reference:
         return ShiftResult(tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean)
 
     def notes(self, tally: Tally) -> tuple[str, ...]:
-        """Return the expected accuracy of images that came in and how they differ, as lines for a person."""
+        """Return the expected accuracy of images that came in and how they differ, as lines of text."""
         found = self.compare(tally)
         lines = list(found.lines)
         if self.calibrated and tally.images:
@@ -255,7 +255,7 @@ class Reference:
 
 
 class ShiftWatch:
-    """A stream of answers, tested every `WINDOW` images. Not thread-safe."""
+    """A stream of predictions, tested every `WINDOW` images. Not thread-safe."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -270,7 +270,7 @@ class ShiftWatch:
         return Tally.joined([self._tested, self._open])
 
     def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:
-        """Count an image, see `Reference.count`; return lines for the log where a window changes what is found."""
+        """Count an image, see `Reference.count`; return lines for the log where a window changes the findings."""
         self.answered.update(one["label"] for one in answer.get("labels", answer.get("top", ())[:1]))
         self.reference.count(self._open, answer, measures)
         if self._open.images < WINDOW:
@@ -329,7 +329,7 @@ def _divergence(q: np.ndarray, p: np.ndarray) -> np.ndarray:
 
 
 def _log10(evidence: np.ndarray, tests: int) -> np.ndarray:
-    """Return -log10 of the p-values of the best of so many tests."""
+    """Return -log10 of the p-values of the best of `tests` tests."""
     return (evidence - math.log(tests)) / math.log(10)
 
 

@@ -1,1 +1,1 @@
-"""The training loop and what it is made of. It knows contracts and no part."""
+"""The training loop; depends only on the protocols in kd.core."""

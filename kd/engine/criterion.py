@@ -81,7 +81,7 @@ class Criterion(nn.Module):
 
 
 class Distillation(nn.Module):
-    """Student and criterion as one module: DDP wraps it, and so also reduces what a loss learns (a projector)."""
+    """Student and criterion as one module: DDP wraps it, and so reduces learned parameters of losses too."""
 
     def __init__(
         self, student: nn.Module, criterion: Criterion, task: Task, frozen: Frozen | None = None, image_size: int = 0

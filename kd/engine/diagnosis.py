@@ -1,4 +1,4 @@
-"""Where numbers stopped being finite: found afterwards, by computing the step again. A step itself checks nothing.
+"""Location of the first NaN or infinity, by a replay of the failed step. A step itself checks nothing.
 
 A step whose gradient is not finite changes no weight (see `Backend.step`), so that the weights are those from before.
 """

@@ -122,7 +122,7 @@ def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
 
 
 def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
-    """Evaluate and write a checkpoint after a step, where they are due; leave where the ranks agreed to stop."""
+    """Evaluate and write a checkpoint after a step if due; raise Interrupted if any rank was asked to stop."""
     improved = False
     if evaluating or checkpointing or stop.agreed:
         average_buffers(run, state)

@@ -97,7 +97,7 @@ class Meter:
         return values, int(skipped_S.sum()), in_a_row
 
     def log_epoch(self, state: State, plan: Plan, steps: int) -> None:
-        """Log an epoch's plan: images trained, and how many equally weighted ones they are worth."""
+        """Log an epoch's plan: images trained, and the effective sample size."""
         # The time is this process's clock; the device is not waited for.
         open_window = time.perf_counter() - self.clock if self.rows else 0.0
         weights_N = plan.weights.double()

@@ -115,7 +115,7 @@ class Frozen:
     # part of the run gradients are computed and dropped, because DDP reduces what it was built with.
 
     def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
-        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for so many epochs."""
+        """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for `epochs` epochs."""
         # 0 epochs: for the whole run, and no gradients are computed.
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
         matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}

@@ -1,4 +1,4 @@
-"""Everything that the loop needs, built and ready: contracts only. And the scoring pass that it lends to a sifter."""
+"""`Run`: the objects that the loop uses; `Scoring`: the sifters' forward pass."""
 
 import time
 from bisect import bisect_left
@@ -27,11 +27,11 @@ Span = Callable[[str], AbstractContextManager[object]]
 """`with span(NAME):` around a part of a step: data, sifting, teacher, forward, backward, optimizer, wait, evaluation,
 checkpoint. Spans may be nested."""
 Window = Callable[[State], Mapping[str, float]]
-"""Called where a log window ends, after the device was waited for; returns what to add to the training row."""
+"""Called where a log window ends, after device synchronization; returns what to add to the training row."""
 
 
 def never() -> bool:
-    """Nobody asks the run to stop."""
+    """The run is never asked to stop."""
     return False
 
 
@@ -144,8 +144,8 @@ class Run:
     store: RunStore
     logger: Logger
     skip_nonfinite: bool = False  # go on after a step whose gradient is not finite; such a step is never applied
-    span: Span = nullcontext  # marks what the loop is doing; free unless somebody listens
-    window: Window = lambda state: {}  # ends a log window of whoever listens
+    span: Span = nullcontext  # marks what the loop is doing; free without a listener
+    window: Window = lambda state: {}  # ends a log window of the listener
     stop: Callable[[], bool] = never
     """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
 
@@ -153,7 +153,7 @@ class Run:
 class Stopping:
     """Ask `run.stop` after each step, or each batch of an evaluation, on all ranks alike."""
 
-    # A single process asks every time. Several reduce the answer, which waits for the device, about every
+    # A single process looks every time. Several reduce the result, which waits for the device, about every
     # `STOP_SECONDS`. The number of calls between two reductions follows from a reduced time, so that it is the same on
     # all ranks.
 
@@ -218,7 +218,7 @@ class Scoring:
 
 @contextmanager
 def shrunk(batch: Batch, times: int) -> Iterator[Batch]:
-    """Give a batch whose images are so many times smaller, by the mean of their pixels, to a student that takes it."""
+    """Average-pool the images of a batch by `times`, and set the student's input size."""
     if times == 1:
         yield batch
         return

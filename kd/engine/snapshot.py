@@ -1,4 +1,4 @@
-"""What a run must remember: weights, averages, optimizer, sifter. Nothing random, and never the teacher."""
+"""The state of a run: weights, averages, optimizer, sifter. Nothing random, and never the teacher."""
 
 import hashlib
 import zlib

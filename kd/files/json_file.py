@@ -9,11 +9,11 @@ from kd.core.errors import KdError, RunError, named
 
 Value = TypeVar("Value")
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What is raised by JSON that is cut short, is no UTF-8, is nested too deep, or has other values than were written."""
+"""Errors of JSON that is cut short, is not UTF-8, is nested too deep, or has other values than were written."""
 
 
 def object_of(content: Any) -> Any:
-    """Return JSON that is an object, {key: value}; TypeError: it is none."""
+    """Return JSON that is an object, {key: value}; TypeError: it is not one."""
     if not isinstance(content, dict):
         raise TypeError("no JSON object")
     return content

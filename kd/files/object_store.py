@@ -94,7 +94,7 @@ def _store(protocol: str, process: int) -> Any:
 
 @contextmanager
 def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False) -> Iterator[None]:
-    """Turn what a store raises, of many unrelated types, into a DataError; `passed` are raised as they are."""
+    """Turn a store's exceptions, of many unrelated types, into a DataError; `passed` are raised as they are."""
     try:
         yield
     except (MissingExtra, *passed):

@@ -123,7 +123,7 @@ def count_scans(data: bytes) -> int:
 
 
 def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:
-    """Have the decoder of an opened JPEG leave out pixels that nobody needs. Call it before pixels are loaded."""
+    """Have the decoder of an opened JPEG leave out unneeded pixels. Call it before pixels are loaded."""
     if least is not None and margin and could_reduce(image, least, margin):
         share = margin * least(*image.size)
         image.draft(None, (math.ceil(share * image.width), math.ceil(share * image.height)))

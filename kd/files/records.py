@@ -64,7 +64,7 @@ class Records:
         return content if len(content) == length and self._checksum(id, content) == checksum else None
 
     def write(self, id: int, content: bytes) -> None:
-        """Write a record. If the disk is full, warn once and write no more; what is written stays good."""
+        """Write a record. If the disk is full, warn once and write no more; written records stay good."""
         if self.stop.reason or len(content) > self.size:
             return
         record = self.HEAD.pack(self._checksum(id, content), len(content)) + content

@@ -1,6 +1,6 @@
-"""What must be right before a run trains: everything that can be known without weights, and how its teachers answer.
+"""What must be right before a run trains: everything that can be known without weights, and how good its teachers are.
 
-A teacher answers on kd's square; its own library may make it answer otherwise on the whole photograph.
+A teacher sees kd's square; its own library may show it the whole photograph, with other outputs.
 """
 
 import os
@@ -29,7 +29,7 @@ LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check has built and found."""
+    """Objects and findings of a check."""
 
     data: Data  # the splits, listed
     teachers: Teachers  # those without a checkpoint have no weights
@@ -73,25 +73,25 @@ def check(recipe: Recipe) -> Checked:
     }
     cache = ""
     if plan.needed and plan.cache.views and teachers.model is not None:
-        from kd.setup.open_cache import cache_codec, price  # only where answers are stored
+        from kd.setup.open_cache import cache_codec, price  # only where outputs are stored
 
         codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
         cache = price(plan.cache, codec, len(data.train))
     return Checked(listed, teachers, split, phases, modules, cache)
 
 
-# ------------------------------------------------------------------------------- a teacher, and itself at home
+# ------------------------------------------------------------------------------- a teacher under its own preprocessing
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was found out about one teacher on validation images."""
+    """Findings on one teacher on validation images."""
 
     where: str  # config path of its section
     text: str
     values: dict[str, float]
     """`images`. Where it came with a preprocessing: `of_std`, the largest difference in standard deviations of its
-    answers at home, and `equal`, the share of equal top classes. Where it has more classes than the data: `kept`, the
+    outputs at home, and `equal`, the share of equal top classes. Where it has more classes than the data: `kept`, the
     share of its probability that belongs to the data's."""
 
 

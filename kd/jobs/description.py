@@ -30,7 +30,7 @@ from kd.setup.recipe import Recipe, TeacherPlan
 
 
 def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
-    """Check a recipe and describe the run; with `answers`, also ask its teachers about validation images
+    """Check a recipe and describe the run; with `answers`, also run its teachers on validation images
     and count the memory of a step.
     """
     return "\n".join(described(recipe, path, answers)[0])
@@ -135,7 +135,7 @@ def _millions(model: Any) -> str:
 
 
 def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
-    """Say what the largest phase takes, and the others; `steps`: the peak of a step is counted, which takes seconds."""
+    """Report the memory of the largest phase and of the others; `steps`: count the peak of a step, in seconds."""
     mib, teachers, phases, num_ranks = {}, checked.teachers, checked.phases, checked.split.world_size
     section = phases["distillation"].teacher
     torchs = [one for one in teachers.members if one.runtime == "torch"]
@@ -191,7 +191,7 @@ class Live(TorchDispatchMode):
 
 
 def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> int:
-    """Return what a student's weights, their average and its optimizer take; without gradients."""
+    """Return the bytes of a student's weights, their average and its optimizer, without gradients."""
     section = recipe.loop.optimizer
     moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
     moving = sum(parameter.numel() for parameter in distillation.parameters() if parameter.requires_grad)
@@ -202,7 +202,7 @@ def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> in
 def step_bytes(
     recipe: Recipe, distillation: Distillation, teacher: Any, images: int, reduced: bool, scored: int = 0
 ) -> int:
-    """Return what a step of `images` takes at its peak, beside the weights; its gradients are part of it.
+    """Return the peak bytes of a step of `images`, without the weights and with gradients.
 
     Operators are the CPU's, on tensors that have shapes and no values; weights may be on the meta device. Not counted:
     what an operator needs inside, and what an allocator keeps. `teacher`: of torch, or None. `reduced`: gradients stay

@@ -1,4 +1,4 @@
-"""One run in its folder: what is recorded and scored before step 1, the loop, what is said and scored after the last.
+"""One run in its folder: records and scores before step 1, the loop, reports and scores after the last.
 
 All ranks call these functions. Rank 0 writes.
 """
@@ -34,7 +34,7 @@ from kd.setup.student import load_distillation
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
     """Train one student in an opened run folder, from where it stands.
 
-    Its teachers, their data and the backend are the `setting`; a person sees the `title`. `final`: on which images the
+    Its teachers, their data and the backend are the `setting`; the user sees the `title`. `final`: on which images the
     best checkpoint is scored at the end: "test" (validation images where there are none), "val", or "": not scored.
     """
     backend, teachers, scores = setting.backend, setting.teachers, recipe.student.task.scores
@@ -70,7 +70,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
 
 
 def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
-    """Build the run of an opened folder, record what it is made of, and say what its set-up found out."""
+    """Build the run of an opened folder, record its parts, and report the findings of its set-up."""
     known = folder.manifest()
     if "teacher_home" not in known:
         compared = compare(recipe.teacher, setting.teachers, setting.backend)
@@ -88,7 +88,7 @@ def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, ti
 
 
 def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
-    """Return what the manifest holds of data, teacher and machine."""
+    """Return the manifest's facts on data, teacher and machine."""
     backend, teacher, data = run.backend, setting.teachers.model, setting.data
     facts: dict[str, Any] = {
         "world_size": backend.world_size,
@@ -113,7 +113,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
     if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
         facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
     if (store := getattr(run.teacher, "store", None)) is not None:
-        from kd.files.manifest import MANIFEST, sha256  # only where answers are stored
+        from kd.files.manifest import MANIFEST, sha256  # only where outputs are stored
 
         facts["answers"] = {"cache": sha256(store.folder / MANIFEST)}
     return facts
@@ -122,7 +122,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
 def announce(
     facts: Mapping[str, Any], known: Mapping[str, Any], setting: Setting, console: Console, title: str
 ) -> None:
-    """Show what the set-up found out; `known` is what an earlier start recorded."""
+    """Show the findings of the set-up; `known` is the record of an earlier start."""
     modes = ", ".join(f"{name} {mode}" for name, mode in facts["modes"].items())
     threads = f", threads {facts['threads']}" if facts["threads"] else ""
     console.info(f"{title}: {facts['batch']}; {modes}{threads}")
@@ -191,7 +191,7 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
 
 
 def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir) -> list[str]:
-    """Return lines of what a run that has ended skipped, gave up, saved and could not read."""
+    """Return lines on skipped, abandoned, saved and unreadable work of an ended run."""
     known, lines = folder.manifest(), [skipped_text(state.skipped_in_all, state.step)]
     if run.length.gave_up(state):
         best = f"{run.evaluator.decides} {state.best:.4g}"
@@ -213,7 +213,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
 
 
 def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
-    """Return how many of so many stored outputs a run used but did not compute, and what they took; None: unknown."""
+    """Return the number of stored outputs that a run used without computing them, and their cost; None: unknown."""
     own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train")) * run.backend.world_size
     outputs = max(0, min(state.images, stored) - round(own))
     each = run.teacher.store.seconds_each() if outputs else 0.0  # type: ignore[attr-defined]
@@ -247,7 +247,7 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 
 @torch.no_grad()
 def conclude(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
-    """Score the best checkpoint of a run that has ended and write scored.json; what was scored before is read.
+    """Score the best checkpoint of a run that has ended and write scored.json; earlier scores are read.
 
     `test`: of the test images, where there are some. The student has the weights of that checkpoint afterwards. Where
     rank 0, which reads the folder, knows the score, the others return None.

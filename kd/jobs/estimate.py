@@ -1,4 +1,4 @@
-"""What a run will take, from a few steps that are timed with random weights; nothing is trained."""
+"""Estimates of a run's time and cost, from a few timed steps with random weights; nothing is trained."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HOPELESS_SECONDS, HOPELESS_RATIO = 0.5, 4.0
 """A candidate drops out that takes longer than both: on a processor without bfloat16 units one step in it can take as
 long as thirty others."""
 
-TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # counts for how many images a teacher answers
+TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # counts the images that a teacher predicts
 
 Name = TypeVar("Name", bound=Hashable)  # of a candidate: a text, a number or an execution mode
 
@@ -93,7 +93,7 @@ class Bench:
         return workers_of(self.recipe.data, self.backend)
 
     def planned(self, recipe: Recipe) -> Planned:
-        """Return what the sifter plans of a run: this one, its baseline, or the fit of its teacher."""
+        """Return the sifter's plan of a run: this one, its baseline, or the fit of its teacher."""
         data, loop = replace(self.teachers.data, plan=recipe.data), recipe.loop
         split = split_batch(data.plan, 1, len(data.train))
         sifter = sifter_alone(loop, data, split)
@@ -111,7 +111,7 @@ class Bench:
         return length.steps or sum(length.planned(self.planned(recipe).sifter))
 
     def costs(self, ms: Mapping[str, float], teacher: float = 0.0) -> Costs:
-        """Return what an image costs, with so many milliseconds of the teacher; loading shares a CPU with the step."""
+        """Return the cost per image, given the teacher's milliseconds; loading shares a CPU with the step."""
         on_cpu, workers = self.backend.facts.cpu, self.workers
         load = ms["load"] / (max(1, workers) if not on_cpu else cores() if workers else 1)
         return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
@@ -132,7 +132,7 @@ class Planned:
     sifted: float  # of these
 
     def cost(self, costs: Costs) -> float:
-        """Return what the run costs."""
+        """Return the cost of the run."""
         return self.images * ((self.epochs - self.sifted) * costs.per_image() + self.sifted * self.sifter.cost(costs))
 
 
@@ -163,7 +163,7 @@ def measure(bench: Bench) -> dict[str, float]:
 
 
 def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
-    """Return lines: how long the run takes in one process, how fast it is, and what it costs."""
+    """Return lines: duration in one process, speed and cost of the run."""
     recipe, data, backend = bench.recipe, bench.teachers.data, bench.backend
     run, load, length, until = bench.planned(recipe), ms["load"], recipe.loop.length, recipe.data.progressive.until
     asking = bench.asking(run) * ms["teacher"]

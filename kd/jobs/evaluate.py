@@ -39,7 +39,7 @@ log = logging.getLogger("kd")
 def evaluate(
     path: Path, overrides: Sequence[str] = (), trust: bool = False, split: str = "val", audit: bool = False
 ) -> Scored:
-    """Score the best student of a run, its teacher and their agreement on a split, and audit the data if asked."""
+    """Score the best student of a run, its teacher and their agreement on a split, and audit the data on request."""
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
@@ -65,9 +65,9 @@ def evaluate(
 
 
 def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
-    """Ask the teacher of a run about all its images, write what it doubts into `audit` of its folder, and say so.
+    """Run the teacher on all images of a run, write the labels that it doubts into `audit` of its folder, and say so.
 
-    Of training images the cache is asked first: a mean over their views. Without a cache the teacher runs on all.
+    Training images come from the cache first: a mean over their views. Without a cache the teacher runs on all.
     """
     answering = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
     if recipe.student.task.logits != "softmax" or not answering or not data.labelled:
@@ -93,7 +93,7 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
 
 
 def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
-    """Return the mean of the answers of the cache over the views of each image that has one."""
+    """Return the mean of the cached outputs over the views of each image that has one."""
     found = []
     for start in range(0, store.num_images, READ):
         ids = range(start, min(start + READ, store.num_images))
@@ -109,7 +109,7 @@ def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
 
 
 def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
-    """Return a teacher's answers to those of the images that have a label and can be read."""
+    """Return a teacher's outputs for those of the images that have a label and can be read."""
     source = shown.source
     device = next((one.device for one in teacher.model.parameters()), torch.device("cpu"))
     batches = batches_of(shown, [id for id in ids if source.label(id) >= 0])

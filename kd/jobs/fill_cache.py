@@ -32,7 +32,7 @@ log = logging.getLogger("kd")
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """What a cache holds after a job."""
+    """Content of a cache after a job."""
 
     folder: str
     records: int
@@ -42,7 +42,7 @@ class Cached:
 
 
 def cache(settings: Config, export: str = "") -> Cached:
-    """Fill the cache of a configuration, all views; `export`: a .safetensors file for the answers, by images' names."""
+    """Fill the cache of a configuration, all views; `export`: a .safetensors file for the outputs, by images' names."""
     count = settings.teacher.cache.views
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
@@ -75,7 +75,7 @@ def cache(settings: Config, export: str = "") -> Cached:
 
 
 def _fill(cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting) -> None:
-    """Compute what is missing of a view, every rank its share, in the shapes of training."""
+    """Compute the missing records of a view, every rank its share, in the shapes of training."""
     backend, store = setting.backend, cached.store
     ids = store.missing(view).tolist()
     backend.barrier()  # every rank has read the same list before one writes
@@ -107,7 +107,7 @@ def _require_writable(store: Store) -> None:
 
 
 def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setting) -> None:
-    """Write the records of all views, and the answers for validation and test images; memory holds all of them."""
+    """Write the records of all views, and the outputs for validation and test images; memory holds all of them."""
     backend, data, store, views = setting.backend, setting.data, cached.store, range(plan.cache.views)
     if missing := sum(len(store.missing(view)) for view in views):
         wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kd.engine.monitor.system import Monitor
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
-"""Between two looks of the rules at a run that goes, and what they read of each file: a look takes milliseconds."""
+"""Seconds between two looks of the rules at a run, and bytes that they read per file: a look takes milliseconds."""
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
@@ -44,12 +44,12 @@ def accounted(began: float) -> Iterator[None]:
 
 
 def clock_of(facts: BackendFacts) -> str:
-    """Return what the times of spans mean on a kind of backend. See `Timeline`."""
+    """Return the meaning of the times of spans on a kind of backend. See `Timeline`."""
     return "tracing" if facts.compiles else "device" if facts.cuda else "host"
 
 
 class Observer:
-    """What is watched, from the opened run folder to the end of the loop. Used as a context."""
+    """The watch over a run, from the opened run folder to the end of the loop. Used as a context."""
 
     def __init__(self, setting: Setting, loop: LoopPlan, folder: RunDir, logger: Logger) -> None:
         backend = setting.backend
@@ -94,7 +94,7 @@ class Observer:
         _reached[:] = [time.perf_counter()] if _reached else []
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window; now and then also ask the rules. See `kd.engine.run.Window`."""
+        """End a log window; now and then also apply the rules. See `kd.engine.run.Window`."""
         values = self.timeline.window(state)
         if self.backend.rank == 0 and time.monotonic() - self._looked >= LIVE_SECONDS:
             self._looked = time.monotonic()
@@ -120,7 +120,7 @@ class Observer:
         return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
 
     def conclude(self, title: str, timed: bool = True) -> None:
-        """Say what the rules found, and where the time went if `timed`, after the context. All ranks must call it."""
+        """Report findings, and where the time went if `timed`, after the context. All ranks must call it."""
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:
             return
@@ -141,7 +141,7 @@ class Observer:
 
 
 def facts_of(setting: Setting, run: Run) -> Facts:
-    """Return what the rules must know of a run."""
+    """Return the facts of a run for the rules."""
     from kd.engine.monitor.evidence import Facts
 
     backend = run.backend

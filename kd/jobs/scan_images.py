@@ -22,7 +22,7 @@ from kd.study.audit.copies import Album, copies
 
 LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # how long, and how many images at most, are decoded where not all are
 PROGRESS_SECONDS, NAMED = 10.0, 3  # between two lines of progress; pairs that are named
-DAMAGED, MOST_NAMED = "damaged.txt", 20  # in `audit`; of damaged images so many are named on the terminal
+DAMAGED, MOST_NAMED = "damaged.txt", 20  # in `audit`; as many damaged images are named on the terminal
 
 log = logging.getLogger("kd")
 

@@ -32,7 +32,7 @@ log = logging.getLogger("kd")
 
 
 def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained:
-    """Run a configuration: fit the teacher if needed, distill, train the baseline if asked, write the report.
+    """Run a configuration: fit the teacher if needed, distill, train the baseline on request, write the report.
 
     The time of the run begins `before` seconds ago, when its command began. `final`: "val" leaves test images alone.
     """
@@ -71,7 +71,7 @@ def opened(
     examine: Callable[[Data], None] = lambda data: None,
     listed: Data | None = None,
 ) -> Iterator[tuple[Setting, RunDir]]:
-    """Open what a job needs, what fails quickly first, and the run folder if it is written. All ranks call it.
+    """Open the inputs of a job, quick failures first, and the run folder if it is written. All ranks call it.
 
     Args:
         recipe: the resolved configuration.

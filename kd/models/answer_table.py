@@ -42,7 +42,7 @@ FAILURES = (OSError, ValueError, KeyError, TypeError, SafetensorError, EOFError,
 
 @dataclass(frozen=True, slots=True)
 class AnswerTable:
-    """A table of answers."""
+    """A table of outputs."""
 
     meaning: str  # "logits" or "embeddings"
     names: Sequence[str]
@@ -51,7 +51,7 @@ class AnswerTable:
     val_names: Sequence[str] = ()
     val_values: Tensor | None = None  # [M, C or D]: of validation images that are not among `names`
     made_for: Mapping[str, Any] = field(default_factory=dict)
-    """What the pixels of the views go through; empty: an answer belongs to the whole image."""
+    """Transform of the views' pixels; empty: an output belongs to the whole image."""
     problem_type: str = ""  # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: the table does not say
 
 

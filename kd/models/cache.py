@@ -129,7 +129,7 @@ class Store:
         return records, whole
 
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return what the records [B] hold, as `Codec.expand` takes it, and which are of these images, bool [B]."""
+        """Return the content of the records [B] for `Codec.expand`, and which are of these images, bool [B]."""
         # Also how many are of images that have changed since, by the `crc` of each one's encoded bytes now; 0: unknown.
         records, whole = self.read(view, ids)
         now = np.array(crc or [0] * len(ids), np.uint32)
@@ -180,7 +180,7 @@ class Store:
 
 
 class CachedTeacher:
-    """Answer from the store, and from the live teacher for what is missing. See `kd.core.contracts.Teacher`."""
+    """Read outputs from the store; run the live teacher for the missing ones. See `kd.core.contracts.Teacher`."""
 
     # What a record says is what the student is given, in the step that writes it too: filling as training goes and
     # filling ahead are one run, to the bit where the teacher's bits do not depend on the number of images in a batch.
@@ -190,7 +190,7 @@ class CachedTeacher:
         self.live, self.store, self.fixed_shape, self.on_cpu = live, store, fixed_shape, on_cpu
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
         self._bytes = 0
-        self._outputs, self._seconds = 0, 0.0  # computed since the last flush, on a CPU; elsewhere no clock of it tells
+        self._outputs, self._seconds = 0, 0.0  # computed since the last flush, on a CPU; elsewhere it has no clock
         self._warned: set[int] = set()
 
     @property
@@ -289,7 +289,7 @@ def _tensor(part: np.ndarray) -> Tensor:
 
 
 def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images: int, writable: bool) -> Store:
-    """Open a cache, or begin it if `writable`. `identity`: what its records depend on, by name; JSON values."""
+    """Open a cache, or begin it if `writable`. `identity`: the inputs of its records, by name; JSON values."""
     open_folder(folder, {"format": FORMAT, **identity}, WHERE, writable)
     return Store(folder, codec, num_images, writable)
 

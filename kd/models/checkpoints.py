@@ -1,6 +1,6 @@
 """Files of weights: what one is, how it is read without running its code, and the sets of tensors that it holds.
 
-`kd/models/fitting.py` gives them to a network. What is known of such files is in `kd/models/weights.json`.
+`kd/models/fitting.py` gives them to a network. Known files are listed in `kd/models/weights.json`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _RENAMED += [
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a file holds."""
+    """Content of a file."""
 
     where: str  # config path, for messages
     file: Path
@@ -76,7 +76,7 @@ def located(where: str, place: str) -> list[Path]:
 
 
 def read(where: str, place: str) -> Weights:
-    """Read a file of weights, whatever its name ends in; no code of it runs."""
+    """Read a file of weights, whatever its name ends in; without running its code."""
     files, content = located(where, place), dict[Any, Any]()
     for file in files:
         one = READERS[_kind(where, file)](where, file)

@@ -20,7 +20,7 @@ from kd.core.types import Outputs
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """The preprocessing that came with a model: what its own library makes of a whole image."""
+    """The preprocessing that came with a model: its own library's transform of a whole image."""
 
     library: str
     prepare: Callable[[Image.Image], Tensor]  # RGB image -> normalized pixels [3, H, W]
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         return Outputs(logits_BC, features)
 
     def answer(self, image: Tensor) -> Tensor:
-        """Return what its export returns for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
+        """Return its export's outputs for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
         return self.head(self.normalize(image))
 
     def head(self, pixels: Tensor) -> Tensor:  # the same for normalized images
@@ -112,7 +112,7 @@ class Classifier(nn.Module):
 
 
 class Network(nn.Module):
-    """A module of somebody else, whose answer is one tensor, whatever it returns."""
+    """A foreign module, wrapped so that it returns one tensor."""
 
     def __init__(self, inner: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def resized(image: Tensor, size: int) -> Tensor:
 
 
 def main_output(answer: Any, where: str) -> Tensor:
-    """Return the tensor in what a module returns: itself, the first of a tuple, `.logits` or `.pooler_output`."""
+    """Return the tensor in a module's output: itself, the first of a tuple, `.logits` or `.pooler_output`."""
     if isinstance(answer, Mapping):
         answer = SimpleNamespace(**answer)
     found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
@@ -148,7 +148,7 @@ def main_output(answer: Any, where: str) -> Tensor:
 
 
 def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
-    """Return the tokens [B, N, D] of what a timm network's `forward_features` returns."""
+    """Return the tokens [B, N, D] from a timm network's `forward_features`."""
     # Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
     # places, row by row.
     if isinstance(inner, Tensor) and inner.ndim == 3:
@@ -297,7 +297,7 @@ def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) ->
 
 
 def head_parameters(network: Any) -> list[nn.Parameter]:
-    """Return the parameters of a network's classifiers; none where it does not say what they are."""
+    """Return the parameters of a network's classifiers; none where it does not declare them."""
     found = network.get_classifier() if hasattr(network, "get_classifier") else ()
     modules = found if isinstance(found, (tuple, list)) else (found,)
     return [parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters()]

@@ -34,7 +34,7 @@ def compile_forward(module: nn.Module) -> nn.Module:
 
 
 def clear_libraries() -> None:
-    """Remove what was compiled, so that it is compiled anew; nothing happens where nothing was."""
+    """Remove compiled libraries, so that they are compiled anew, if there are any."""
     for folder in _locks:
         shutil.rmtree(folder, ignore_errors=True)
 

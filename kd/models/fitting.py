@@ -19,7 +19,7 @@ from kd.models.checkpoints import KNOWN, Tensors, Weights
 
 
 class Taken(NamedTuple):
-    """The tensors of a file under the names of a network, and what was done for that, a phrase each."""
+    """The tensors of a file under the names of a network, and a phrase for each change that was made."""
 
     tensors: Tensors
     steps: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ def _in_order(weights: Weights, name: str, own: Tensors, bare: bool) -> Tensors:
 
 
 def _differences(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that two sets do not share with one shape, and what is wrong with each."""
+    """Return the names that two sets do not share with one shape, and the error of each."""
     off = dict.fromkeys(own.keys() - tensors.keys(), "missing")
     off |= dict.fromkeys(tensors.keys() - own.keys(), "unexpected")
     return off | {n: "other shape" for n in tensors.keys() & own.keys() if tensors[n].shape != own[n].shape}
@@ -183,7 +183,7 @@ def _differences(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
 def _refused(
     weights: Weights, name: str, model: str, own: Tensors, closest: Tensors, off: Mapping[str, str]
 ) -> ModelError:
-    """Return the error for a file that a network does not take: what it is, where that is known, else what differs."""
+    """Return the error for a file that does not fit a network: its origin, where known, else the differences."""
     where, kinds = weights.where, ("missing", "unexpected", "other shape")
     lists = {kind: sorted(name for name, what in off.items() if what == kind) for kind in kinds}
     if (error := _known(weights, "changed", lists["unexpected"], model)) is not None:

@@ -10,7 +10,7 @@ from kd.core.types import Batch, Outputs
 
 
 class Predicted(NamedTuple):
-    """What a model predicts for a batch; all on the CPU."""
+    """A model's predictions for a batch, on the CPU."""
 
     ids: Tensor  # int64 [B]
     labels: Tensor  # int64 [B], or int8 [B, C]; -1 unknown

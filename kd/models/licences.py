@@ -13,7 +13,7 @@ FRONT_BYTES = 1 << 16  # of a README in which its front matter is looked for: th
 
 
 def licence_of(model: str, checkpoint: str, pretrained: bool) -> str:
-    """Return the licence of the weights that a model starts with, as somebody wrote it down; "" where nobody did.
+    """Return the licence of the weights that a model starts with, as declared; "" if undeclared.
 
     They lie at `checkpoint`, or come with the name or folder `model` where they are `pretrained`.
     """
@@ -32,7 +32,7 @@ def licence_of(model: str, checkpoint: str, pretrained: bool) -> str:
 
 
 def reaches(licence: str) -> bool:
-    """Return whether a licence is known to speak of what is derived from the weights."""
+    """Return whether a licence is known to cover derived weights."""
     return any(name in licence.lower() for name in REACHING)
 
 

@@ -17,7 +17,7 @@ from kd.core.errors import ModelError, named
 from kd.core.types import Batch, Outputs
 
 FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
-"""What a network raises for images of a size that it cannot take."""
+"""Exceptions of networks for images of a wrong size."""
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 """(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
 
@@ -113,7 +113,7 @@ class NoTeacher(Uncached):
 
 @torch.no_grad()
 def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
-    """Ask a model about the same noise twice; it is left in eval mode."""
+    """Run a model on the same noise twice; it is left in eval mode."""
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randint(256, (2, 3, size, size), generator=generator, device="cpu").to(torch.uint8)
     meta = any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
@@ -138,7 +138,7 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
 
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
-    """Return the error for a model that cannot answer."""
+    """Return the error for a model that cannot run."""
     remedy = f"Set data.image_size, {where}.input_size or {where}.args where it has them, or correct its preprocessing"
     wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
     return ModelError(f"{where}.model", wrong, "A model from square RGB images", remedy)

@@ -27,7 +27,7 @@ LUMA = (0.299, 0.587, 0.114)  # the share of red, green and blue in the grey of 
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
-    """Build a model with its weights; `image_size`, what the data delivers, is its input size where that is free."""
+    """Build a model with its weights; `image_size`, the side of the data's images, is its input size if free."""
     if not spec.logits:
         spec = replace(spec, exact_head=False)
     source = _source(spec)
@@ -139,7 +139,7 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
-    """Return what the network is built from, wherever its folder lies: the model's name and its arguments."""
+    """Return the recipe of the network, wherever its folder lies: the model's name and its arguments."""
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
     content = timm_folder.folder_config(Path(source.removeprefix("local-dir:")), f"{spec.where}.model")
@@ -249,7 +249,7 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 
 
 def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
-    """Load a file's tensors, with its classifier or, for a student of other classes, with zeros; say what was done."""
+    """Load a file's tensors, with its classifier or, for a student of other classes, with zeros; report the changes."""
     where, names, classes = weights.where, weights.classes, spec.classes or weights.classes or ()
     taken, own, heads = taken or _take(spec, network, weights), network.state_dict(), _head_names(network)
     tensors, steps = taken.tensors, taken.steps
@@ -274,7 +274,7 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
 
 
 def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
-    """Let a network of one channel take colours: its first layer sees the grey of what it is given."""
+    """Let a network of one channel take colours: its first layer sees the grey of the input."""
     # Normalization is alike for all channels then, so that the sum of normalized colours is the normalized grey.
     first = config_of(network).get("first_conv")
     layer = dict(network.named_modules()).get(first if isinstance(first, str) else "")

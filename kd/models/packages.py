@@ -24,7 +24,7 @@ log = logging.getLogger("kd")
 
 
 def title(checkpoint: str) -> str:
-    """Return what a checkpoint is called in messages and cards."""
+    """Return the name of a checkpoint for messages and cards."""
     found = FORM.fullmatch(checkpoint)
     return f"{Path(found[3]).name} of the package {found[1]} {found[2]}" if found else f"file {Path(checkpoint).name}"
 

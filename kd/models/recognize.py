@@ -62,7 +62,7 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
 
 
 def _fits(weights: Weights, name: str, by_order: bool) -> str | None:
-    """Return what was done to give a network the tensors of a file, and what it has; None: they are not its."""
+    """Return the changes that fit a file's tensors to a network, and the result; None: they do not fit."""
     with suppress(ModelError), torch.device("meta"):
         network, heads = built_bare(weights.where.partition(".")[0], name)
         taken = take(weights, network, name, "by_order" if by_order else "by_name", heads)

@@ -12,7 +12,7 @@ from kd.models.timm_folder import PROBLEM_TYPES
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """What a teacher that answers by image id must know of the dataset."""
+    """The dataset's facts for a teacher that looks outputs up by image id."""
 
     train: Source
     val: Source
@@ -43,9 +43,9 @@ class Spec:
     """Its weights start at random: a network that takes images of any size sees them as the data delivers them."""
     any_size: bool = False  # it must take images of other sizes too
     exact_head: bool = False  # the pretrained head must have these very classes in this order; otherwise it is replaced
-    images: DatasetSpec | None = None  # for a teacher that answers by an image's name
+    images: DatasetSpec | None = None  # for a teacher that looks outputs up by name
     task: Task | None = None
-    """What the losses take its logits for; None: nobody asks (a student, a model whose cost is measured)."""
+    """Meaning of its logits for the losses; None for a student, or a model whose cost is measured."""
 
     @property
     def softmax(self) -> bool:
@@ -64,9 +64,9 @@ class Spec:
                 raise ModelError(f"{self.where}.{key}", f"is set, but {why}", "", f"Leave {key} out")
 
     def require_meaning(self, problem_type: str) -> None:
-        """Require that logits mean what the losses take them for.
+        """Require that logits have the meaning that the losses expect.
 
-        `problem_type` is that of a config.json of transformers or of kd; empty, or another word: nobody knows.
+        `problem_type` is that of a config.json of transformers or of kd; empty, or another word: unknown.
         """
         if not self.logits or self.task is None or problem_type not in PROBLEM_TYPES:
             return

@@ -17,7 +17,7 @@ from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
 PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
-"""What logits answer, in the words of transformers, and what an image has."""
+"""Kind of the logits, in the words of transformers, and what an image has."""
 
 
 CONFIG = {"crop_mode": "center", "interpolation": "bicubic"}  # of evaluation, whatever the network's own weights saw
@@ -92,7 +92,7 @@ def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> di
 
 
 def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dict[str, Any]:
-    """Return the same of a network that timm does not know, in timm's form."""
+    """Return the same for a network that timm does not know, in timm's form."""
     scale, shift = (getattr(student, name).flatten().double() for name in ("scale", "shift"))
     std, mean = 1 / (255 * scale), -shift / (255 * scale)
     pixels: dict[str, Any] = {"input_size": [3, student.input_size, student.input_size], "crop_pct": crop}
@@ -101,8 +101,8 @@ def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dic
     return {**own, "pretrained_cfg": pixels}
 
 
-HUB_SECONDS = 2.0  # how long a hub may take to answer
-WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)  # endings of what is asked for
+HUB_SECONDS = 2.0  # how long a hub may take to respond
+WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)  # endings of the requested files
 
 
 def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:
@@ -171,7 +171,7 @@ LARGEST = 4096  # an argument of a network that no weight shows, such as the siz
 
 
 def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a folder whose arguments ask for layers that its weights do not have, before one is built."""
+    """Refuse a folder whose arguments name layers that its weights do not have, before one is built."""
     import timm
 
     sides = [side for one in tensors.values() for side in one.shape]

@@ -1,1 +1,1 @@
-"""What a `kind:` of a configuration may name, a folder each, and the registry that finds it."""
+"""The components that `kind:` may name, one folder per type, and their registry."""

@@ -1,1 +1,1 @@
-"""A configuration becomes a `Run`: plans of values, then what they name is opened, built and compared."""
+"""A configuration becomes a `Run`: plans of values, from which parts are opened, built and compared."""

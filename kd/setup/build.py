@@ -91,7 +91,7 @@ def settings_of(plan: LoopPlan, distillation: Distillation, backend: Backend) ->
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A run, and what its set-up found out."""
+    """A run, and the findings of its set-up."""
 
     run: Run
     facts: dict[str, Any]  # see `found_out`
@@ -113,7 +113,7 @@ def build_run(
     with region("open cache"):
         answering: Teacher = report.live if teacher.needed else NoTeacher()
         if model is not None and teacher.needed and teacher.cache.views:
-            from kd.setup.open_cache import open_cache  # only where answers are stored
+            from kd.setup.open_cache import open_cache  # only where outputs are stored
 
             answering = open_cache(teacher, report, setting)
     with region("choose student"):
@@ -153,7 +153,7 @@ def build_run(
 
 
 def found_out(setting: Setting, task: Task, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
-    """Return what a set-up found out, for the manifest: what runs, and how; `mode` is the student's."""
+    """Return the findings of a set-up, for the manifest: what runs, and how; `mode` is the student's."""
     facts = {
         "decides": run.evaluator.decides,
         "task": task.name,
@@ -190,7 +190,7 @@ def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
 def sift_context(
     num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int
 ) -> SiftContext:
-    """Return what a sifter must know of the images and of how they are divided."""
+    """Return a sifter's facts on the images and their division."""
     return SiftContext(
         num_images=num_images,
         batch_size=split.batch_size,
@@ -205,7 +205,7 @@ def sift_context(
 
 
 def build_sifter(setting: Setting, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
-    """Build the sifter, with stored `answers` or None; and a line where its delay leaves it nothing to do."""
+    """Build the sifter, with stored outputs (`answers`) or None; and a line where its delay leaves it nothing to do."""
     data = setting.data
     context = sift_context(len(data.train), data.labels, setting.backend, setting.split, loop.seed)
     return sifter_of(loop, replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers))

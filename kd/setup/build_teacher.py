@@ -33,7 +33,7 @@ COMPARED = 16
 LARGEST_ERROR = 0.1
 """Of a logit in bfloat16 that `precision: auto` takes, as a share of the logits' standard deviation. Eight networks of
 timm with random weights (ViT, DeiT III, XCiT, CaiT, ResNet, MobileNet, ConvNeXt) had 0.015 to 0.048 on 16 images of
-noise. One whose answers bfloat16 spoils had 0.31."""
+noise. One whose outputs bfloat16 spoils had 0.31."""
 REAL, RANDOM, META = "real", "random", "meta"
 """Weights of a teacher: its own; random ones, where only its cost matters; none, on the meta device."""
 
@@ -48,7 +48,7 @@ class Teachers:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of them, a line each."""
+        """Notes for the user about them, a line each."""
         notes = [note for model in self.members if isinstance(model, Noted) for note in model.notes]
         given = self.data.plan.image_size
         for own in (getattr(model, "input_size", 0) or given for model in self.members):
@@ -150,7 +150,7 @@ def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -
 
 @dataclass(frozen=True, slots=True)
 class TeacherReport:
-    """The live teacher, and what was found out about it."""
+    """The live teacher, and the findings on it."""
 
     live: LiveTeacher | NoTeacher
     mode: ExecutionMode | None = None  # how it is executed; None without a teacher
@@ -158,7 +158,7 @@ class TeacherReport:
     """Against torch float32: the largest |difference| of a logit (`largest`), the same as a share of the logits'
     standard deviation (`of_std`), and `images`; empty where nothing was compared. `refused`: the mode that it was
     measured in, where that is not the one that runs."""
-    line: str = ""  # what was decided or measured, for a person
+    line: str = ""  # what was decided or measured, as text
 
 
 def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
@@ -256,7 +256,7 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) 
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(device)
     reference_BC, logits_BC = factory.on(device, PLAIN)(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
-    spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher answers alike everywhere
+    spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher's outputs are alike everywhere
     error = {"largest": largest, "of_std": largest / spread, "images": len(images)}
     return error, (
         f"{mode}; its logits differ from torch float32's by {largest:.2g} at most, {error['of_std']:.2g} of their "

@@ -71,7 +71,7 @@ class Data:
 
     @property
     def notes(self) -> list[str]:
-        """What the listings left out, a line each."""
+        """Files that the listings left out, a line each."""
         notes = [note for one in self.splits.values() if isinstance(one, Noted) for note in one.notes]
         names = self.train.classes
         if list(names) != sorted(names) and list(names) == class_order(names):
@@ -80,11 +80,11 @@ class Data:
         return [*dict.fromkeys(notes)]
 
     def images(self) -> DatasetSpec:
-        """Return what a teacher that answers by image id must know of the dataset."""
+        """Return the dataset's facts for a teacher that looks outputs up by image id."""
         return DatasetSpec(self.train, self.val, self.plan.seed, self.plan.views, self.transform(), self.test)
 
     def transform(self) -> dict[str, Any]:
-        """Return what a training image goes through, as JSON values."""
+        """Return the transform of training images, as JSON values."""
         changes = asdict(self.plan.augment)
         changes["crop"] = changes.pop("crop_scale")  # its name in the caches and tables of kd 0.3
         found = {"image_size": self.plan.image_size, **changes, "margin": MARGIN, "format": FORMAT}

@@ -1,4 +1,4 @@
-"""How a model is executed: as named, or for `auto` by facts of the machine alone. A trial of it on noise."""
+"""How a model is executed: as named, or for `auto` by facts of the machine alone. A trial on noise."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def made_of(model: Any) -> tuple[float, float]:
     By torch's count of a forward of 64 x 64 pixels in colour; of a network that takes no such image both are 0. A
     depthwise one has as many groups as channels.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # only where the answer decides
+    from torch.utils.flop_counter import FlopCounterMode  # only where the result decides
 
     def note(module: nn.Conv2d, given: Any, output: torch.Tensor) -> None:
         depthwise.append(2 * output.numel() * module.weight[0].numel())
@@ -96,7 +96,7 @@ def torch_mode(precision: str, attention: str, compiled: bool, module: Any, back
 
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:
-    """Do once what is asked for by name; what cannot be compiled is tried again without earlier libraries."""
+    """Do once what is requested by name; what cannot be compiled is tried again without earlier libraries."""
     wrong, allowed = f"'{mode}' is requested", "A mode that this machine and this model support"
     remedy = f"Set {where}={'off' if mode.compiled else 'auto'} in a new run"
     try:

@@ -1,4 +1,4 @@
-"""The teacher's cache of a run: what it was made from, and whether its records are still what the teacher answers."""
+"""The teacher's cache of a run: its sources, and whether its records are still the teacher's outputs."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -60,7 +60,7 @@ def cache_identity(
 
 
 def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
-    """Return how logits of so many classes, and features of these shapes, are stored."""
+    """Return how logits of `num_classes` classes, and features of these shapes, are stored."""
     cache, classes = plan.cache, num_classes if plan.logits else 0
     topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and plan.task.keeps_topk else 0)
     return Codec(classes, cache.dtype, topk if topk < classes else 0, features)

@@ -1,4 +1,4 @@
-"""Open the store of decoded pixels: what it keeps of an image, and whether there is room for it."""
+"""Open the store of decoded pixels: the stored size of an image, and the room for it."""
 
 import shutil
 from dataclasses import asdict
@@ -32,7 +32,7 @@ Splits = tuple[Source, Source]  # training and validation images
 
 
 def keep_rules(section: DataSection) -> tuple[Shrunk, Evaluate]:
-    """Return what a store keeps of a training image and of a validation image."""
+    """Return the stored form of training and validation images."""
     side, crop = (section.store_size, 1.0) if section.store_size else (section.image_size, section.augment.crop_scale)
     return Shrunk(side, crop), Evaluate(section.image_size, section.crop_pct)
 

@@ -36,7 +36,7 @@ SMOOTHING = Fit().label_smoothing  # of labels alone: what a teacher is fitted w
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the run folder keeps of a configuration; nothing that is computed reads it."""
+    """The run folder's record of a configuration; no computation reads it."""
 
     name: str
     path: Path  # the run folder
@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherPlan(TeacherSection):
-    """Which teachers answer, how, and what is asked. Of several `kind`, `model` and their like are the first one's."""
+    """The teachers, how they run, and which outputs are read. `kind`, `model` and their like are the first one's."""
 
     members: Mapping[str, TeacherSection]  # each teacher alone, by its config path; empty without a teacher
     fits: Mapping[str, Config]  # the runs that fit those that have no checkpoint, by the same path
@@ -94,7 +94,7 @@ class Recipe:
     student: StudentPlan
     loop: LoopPlan
     price: PriceSection
-    baseline: Config | None  # the run of the same student on labels alone, where one is asked for; see `as_long`
+    baseline: Config | None  # the requested run of the same student on labels alone; see `as_long`
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:

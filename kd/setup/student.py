@@ -235,7 +235,7 @@ def _asked(key: str, model: str, method: str) -> Iterator[None]:
     """Name the key for which a network's method was called, where that fails."""
     try:
         yield
-    except Exception as error:  # whatever a method of somebody else raises
+    except Exception as error:  # any error of a foreign method
         wrong = f"needs {method} of '{model}', which fails: {raised(error)}"
         raise ModelError(key, wrong, "A method as timm's", f"Correct it, or set {key}=1") from error
 
@@ -256,7 +256,7 @@ def parameter_groups(tuning: Tuning, weight_decay: float, module: Distillation) 
 def best_student(
     folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
 ) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and where it came from; what its losses learned beside it is left out."""
+    """Return the best checkpoint's student and where it came from; learned parameters of losses are left out."""
     state, tensors, _ = folder.best()
     student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)

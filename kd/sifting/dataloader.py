@@ -294,7 +294,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(loader: Any) -> Sizes:
-    """Return what is known of a loader before an epoch begins."""
+    """Return a loader's facts before an epoch begins."""
     sampler = getattr(loader, "batch_sampler", None)
     batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
     if batch_size is None:

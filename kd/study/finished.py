@@ -1,7 +1,7 @@
 """A finished or interrupted run, read: its configuration, and whether its folder can be trusted.
 
-Somebody else may have written a run folder. Reading one runs no code that it names and shows no other images than its
-own, unless a person vouches for it.
+A run folder may come from someone else. Reading one runs no code that it names and shows no other images than its
+own, unless the user vouches for it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trust:
                 raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
-        """Refuse a folder of images with links out of it."""
+        """Refuse a folder of images with links that leave it."""
         root = registry.facts("datasets", plan.kind, plan.options, "data.kind").root
         if root and not self.code and (link := _link_out(os.path.expanduser(root))):
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")

@@ -1,4 +1,4 @@
-"""What sifting saved, from the rows of a run, and what it will save, by one rule: warm epochs are compared."""
+"""Past and future savings of sifting, from the rows of a run, by one rule: warm epochs are compared."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from kd.core.text import percent, table
 
 Row = Mapping[str, Any]
-ASKING = 0.05  # share of an epoch's images, above that of other epochs, for which a teacher answers: the epoch is cold
+ASKING = 0.05  # share of an epoch's images, above that of other epochs, that a teacher predicts: the epoch is cold
 
 
 def sifting_text(ratio: float, full: float, sifted: float) -> str:
-    """Say what a sifted epoch saves, by its time as a share of a full one's, and how many full epochs the run costs."""
+    """Report the savings of a sifted epoch, by its share of a full one's time, and the run's cost in full epochs."""
     run, text = full + ratio * sifted, f"saves {percent(1 - ratio)} of a full epoch's time"
     if ratio > 1:
         return f"a sifted epoch takes {percent(ratio - 1)} longer than a full one. Set sifter.kind=none"
@@ -54,7 +54,7 @@ def sifted(epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, A
 
 
 def warm(epochs: Sequence[Row], train: Sequence[Row]) -> list[bool]:
-    """Return which epochs are warm: not the first, and no teacher answers for more images than in other epochs."""
+    """Return which epochs are warm: not the first, and no teacher predicts more images than in other epochs."""
     shares, done = [], 0
     for row in epochs:
         asked = sum(one.get("teacher_images", 0.0) for one in train if done < one["step"] <= row["step"])

@@ -1,7 +1,7 @@
 """Make the confidences of a classifier right on average: one temperature for its logits.
 
 Temperature scaling (Guo et al. 2017, arXiv:1706.04599, section 4.2): `kd.parts.tasks.single_label.temperature` finds T
-> 0 on images that were not trained on, and the weights of the last, linear layer are divided by it. The answers stay
+> 0 on images that were not trained on, and the weights of the last, linear layer are divided by it. Predictions stay
 the same. It is taken only where its gain, counted on images that did not choose it, has a 95 % interval above 0: of a
 student that is calibrated already, T is noise.
 """
@@ -27,7 +27,7 @@ FEWEST_LABELLED = 100  # for a temperature: of fewer, the interval of the gain i
 def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str]:
     """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
 
-    Return what was found as JSON values and a line about it; nothing and the reason where nothing was changed.
+    Return the result as JSON values and a line about it; nothing and the reason if nothing was changed.
     """
     answer = eager_runner(student)
     batches: list[tuple[np.ndarray, np.ndarray]] = []

@@ -177,7 +177,7 @@ def _use(facts: Facts) -> list[str]:
 
 
 def _meaning(facts: Facts) -> str:
-    """Return what an answer does not say."""
+    """Return the limits of a prediction."""
     apart = "a score is not the probability that the image shows that class."
     if _embeds(facts):
         text = "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. "

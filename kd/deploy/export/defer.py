@@ -1,9 +1,9 @@
 """When an export says that it is not sure: a threshold on its confidence, and what that threshold is worth.
 
-An image whose answer is less probable than the threshold is passed on, to a larger model or a person. Deferral by
+An image whose prediction is less probable than the threshold is passed on, to a larger model or to a human. Deferral by
 confidence is about as good as a learned rule unless labels are noisy or the photographs change (arXiv:2307.02764).
 Every second validation image chooses the threshold; the others say how many are passed on and how many of the rest are
-wrong. The confidence is the one that the export answers with, after calibration.
+wrong. The confidence is the one that the export returns, after calibration.
 
 "At most so many wrong" holds for the upper end of the 95 % interval on the images that choose (in the manner of
 arXiv:1705.08500), because the share itself would be exceeded on every second set of new images.
@@ -28,9 +28,9 @@ from kd.core.text import percent
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What `--defer` or `--defer-share` asks for."""
+    """The rule of `--defer` or `--defer-share`."""
 
-    wrong: float = 0.0  # at most this share of the sure answers is wrong; of several labels, of each label
+    wrong: float = 0.0  # at most this share of the sure predictions is wrong; of several labels, of each label
     share: float = 0.0  # this share of images is unsure. Both 0: no threshold.
 
     @property
@@ -75,7 +75,7 @@ def choose(
     """Return what manifest.json says of the threshold, as JSON values; nothing without a rule.
 
     `outputs` are logits [N, C] of the weights, under "", and of each graph; `labels` int [N], or sets [N, C], -1 where
-    nobody knows; `thresholds` those of each class where an image may have several labels, else empty.
+    unknown; `thresholds` those of each class where an image may have several labels, else empty.
     """
     if not rule.wrong and not rule.share:
         return {}
@@ -93,7 +93,7 @@ def choose(
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
-    """Return what `choose` found for a person, a line for each graph."""
+    """Return what `choose` found as text, a line for each graph."""
     lines = []
     for name, one in found.get("stated", {}).items():
         text = f"passes {_share(one, 'passed_on')} of the images on; "
@@ -113,7 +113,7 @@ class _Label:
     """One label per image: its probability is the confidence."""
 
     def answers(self, logits_NC: Tensor, label_N: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return confidences and whether each answer is right, [N]."""
+        """Return confidences and whether each prediction is right, [N]."""
         best = logits_NC.softmax(1).max(1)
         return best.values.numpy(), (best.indices == label_N).numpy()
 

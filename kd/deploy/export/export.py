@@ -44,10 +44,10 @@ FORMAT = 2  # of manifest.json: another number where the card is drawn otherwise
 
 @dataclass(frozen=True, slots=True)
 class WrittenExport:
-    """What was written."""
+    """The written export."""
 
     folder: Path
-    lines: Sequence[str]  # one for each graph, for a person
+    lines: Sequence[str]  # one for each graph, as text
     load: str  # Python that loads the student
     manifest: Mapping[str, Any]  # what manifest.json says, without files and checksum
 
@@ -107,7 +107,7 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
 
 
 def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
-    """Return what is exported of a run's teacher, from what is exported of its student."""
+    """Return the source of the teacher's export, from that of the student's."""
     recipe, task = subject.recipe, subject.recipe.student.task
     plan, kinds = recipe.teacher, [one.kind for one in recipe.teacher.members.values()]
     if not kinds:
@@ -231,7 +231,7 @@ def _output(student: Classifier, made: Made) -> dict[str, Any]:
 
 def _environment() -> dict[str, Any]:
     found = environment()
-    found.pop("command")  # it holds paths of whoever exported, and this file is published
+    found.pop("command")  # it holds paths of the exporting user, and this file is published
     found["packages"] |= versions("onnx", "onnxscript", "onnxruntime", "openvino")
     return found
 

@@ -55,7 +55,7 @@ def seal(draft: Path, facts: dict[str, Any]) -> None:
 
 
 def refuse_other(folder: Path) -> None:
-    """Refuse to replace what is not an export, or an export in which somebody has worked."""
+    """Refuse to replace a folder that is not an export, or an export that was edited."""
     listed: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one: it lists nothing
         content = json.loads((folder / MANIFEST).read_bytes())

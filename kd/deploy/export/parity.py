@@ -1,4 +1,4 @@
-"""Do the exported graphs answer as PyTorch does, on real images, and what does an image cost?"""
+"""Compare the exported graphs with PyTorch on real images, and measure the cost per image."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kd.setup.data import Data
 Runner = Callable[[np.ndarray], np.ndarray]
 Batches = Iterable[tuple[Any, ...]]
 """uint8 images [B, 3, S, S], labels [B] or sets [B, C], and where they are known the CRC-32 of their files [B]."""
-BATCH = 16  # images that every graph answers at once: outputs do not depend on it, and memory stays small
-TIMED_SECONDS = 4.0  # for timing all graphs in turns: some hundred answers of a small student
+BATCH = 16  # images that every graph predicts at once: outputs do not depend on it, and memory stays small
+TIMED_SECONDS = 4.0  # for timing all graphs in turns: some hundred predictions of a small student
 EAGER = ""  # the name of PyTorch among the graphs
 IMAGES = "images.csv"  # of an export: the images that its numbers are of
 
@@ -40,14 +40,14 @@ class GraphOutputs:
     """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
 
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
-    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where nobody knows
+    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where unknown
     measures: Sequence[Measures]  # see `kd.deploy.shift.measure`
     cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
-    images: Sequence[tuple[int, int]] = ()  # CRC-32 of each file (0 where nobody knows) and of its pixels
+    images: Sequence[tuple[int, int]] = ()  # CRC-32 of each file (0 where unknown) and of its pixels
 
     def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
-        """Return what a graph answered, for whoever compares later images with these."""
+        """Return a graph's predictions, as the reference for later images."""
         if not task.logits:
             return Reference.of((), ((0, numbers) for numbers in self.measures), False)
         logits_NC = self.outputs[name].double()
@@ -74,11 +74,11 @@ class GraphOutputs:
         return around(value, resampled(lambda picks: self.score(name, task, picks), images))
 
     def drop(self, name: str, task: Task, picks: Any = slice(None)) -> float:
-        """Return what a graph loses of the score that decides against PyTorch on these images."""
+        """Return a graph's loss of the selection score against PyTorch on these images."""
         return self.score(EAGER, task, picks) - self.score(name, task, picks)
 
     def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
-        """Return the 95 % interval of a drop: from the images whose answer changed, or by the bootstrap."""
+        """Return the 95 % interval of a drop: from the images whose prediction changed, or by the bootstrap."""
         images = len(self.labels)
         if "correct" in self.scores(name, task).facts:
             expected = self.outputs[EAGER].argmax(1)
@@ -88,7 +88,7 @@ class GraphOutputs:
         return around(self.drop(name, task), resampled(lambda picks: self.drop(name, task, picks), images))
 
     def facts(self, name: str, task: Task) -> dict[str, Any]:
-        """Return what manifest.json says of a graph: how right it is, how near to PyTorch, and what it costs."""
+        """Return a graph's entry in manifest.json: accuracy, distance from PyTorch, and cost."""
         known, found = self.labels >= 0, {"images": len(self.labels), **self.scores(name, task).facts}
         if task.logits == "softmax" and bool(known.any()):
             found["ece"] = calibration_error(self.outputs[name][known], self.labels[known])

@@ -1,4 +1,4 @@
-"""Where an export comes from: teacher, answers, student, graphs, what was compared between them, and the licences.
+"""The provenance of an export: teacher, stored outputs, student, graphs, comparisons between them, and licences.
 
 manifest.json holds it; card, report and `kd verify` draw it from there.
 """
@@ -41,7 +41,7 @@ def plain_name(text: str) -> str:
 
 
 def licences(recipe: Recipe) -> dict[str, str]:
-    """Return the licences of what a run learned from, `UNKNOWN` where nobody wrote one down."""
+    """Return the licences of data and weights of a run, `UNKNOWN` where none is declared."""
     teachers, student, found = recipe.teacher.members, recipe.student, dict[str, str]()
     for where, one in teachers.items():
         fitted = where in recipe.teacher.fits
@@ -63,7 +63,7 @@ def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: st
 
 
 def about(subject: Subject) -> dict[str, Any]:
-    """Return what manifest.json says of the network and of what it learned from."""
+    """Return manifest.json's entries on the network and its training data."""
     recipe, student = subject.recipe, subject.student
     return {
         "model": plain_name(written(recipe.student.model)),

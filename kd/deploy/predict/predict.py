@@ -42,7 +42,7 @@ class PredictOptions:
     file: str = option("", "FILE")
     """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     second: Path | None = option(None, "EXPORT", Path)
-    """another export, such as the teacher's, that answers where the first is not sure (kd-export --defer)"""
+    """another export, such as the teacher's, that predicts where the first is not sure (kd-export --defer)"""
     top: int = option(1, "N", whole_number(0, 10**9))
     """labels of each image, best first; 0: all"""
     cores: int = option(0, "N", whole_number(0, 10**9), flag="--threads")
@@ -50,19 +50,19 @@ class PredictOptions:
     max_pixels: int = option(100_000_000, "N", pixels)
     """of an image (default 1e8)"""
     self_check: bool = option(True)
-    """first compare the export's own pictures with what they gave at the export; exit with code 3 where they differ"""
+    """run the self-check first; exit with code 3 if it fails"""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What was done."""
+    """Summary of a finished job."""
 
     images: int
     resumed: int  # images that an earlier start had classified
     unreadable: tuple[str, ...]  # name and error of the first few
     num_unreadable: int
     seconds: float
-    passed_on: int  # images for which the second model answered
+    passed_on: int  # images that the second model predicted
     notes: tuple[str, ...]  # the expected accuracy, and how the images differ from those of validation
 
 
@@ -80,7 +80,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
     identity = _identity(settings, described, second, images, top)
     rows = _classify(settings, [described, *([second] if second else [])], images, top)
-    reference = described.reference  # of the first model, whose answers are counted: validation has no others
+    reference = described.reference  # of the first model, whose predictions are counted: validation has no others
     tally = reference.empty() if reference else None
 
     def seen(row: Row) -> None:
@@ -181,6 +181,6 @@ def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[R
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     try:
         yield from in_order(range(start, len(images.names)), CHUNK, submit, ahead)
-    finally:  # nobody waits for a storage that does not answer
+    finally:  # a storage that does not respond is not waited for
         for pool in (workers, readers):
             pool.shutdown(wait=False, cancel_futures=True)

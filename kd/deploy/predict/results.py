@@ -109,7 +109,7 @@ def opened(
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever may write in the folder could leave a link by this name, and what it points to would be written.
+        # A user who may write in the folder could leave a link by this name, and its target would be written.
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+b")
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -158,7 +158,7 @@ def _line(row: Row) -> bytes:
 
 
 def _printed(name: str) -> str:
-    """Return a name as UTF-8 can write it: bytes that are none are written as a backslash, x and two digits."""
+    """Return a name as UTF-8 can write it: other bytes are written as a backslash, x and two digits."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 

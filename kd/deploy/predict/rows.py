@@ -15,9 +15,9 @@ from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.serve.model import LoadedGraph
 
 STAMP, MEASURES, ASKED = "stamp", "measures", "asked"
-"""Keys of an image's stamp, of what `kd.deploy.shift.measure` returns, and of the first model's answer where the second
-one answered. Only rows of the journal have them."""
-BY, FIRST, SECOND = "answered_by", "first", "second"  # key of a row where a second model is asked, and its values
+"""Keys of an image's stamp, of the result of `kd.deploy.shift.measure`, and of the first model's prediction where the
+second one predicted. Only rows of the journal have them."""
+BY, FIRST, SECOND = "answered_by", "first", "second"  # key of a row where a second model is used, and its values
 Row = dict[str, Any]
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ class Predictor:
     model: LoadedGraph
     limits: Limits
     top: int
-    second: Predictor | None = None  # it answers in the place of `model` for images of which that is not sure
+    second: Predictor | None = None  # it predicts in place of `model` the images of which that is not sure
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
         """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
@@ -55,7 +55,7 @@ class Predictor:
         return self._passed_on(made, ids, contents) if self.second else made
 
     def _passed_on(self, made: list[Row], ids: Sequence[int], contents: Sequence[Future[bytes]]) -> list[Row]:
-        """Return the same rows, with the second model's answers where the first is not sure."""
+        """Return the same rows, with the second model's predictions where the first is not sure."""
         assert self.second is not None
         unsure = [i for i, row in enumerate(made) if row.get("sure") is False]
         answers = self.second.rows([ids[i] for i in unsure], [contents[i] for i in unsure] if contents else ())

@@ -1,4 +1,4 @@
-"""What a client waits for: `kd-serve` is started for each file of an export, and all are asked in turns.
+"""Latency of a client: `kd-serve` is started for each file of an export, and all are queried in turns.
 
 In turns, so that what else this machine does disturbs all alike. The client runs in this process, on the same cores.
 """
@@ -17,7 +17,7 @@ from kd.core.errors import KdError
 from kd.core.host import end_with
 
 TURN, FEWEST, COLD = 0.3, 8, 3
-"""Seconds that a server is asked before it is the next one's turn, and answers at least; answers at the start of a turn
+"""Seconds of a server's turn, and least number of responses; responses at the start of a turn
 that do not count, because the caches still hold another model."""
 ENOUGH = 400  # answers of each server, after which the time does not count
 START_SECONDS = 120.0  # until a server must be ready; chosen: a server that takes longer hangs
@@ -113,7 +113,7 @@ def _memory(host: str, port: int) -> float:
 
 
 def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Return status and body; 0 where nobody listens any more."""
+    """Return status and body; 0 where the port is closed."""
     connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)

@@ -36,7 +36,7 @@ SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a body holds."""
+    """Content of a body."""
 
     files: list[bytes]
     names: list[str] = field(default_factory=list)  # of the files, as the client gave them; empty: it gave none
@@ -78,7 +78,7 @@ def is_gzip(header: str) -> bool:
 
 
 def unzipped(body: bytes, most: int) -> bytes:
-    """Return the content of a gzip body, of at most so many bytes. Not handled: several members, which cost n^2."""
+    """Return the content of a gzip body, of at most `most` bytes. Not handled: several members, which cost n^2."""
     member = zlib.decompressobj(wbits=31)
     try:
         content = member.decompress(body, most + 1)
@@ -151,7 +151,7 @@ def _from_base64(text: Any) -> bytes:
 
 
 def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
-    """Split a form. Each file of it is an image, whatever its name; text fields and empty inputs are none."""
+    """Split a form. Each file of it is an image, whatever its name; text fields and empty inputs are not images."""
     boundary = re.search(r'boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header)
     if boundary is None:
         raise Problem(400, "The content-type has no valid boundary.")

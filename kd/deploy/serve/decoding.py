@@ -23,7 +23,7 @@ a pixel takes, for each of its channels."""
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """One decoded and cropped image, and a summary of it for the log."""
+    """One decoded and cropped image, and its summary for the log."""
 
     pixels: np.ndarray  # uint8 [3, S, S]
     summary: str
@@ -40,7 +40,7 @@ class OpenedImage:
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of an image file; OSError, or a Problem where it is none."""
+    """Return the bytes of an image file; OSError, or a Problem if it is not one."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for a writer
         raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")

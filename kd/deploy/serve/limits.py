@@ -1,4 +1,4 @@
-"""Limits on what a client may send, and what one is answered who goes beyond: application/problem+json (RFC 9457)."""
+"""Limits on requests, and the responses beyond them: application/problem+json (RFC 9457)."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the endpoint tells: counters in Prometheus' text format (0.0.4), and log lines that never stop it."""
+"""Metrics and logs of the endpoint: counters in Prometheus' text format (0.0.4), and log lines that never stop it."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_LABELS = 100  # that have a series each: a server of 10,000 classes would send 600 kB at each scrape
 WAITING = 1024
-"""Lines that wait for whoever reads stderr. A pipe holds 64 KiB, about 600 lines; as much again covers a reader that
+"""Lines that wait for the reader of stderr. A pipe holds 64 KiB, about 600 lines; as much again covers a reader that
 pauses, and a thousand lines are 100 kB of memory."""
 LAST_SECONDS = 1.0  # for the lines that wait when the server ends: a stalled reader must not hold up SIGTERM
 
@@ -92,7 +92,7 @@ def resident_bytes() -> int:
 
 
 def _answers(watch: ShiftWatch) -> list[str]:
-    """Return what was answered, and how it differs from the answers on validation images."""
+    """Return counts of predictions, and how they differ from those on validation images."""
     found, reference = watch.found, watch.reference
     lines = []
     if CONFIDENCE in reference.bounds:
@@ -169,7 +169,7 @@ class Lines(logging.Handler):
             try:
                 while content:
                     content = content[os.write(self._descriptor, content) :]
-            except OSError:  # nobody reads any more
+            except OSError:  # the reader is gone
                 self.dropped += 1
             self._queue.task_done()
 

@@ -1,4 +1,4 @@
-"""Turn logits, or vectors, into the answer of a request: JSON or CSV, chosen by the Accept header."""
+"""Turn logits, or vectors, into the response to a request: JSON or CSV, chosen by the Accept header."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ JSON, CSV = "application/json", "text/csv"
 DIGITS = 6  # decimals of a probability: float32 has seven
 MAX_ENTRIES = 32  # entries of an Accept header
 Bands = tuple[tuple[float, float], ...]
-"""Between which probabilities (low, high) an answer is unsure: one band for the class that is answered, or, where an
+"""Between which probabilities (low, high) a prediction is unsure: one band for the predicted class, or, where an
 image may have several labels, one for each class. Empty: the export has no threshold."""
 
 
@@ -60,7 +60,7 @@ def predictions(
     """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best.
 
     With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
-    their threshold. With `unsure` an answer has `sure`: see `mark`.
+    their threshold. With `unsure` a prediction has `sure`: see `mark`.
     """
     scores = independent_probabilities(logits) if thresholds else probabilities(logits)
     answers = []
@@ -87,9 +87,9 @@ def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
 
 
 def mark(answers: Sequence[dict], probabilities: np.ndarray, labels: Sequence[str], unsure: Bands) -> None:
-    """Add `sure` to the answers of B images with probabilities [B, C], in place; without bands nothing.
+    """Add `sure` to the predictions of B images with probabilities [B, C], in place; without bands nothing.
 
-    An answer with `label` is sure where that label is. Of one with `labels` each of them, and of its `top`, has its own
+    A prediction with `label` is sure where that label is. Each of its `labels`, and of its `top`, has its own
     `sure`, and the image is sure where the presence or absence of every label is.
     """
     if not unsure:
@@ -119,7 +119,7 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     """Write one answer per image: JSON, or CSV without a header.
 
     A row of CSV is label, score, label, score, ..., best first, or those above their threshold where an image may have
-    several; or the embedding. Last stands `true` or `false` where the export says what is sure.
+    several; or the embedding. Last stands `true` or `false` where the export has a rule for `sure`.
     """
     if kind == JSON:
         return json.dumps({"predictions": answers, "model": model, "version": version}).encode()

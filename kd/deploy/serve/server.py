@@ -43,7 +43,7 @@ class ServeOptions:
     quiet: bool = option(False)
     """log no requests"""
     self_check: bool = option(True)
-    """first compare the export's own pictures with what they gave at the export; answer nothing where they differ"""
+    """run the self-check first; serve nothing if it fails"""
     log_format: str = option("text", "FORMAT", one_of("text", "json"))
     """text, or json: an object a line"""
     limits: Limits = field(default_factory=Limits)

@@ -41,7 +41,7 @@ class Service:
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model, warm up every thread, and check the answers; see `kd.deploy.serve.model.load`. Blocks."""
+        """Load the model, warm up every thread, and check the outputs; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
         warm_up(model.size, model.crop, self.limits)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:

@@ -26,10 +26,10 @@ MANIFEST, EXPORT, IMAGES, RUN = "manifest.json", "export", "--data", "--run"
 `IMAGES` shows: another machine may compute otherwise. All else must be equal."""
 EXACT = ("model.onnx", "openvino.xml", "model.pt2")  # graphs that must compute what PyTorch does
 FLIPS, OTHER_FLIPS = 0.002, 0.02
-"""Share of the images, beside one, that may get another answer than at the export: on its processor last bits differ
+"""Share of the images, beside one, that may get another prediction than at the export: processors differ in last bits
 (threads), on another int8 is rounded otherwise without VNNI. What lies between is `not checked`."""
 TRAINED_FLIPS = 0.005
-"""The same of the score that training counted, in bfloat16 perhaps: of 2,000 images 20 change their answer and the
+"""The same of the score that training counted, in bfloat16 perhaps: of 2,000 images 20 change their prediction and the
 numbers of gains and losses differ by 3 standard deviations of sqrt(20), 14."""
 ALIKE, SLOWER, HOPELESS = 1.5, 4.0, 100.0
 """Times the claimed cost that are right; that are wrong, on the same processor with nothing else to do; and that are
@@ -190,7 +190,7 @@ OLD = (
 
 @dataclass(slots=True)
 class Claims:
-    """What an export claims, and what was found. Values are trees of JSON; those of other files stand below a name."""
+    """Claims of an export, and the values found. Values are trees of JSON; those of other files stand below a name."""
 
     claimed: dict[str, Any]
     graphs: tuple[str, ...] = ()  # that are in the folder
@@ -266,7 +266,7 @@ class Claims:
         return any(len(words) > len(path) and all(map(self.fits, words, path)) for words in lines)
 
     def places(self, tree: Any, path: Path = ()) -> Iterator[Path]:
-        """Yield the paths of rows: of single values, and of what a line of the table has as a whole."""
+        """Yield the paths of rows: of single values, and of whole lines of the table."""
         leaf = not isinstance(tree, dict) or (not tree and not self.above(path))
         if path and (leaf or self.claim(path)[1]):
             yield path

@@ -1,4 +1,4 @@
-"""What the run folder shows: all that an export says of teacher, student, data and scores, made again from it."""
+"""Checks against the run folder: claims on teacher, student, data and scores, recomputed from it."""
 
 import hashlib
 import json

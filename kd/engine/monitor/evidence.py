@@ -1,4 +1,4 @@
-"""What the rules read (rows of a run, facts of its configuration and machine) and return (findings)."""
+"""Inputs of the rules (rows of a run, facts of its configuration and machine) and their findings."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

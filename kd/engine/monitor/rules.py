@@ -28,7 +28,7 @@ LOW_GPU = 70.0
 """Percent, of the mean sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
 HALF_MEMORY = 0.5  # share of a GPU's memory: a batch twice as large still fits
 FIXED_SHARE = 0.20
-"""Share of a step, data left out, in which nothing depends on the number of images. Twice the batch then saves a
+"""Share of a step, fixed overhead as a share of non-data step time. Twice the batch then saves a
 tenth of the time of an image."""
 IMBALANCE = 1.2  # slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2.
 GROWTH, GROWTH_MIB = 0.05, 64.0
@@ -105,7 +105,7 @@ def _can_add_worker(evidence: Evidence) -> bool:
 
 
 def dataloader(evidence: Evidence) -> Finding | None:
-    """Too few loader processes: the step waits for decoding, and there are cores for more of it."""
+    """Too few loader processes: the step waits for decoding, and idle cores could decode."""
     wait, facts = data_wait(evidence), evidence.facts
     if wait is None or wait.reading >= READING or not _can_add_worker(evidence):
         return None

@@ -154,7 +154,7 @@ class Timeline:
         self._now.regions[name] = self._now.regions.get(name, 0.0) + 1000 * seconds
 
     def window(self, state: State) -> Mapping[str, float]:
-        """End a log window and return what its training row gains: `step_ms`, `data_wait`, `ms_NAME`."""
+        """End a log window and return the values for its training row: `step_ms`, `data_wait`, `ms_NAME`."""
         self._charge()
         if self._device is not None:
             self._device.read()
@@ -168,7 +168,7 @@ class Timeline:
         return values | {f"ms_{name}": value / len(steps) for name, value in sums.items()}
 
     def _of_steps(self, steps: Sequence[Step]) -> list[dict[str, float]]:
-        """Return the times of the steps that are done, without what is no part of one."""
+        """Return the times of the steps that are done, without time outside of steps."""
         return [{n: ms for n, ms in self._times(step).items() if n not in APART} for step in steps if step.done]
 
     def _times(self, step: Step) -> dict[str, float]:

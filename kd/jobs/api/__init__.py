@@ -108,7 +108,7 @@ def distill(
         `folder`; and `export`.
 
     Raises:
-        ConfigError: an unknown key, loss or sifter, a bad value, models that answer with different classes.
+        ConfigError: an unknown key, loss or sifter, a bad value, models with different classes.
         DataError: an item is no image with a label.
         RunError: `folder` holds another run.
     """

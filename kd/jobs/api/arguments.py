@@ -116,14 +116,14 @@ class Arguments:
         return resolve(settings)
 
     def classes(self, count: int) -> list[str]:
-        """Return so many names of classes: those that the training data has, or numbered ones."""
+        """Return `count` names of classes: those that the training data has, or numbered ones."""
         items = self.train.dataset if isinstance(self.train, DataLoader) else self.train
         names = getattr(items, "classes", ())
         named = isinstance(names, Collection) and len(names) == count
         return [str(name) for name in names] if named else [f"class_{number}" for number in range(count)]
 
     def fingerprint(self) -> str:
-        """Return a hash of the data of both splits, as far as items say what they are."""
+        """Return a hash of the data of both splits, as far as items have names or paths."""
         hashes = [
             f"loader {len(items.dataset)}"  # type: ignore[arg-type]
             if isinstance(items, DataLoader)
@@ -179,7 +179,7 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
 
 
 def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:
-    """Ask all models, the student first, about one image, and return the number of their classes."""
+    """Run all models, the student first, on one image, and return the number of their classes."""
     image, found = image[None].to(device), {}
     for one in models:
         training = one.training
@@ -188,7 +188,7 @@ def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.de
                 shape = one.to(device).eval()(image).logits.shape
         except KdError:
             raise
-        except Exception as error:  # whatever a module of somebody else raises
+        except Exception as error:  # any error of a foreign module
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
             wrong = f"fails on an image of train, {pixels}: {named(error)}"
             remedy = "Resize in the transform, or in the module"

@@ -40,7 +40,7 @@ OFF = 0.05
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Result(Trained):
-    """What a finished run leaves."""
+    """Results of a finished run."""
 
     @classmethod
     def of(cls, trained: Trained) -> Result:
@@ -99,7 +99,7 @@ class Distilled:
         """Export the student as `kd-export` does: weights, graphs for `kd-serve` and `kd-predict`, model card.
 
         The graph takes 8-bit pixels and normalizes them. Each graph is compared with PyTorch on images of `val`, whose
-        pixels are brought back to 8 bits with `mean` and `std`, and refused if it answers otherwise.
+        pixels are brought back to 8 bits with `mean` and `std`, and refused if its outputs change.
 
         Args:
             folder: the new folder; an earlier export there is replaced.
@@ -110,7 +110,7 @@ class Distilled:
 
         Raises:
             ConfigError: images that are no square RGB pixels, or were normalized otherwise.
-            ModelError: a graph does not answer as PyTorch does.
+            ModelError: a graph's outputs differ from PyTorch's.
             RunError: something else lies at `folder`, or the disk is full.
         """
         from kd.deploy.export.export import ExportOptions, Subject, write  # most callers do not export

@@ -1,4 +1,4 @@
-"""What a folder of images holds: its layout as keys of `data`, its labels, and a sample of decoded images."""
+"""Inspection of a folder of images: its layout as keys of `data`, its labels, and a sample of decoded images."""
 
 import posixpath
 import random
@@ -11,13 +11,13 @@ from kd.core.errors import CorruptImage, DataError
 from kd.parts import registry
 from kd.setup.data import Data, DataPlan, open_sources
 
-SAMPLE, SECONDS = 200, 2.5  # images that are decoded at most, and for how long: an answer within ten seconds in all
+SAMPLE, SECONDS = 200, 2.5  # images that are decoded at most, and for how long: ten seconds in all
 ANY = "imagefolder"  # recognizes any folder, so it is asked last
 Keys = dict[str, Any]  # of a section, `kind` first
 
 
 class Folder(NamedTuple):
-    """What was found."""
+    """Findings."""
 
     keys: Keys
     labels: str  # `data.labels`

@@ -25,7 +25,7 @@ TEACHER_SIDE = 128
 """Least side of the images of a teacher with pretrained weights, which enlarges smaller ones itself: fitted on 1,000
 pictures of 32 px, EfficientNet-Lite0 was right on 69.9 % of 1,000 others at 64 px and on 77.0 % at 128."""
 SHOWN = 5
-"""Times that a view with a stored answer is shown: of 1,142 photographs for 300 epochs a student learned 45.4 % from 8
+"""Times that a view with a stored output is shown: of 1,142 photographs for 300 epochs a student learned 45.4 % from 8
 views, each shown 37 times, and 51.2 % from 60. On CIFAR-10 12 times were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
 """Learning rate and `head_lr_scale` of pretrained weights: convolutions (configs/few_labels.yaml), transformers."""

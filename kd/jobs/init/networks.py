@@ -66,7 +66,7 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
 
 
 def named(where: str, text: str) -> tuple[dict[str, Any], str]:
-    """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and what a file says of them."""
+    """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and the facts in a file."""
     model, _, file = text.rpartition("=")
     if not Path(file).is_file():
         require_weights(Spec(where, text, {}, (), pretrained=True))

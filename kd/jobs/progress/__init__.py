@@ -1,1 +1,1 @@
-"""What the terminal and experiment trackers show while a run goes."""
+"""Progress of a run on the terminal and in experiment trackers."""

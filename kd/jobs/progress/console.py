@@ -18,7 +18,7 @@ from kd.core.types import State
 if TYPE_CHECKING:
     from kd.jobs.progress.trackers import Trackers
 
-ASKING = 0.05  # share of the images for which a teacher answers, by which rows of filling a cache differ from others
+ASKING = 0.05  # share of the images that a teacher predicts, by which rows of filling a cache differ from others
 
 
 class Console:
@@ -121,7 +121,7 @@ class Console:
     def _time(self, state: State, values: Mapping[str, float]) -> None:
         """Note how long a step takes: a mean over warm ones, else the median of a row.
 
-        In the first epoch of a start stores and caches are filled; until a cache is whole the teacher answers too.
+        In the first epoch of a start stores and caches are filled; until a cache is complete the teacher runs too.
         """
         asking = values.get("teacher_images", 0.0) / max(1, state.images - self._row.images)
         if state.epoch - (state.step_in_epoch == 0) == self._began or asking < self._asking - ASKING:

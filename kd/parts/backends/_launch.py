@@ -14,7 +14,7 @@ PORT = "29500"  # MASTER_PORT of a SageMaker job. Its hosts run nothing else, so
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher says of this process: its rank and the world size, global and on this machine."""
+    """A launcher's facts on this process: its rank and the world size, global and on this machine."""
 
     launcher: str
     rank: int

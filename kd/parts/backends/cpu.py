@@ -33,7 +33,7 @@ class CPU(DDPBackend):
 
 
 def facts(options: Options) -> BackendFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return replace(CPU.facts, threads=options.threads)
 
 

@@ -26,7 +26,7 @@ class Neuron(DDPBackend):
 
     @property
     def auto_mode(self) -> str:
-        """Never measured: what the compiler is made for."""
+        """Never measured: the compiler's usual precision."""
         return "bf16+unfused"
 
     def optimizer(

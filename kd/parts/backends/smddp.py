@@ -66,7 +66,7 @@ class SMDDP(DDPBackend):
 
 
 def facts(options: Options) -> BackendFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     needed = ("ml.p4d.", "ml.p4de.") if options.fallback == "none" else ("",)
     return BackendFacts(cpu=options.device == "cpu", cuda=options.device == "cuda", complete=True, instances=needed)
 

@@ -27,7 +27,7 @@ from kd.files.storage import REMEDY, retried
 
 AVIF = find_spec("PIL._avif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
-"""What is opened, by content and not by file name. Pillow knows more, some of which starts other programs (EPS)."""
+"""Formats that are opened, by content and not by file name. Pillow knows more; some start other programs (EPS)."""
 ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
 """Of the names of image files."""
 PILLOW_HEIF = "pillow-heif reads them: pip install 'PATH/kd[heic]'"
@@ -165,7 +165,7 @@ class Repeated(NamedTuple):
 
 
 def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str]]:
-    """Return the class name of each image, and all classes in order, of labels as written; "" is none."""
+    """Return the class name of each image, and all classes in order, of labels as written; "" is no label."""
     # Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
     raw = as_classes(raw._replace(texts=[nfc(text) for text in raw.texts]), "data.label_key")
     names, distinct = [nfc(name) for name in names], {*raw.texts} - {""}

@@ -101,11 +101,11 @@ class ImageFolder(Listed):
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
-"""A folder, the folders that lead to what it holds, and that: names in order, of folders with "/" and no file."""
+"""A folder, the folders on the way, and its content: names in order, of folders with "/" and no file."""
 
 
 class Listing:
-    """The image files below `folder`, with their sizes and times, and what is left out."""
+    """The image files below `folder`, with their sizes and times, and the omitted files."""
 
     # Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
     # request to the storage, which NFS answers from the same listing.
@@ -170,7 +170,7 @@ def _join(folder: bytes, name: bytes) -> bytes:
 
 
 def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
-    """Return what a folder holds, without hidden names, and what the system said of the folder before."""
+    """Return a folder's content, without hidden names, and the folder's earlier metadata."""
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
@@ -199,7 +199,7 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _dangling(path: str, name: str) -> CorruptImage:
-    """Return the error for a link that had no target when it was listed; what has gone since is a storage away."""
+    """Return the error for a link without a target when it was listed; one that goes later means missing storage."""
     target = os.readlink(path) if os.path.islink(path) else "?"
     return refuse(f"file '{name}'", WHERE, f"it is a link to '{target}', where no file is")
 

@@ -51,7 +51,7 @@ class Lists:
         return f"data.{self.keys[split if self.files[split] else 'train']}"
 
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
-        """Return the images of the list of a split by their paths in `root`, and what is left out."""
+        """Return the images of the list of a split by their paths in `root`, and the omitted ones."""
         # `read` is of a file and its config path.
         root, notes = os.path.expanduser(self.root), list[str]()
         finder = _Finder(root)

@@ -33,9 +33,9 @@ class Options:
     train_list: str = file_key(within="root")
     """CSV, TSV or text file of the training images: absolute, or relative to `root`."""
     val_list: str = file_key("", within="root")
-    """The same of the validation images. Empty: `val_fraction` of the training list."""
+    """The same for the validation images. Empty: `val_fraction` of the training list."""
     test_list: str = file_key("", within="root")
-    """The same of the test images, scored once, at the end of a run. Empty: none."""
+    """The same for the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class held out for validation, chosen by a hash of the path, where there is no `val_list`."""
     image_key: str = "path"

@@ -167,7 +167,7 @@ def _show_progress(painters: Sequence[subprocess.Popen], draft: Path, total: int
     """Show a bar while pictures are painted; nothing where the output is no terminal, as in a notebook or a log."""
     if not sys.stdout.isatty() or "JPY_PARENT_PID" in os.environ:
         return
-    from rich.progress import Progress  # only where a person watches
+    from rich.progress import Progress  # only on a terminal
 
     with Progress(refresh_per_second=4) as bar:
         task = bar.add_task("painting", total=total)
@@ -189,7 +189,7 @@ def _move(draft: Path, folder: Path) -> None:
 
 
 def facts(options: Options) -> DatasetFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return DatasetFacts(label="set" if options.dishes > 1 else "class", root=options.root)
 
 

@@ -22,7 +22,7 @@ ROWS = 10_000  # rows whose sizes are looked up at a time
 
 
 def facts(options: "Options") -> DatasetFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return images.facts_of(options, "test_split", "set" if options.label_keys else "class")
 
 

@@ -38,9 +38,9 @@ class Options:
     train_labels: str = file_key(within="root")
     """CSV, TSV or JSON file with the labels of the training images: absolute, or relative to `root`."""
     val_labels: str = file_key("", within="root")
-    """The same of the validation images. Empty: `val_fraction` of the training file."""
+    """The same for the validation images. Empty: `val_fraction` of the training file."""
     test_labels: str = file_key("", within="root")
-    """The same of the test images, scored once, at the end of a run. Empty: none."""
+    """The same for the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""
     separator: str = "|"

@@ -1,7 +1,7 @@
 """WebDataset shards (.tar), read by position: any image at any time, with no unpacking. Remote ones are copied first.
 
-The package webdataset is not needed: it streams, while distillation asks for images by id (the teacher's stored
-answers and the sifter both do). The shards are indexed once, and an image is one read at a known offset.
+The package webdataset is not needed: it streams, while distillation reads images by id (the teacher's stored
+outputs and the sifter both do). The shards are indexed once, and an image is one read at a known offset.
 """
 
 import json
@@ -31,7 +31,7 @@ REMEDY = "; a key ends at the first dot of a name: write img_4-final.jpg for img
 
 
 def facts(options: "Options") -> DatasetFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return images.facts_of(options, "test", "set" if options.label_sets else "class")
 
 

@@ -1,4 +1,4 @@
-"""What the losses on features share."""
+"""Common code of the losses on features."""
 
 from kd.core.errors import ModelError
 

@@ -1,7 +1,7 @@
 """Match the student's probability of each class to the teacher's: distillation for several labels per image.
 
 The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each class is a question of yes or no,
-and the KL divergences of these answers are summed. Temperature and T^2 are those of Hinton et al. 2015
+and the KL divergences of these are summed. Temperature and T^2 are those of Hinton et al. 2015
 (arXiv:1503.02531), section 2:
 
     p_c = sigmoid(teacher_c / T)    q_c = sigmoid(student_c / T)
@@ -33,7 +33,7 @@ class Options:
 
 
 class BinaryKL(nn.Module):
-    """The KL divergences of the softened answers to each class, teacher to student, summed, [B] in nats times T^2."""
+    """KL divergences of the softened probabilities, teacher to student, summed over classes, [B] in nats times T^2."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ projector: similarities of one width compare with those of another. With x the p
 Image i has the mean over j, so that the mean over B is the paper's loss.
 
 Not handled: only the images of this rank's micro-batch are compared. One image alone has no gradient. Images of weight
-0 (padding) count among the others. It leaves the axes free, so beside it `agreement` is that of the similarities.
+0 (padding) count among the others. It is invariant to rotations, hence `agreement` is that of the similarities.
 
 Shape legend: B images of a batch, D features.
 """

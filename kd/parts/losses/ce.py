@@ -105,6 +105,6 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
 
 
 def build(options: Options, dims: Dims) -> Loss:
-    """Build the loss; where nobody knows the labels (`dims.labels`) it has no class weights."""
+    """Build the loss; where labels are unknown (`dims.labels`) it has no class weights."""
     weighted = options.class_weights is not None and dims.labels is not None
     return CE(options.label_smoothing, class_weights(options.class_weights, dims) if weighted else None)

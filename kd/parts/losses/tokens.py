@@ -5,8 +5,8 @@ Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on spatial features
     L = mean_n 0.9 * (1 - cos(p_n, t_n)) + 0.1 * mean_d smooth_l1(p_nd, t_nd),    p = W student + b
 
 Where the models have different grids, the finer one is resampled to the coarser one (bilinear, antialiased), so that
-neither is asked for detail that it does not have. Tokens are those of patches; class and register tokens are left out.
-A convolutional network's are the places of its last feature map.
+neither has to match detail that it lacks. Tokens are those of patches; class and register tokens are left out.
+For a CNN: positions in the last feature map.
 
 The projector is trained with the student and is not exported. Its initial weights come from torch's global generator.
 

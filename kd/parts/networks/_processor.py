@@ -1,8 +1,8 @@
-"""A model's own preprocessing in transformers: what its image processor does to pixels is measured.
+"""A model's own preprocessing in transformers: the effect of its image processor on pixels is measured.
 
 Families have keys of their own beside mean and deviation, such as
 `do_flip_channel_order`, `rescale_offset` and `include_top`, and defaults of their own where a key is missing. So the
-processor is asked about noise. Where each channel of its answer is a straight line of one channel of the image, a
+processor is run on noise. Where each channel of its output is a straight line of one channel of the image, a
 Classifier computes the same; anything else is refused.
 """
 
@@ -28,7 +28,7 @@ SIDE = 32  # of the noise, pixels
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What a processor does to pixels."""
+    """Effect of a processor on pixels."""
 
     size: int  # side of the square that it makes, pixels; 0: any
     mean: tuple[float, ...]  # of each channel of an image in 0..1
@@ -73,7 +73,7 @@ def _noise() -> Image.Image:
 
 
 def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
-    """Return what the processor makes of an image, float32 [3, H, W]."""
+    """Return the processor's output for an image, float32 [3, H, W]."""
     try:
         found = processor(images=image, return_tensors="pt").get("pixel_values")
     except Exception as error:  # transformers raises many types, all caused by the folder
@@ -115,7 +115,7 @@ def _line(spec: Spec, flat: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 
 
 def _written(processor: Any, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the processor's keys where they mean what was measured, which is rounded otherwise."""
+    """Return the numbers of the processor's keys where they agree with the measured ones up to rounding."""
     factor = 255 * (processor.rescale_factor if getattr(processor, "do_rescale", False) else 1.0)
     keys = getattr(processor, "image_mean", 0.0), getattr(processor, "image_std", 1.0)
     given = keys if getattr(processor, "do_normalize", False) else (0.0, 1.0)

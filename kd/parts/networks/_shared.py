@@ -1,4 +1,4 @@
-"""What the teachers share: class names, pixels' normalization, where a function or a file is found, a first answer."""
+"""Common code of the teachers: class names, normalization, the search for functions and files, a first output."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -45,7 +45,7 @@ class Options:
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:
-    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other answers."""
+    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other outputs."""
     if not mean:
         wrong = "is missing: the model takes float pixels, and nothing says how they are normalized"
         remedy = "Set both; mean=[0, 0, 0] and std=[1, 1, 1] where the model normalizes by itself"
@@ -162,7 +162,7 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
 
 
 def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
-    """Return what makes float32 logits of a model's answers, which are "logits" or "probabilities"."""
+    """Return the function that turns a model's outputs into float32 logits, which are "logits" or "probabilities"."""
     task = spec.task
     if meaning == "logits" or task is None:
         return torch.Tensor.float

@@ -1,4 +1,4 @@
-"""Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one answer."""
+"""Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one output."""
 
 import logging
 import math
@@ -76,7 +76,7 @@ def vision_config(config: Any) -> Any:
 
 
 def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[dict[str, Any], Preparation]:
-    """Return `input_size`, `mean` and `std` as a Classifier takes them, and what the model's own processor does."""
+    """Return `input_size`, `mean` and `std` as a Classifier takes them, and the effect of the model's own processor."""
     with quiet(hub):
         found = measure(spec, read_processor(spec, hub))
     own = getattr(vision_config(config), "image_size", None)
@@ -85,7 +85,7 @@ def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[d
 
 
 def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
-    """Return a model with all of its weights, in eval mode; without weights on the meta device where none are asked."""
+    """Return a model with all of its weights, in eval mode; on the meta device where no weights are needed."""
     # `spec.pretrained` is False where another rank has the weights.
     cls: Any = getattr(hub, auto)
     try:
@@ -152,7 +152,7 @@ class Tower(nn.Module):
         return model(pixel_values=pixels)
 
     def _classified(self, pixels: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return logits, what the classifier takes (the mean of two), and what the backbone returns."""
+        """Return logits, the classifier's input (the mean of two), and the backbone's output."""
         inner: Any = self.model
         heads = [one for name, one in inner.named_children() if name.endswith(HEADS) and [*one.parameters()]]
         head_inputs: list[Tensor] = []

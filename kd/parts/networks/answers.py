@@ -1,8 +1,8 @@
-"""Answers that you bring: a table of logits or embeddings by file name, from an API, a team, or `kd-cache --export`.
+"""Outputs that you bring: a table of logits or embeddings by file name, from an API, a team, or `kd-cache --export`.
 
-An answer belongs to the whole image, while the student sees crops of it: Beyer et al. 2021 (arXiv:2106.05237) call
+An output belongs to the whole image, while the student sees crops of it: Beyer et al. 2021 (arXiv:2106.05237) call
 this a fixed teacher, and find it worse than one that sees the same crop. A table that `kd-cache --export` wrote has an
-answer for each view, and is taken only with the same views.
+output for each view, and is taken only with the same views.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kd.models.answer_table import AnswerTable, below, read
 from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits
 
-CHECKED = 64  # answers that are checked at a time
+CHECKED = 64  # outputs that are checked at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a table does not say about itself."""
+    """Options of a table."""
 
     outputs: Literal["logits", "probabilities"] = "logits"
-    """What the column `logits` holds."""
+    """Content of the column `logits`."""
     classes: str = file_key("")
     """Text file of its class names, one a line, where it names none or otherwise than the data."""
 
 
 class TableTeacher(nn.Module):
-    """Look answers up by an image's id. See `kd.core.contracts.TeacherModel`."""
+    """Look outputs up by image id. See `kd.core.contracts.TeacherModel`."""
 
     runtime, reads_ids = "a table", True
 
@@ -68,7 +68,7 @@ class TableTeacher(nn.Module):
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
-        for tensor in (self.values, *self.rows[:2]):  # no weight depends on answers for test images
+        for tensor in (self.values, *self.rows[:2]):  # no weight depends on outputs for test images
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         architecture = {"answers": self.probabilities, **columns(self.pick)}

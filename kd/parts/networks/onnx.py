@@ -30,14 +30,14 @@ DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options(shared.Options):
-    """What a graph does not say about itself."""
+    """Options of a graph."""
 
     output: str = ""
     """Which output, where the graph has several. Empty: the only one, or the one named `logits`."""
 
 
 class GraphTeacher(nn.Module):
-    """Answer with a graph. See `kd.core.contracts.TeacherModel`."""
+    """Predict with a graph. See `kd.core.contracts.TeacherModel`."""
 
     runtime, reads_ids = "onnxruntime", False
     features: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class GraphTeacher(nn.Module):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
-    """Open the graph and ask it once."""
+    """Open the graph and run it once."""
     shared.require_one_output(spec, features, "onnx")
     path = Path(spec.model).expanduser()
     if not path.is_file():

@@ -35,7 +35,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     made = load(replace(spec, classes=None), image_size, features)
     if spec.classes and made.classes == tuple(spec.classes):  # it was fitted on them
         return made
-    own = () if made.classes[0] == "class_0" else made.classes  # nobody named them
+    own = () if made.classes[0] == "class_0" else made.classes  # they have no names
     names, pick = named(spec, made.num_classes, own, options.classes)
     head = made.network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):

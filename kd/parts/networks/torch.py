@@ -30,7 +30,7 @@ facts = NetworkFacts(runs_code=True, trains=True)
 
 
 class Embedder(Classifier):
-    """A module without classes: what it returns are its pooled features."""
+    """A module without classes: its outputs are pooled features."""
 
     def outputs(self, pixels: Tensor) -> Outputs:
         pooled_BD = self.network(pixels).flatten(1)
@@ -38,7 +38,7 @@ class Embedder(Classifier):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
-    """Build the module, load its weights, and ask it once."""
+    """Build the module, load its weights, and run it once."""
     shared.require_one_output(spec, features, "torch")
     function = shared.found_function(spec)
     shared.require_normalization(spec.where, options.mean)
@@ -79,7 +79,7 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
 
 
 def _source(function: Any) -> str:
-    """Return a hash of the module's source: the same weights answer otherwise in another forward."""
+    """Return a hash of the module's source: the same weights give other outputs in another forward."""
     try:
         text = inspect.getsource(sys.modules[function.__module__])
     except (OSError, TypeError):

@@ -57,7 +57,7 @@ def _own_classes(spec: Spec, config: Any) -> list[str]:
 
 
 def _kept(config: Any) -> dict[str, Any]:
-    """Return what of a configuration the answers may depend on: neither where it lies nor who wrote it."""
+    """Return the part of a configuration that outputs may depend on: neither where it lies nor who wrote it."""
     names = ("_name_or_path", "transformers_version", "architectures", "id2label", "label2id")
     left_out = (*names, "dtype", "torch_dtype")
     return {key: value for key, value in config.to_diff_dict().items() if key not in left_out}

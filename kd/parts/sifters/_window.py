@@ -62,7 +62,7 @@ class LossWindow:
     def sift(self, losses_B: Tensor, beta: float, generator: torch.Generator, size: int | None = None) -> Tensor:
         """Draw the images of a candidate batch to keep, and push the losses. `generator` is on the CPU.
 
-        With `size` exactly so many are kept, equally many on all ranks; with None each image is drawn independently.
+        With `size` exactly that many are kept, equally many on all ranks; with None each image is drawn independently.
         Returns ascending positions in the batch, int64 [K], on the device of the losses.
         """
         probability_B = self.probability(losses_B, beta, generator)

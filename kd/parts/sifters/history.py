@@ -51,7 +51,7 @@ class History(Remembering):
         score = self.loss_N[rest]
         order = rest[self.ascending(score)]
         below_mean = int((score < score.mean()).sum())
-        # at least so many that skipping num_skipped of them leaves each a probability of `floor`
+        # enough that skipping num_skipped of them leaves each a probability of `floor`
         least = math.ceil(num_skipped / max(1 - self.floor, 1e-9))
         num_easy = min(max(below_mean, least), len(rest))
         return order[:num_easy], order[num_easy:]

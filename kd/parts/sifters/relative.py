@@ -177,7 +177,7 @@ class Relative:
 
 
 def facts(options: Options) -> SifterFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return SifterFacts(delay=options.sift_delay)
 
 

@@ -1,4 +1,4 @@
-"""Choose the views of an epoch by the teacher's stored answers, before they are decoded.
+"""Choose the views of an epoch by the teacher's stored outputs, before they are decoded.
 
 Legend: N images of the dataset, V views of each, K images of some kind, C classes.
 """
@@ -16,7 +16,7 @@ from kd.parts.sifters._plan import generator
 from kd.parts.sifters._table import Limits, Remembering
 from kd.parts.sifters._window import inclusion, systematic
 
-READ = 4096  # images whose answers are in memory at once
+READ = 4096  # images whose outputs are in memory at once
 LEAST = 0.15  # of the largest probability of a draw: no image is drawn less often, so no weight is larger than 1 / 0.15
 
 
@@ -43,7 +43,7 @@ class Options(Limits):
 class ByAnswers(Remembering):
     """Sift by a score of the teacher's stored output for the view that the epoch shows.
 
-    Where no answer is stored the view is visited. Scores are read once a view and are part of the state, so that a
+    A view without a stored output is visited. Scores are read once a view and are part of the state, so that a
     resumed epoch chooses alike, whatever was stored meanwhile. Each rank reads its share.
     """
 
@@ -59,7 +59,7 @@ class ByAnswers(Remembering):
         return self.epoch % len(self.score_VN)
 
     def is_full(self, epoch: int, progress: float) -> bool:
-        """The same of an epoch that shows a view for the first time, where nothing is stored yet."""
+        """The same for an epoch that shows a view for the first time, where nothing is stored yet."""
         view, answers = epoch % len(self.score_VN), self.context.answers
         first = epoch < len(self.score_VN) and not (
             answers and bool(answers(view, range(self.context.batch_size))[1].all())
@@ -67,7 +67,7 @@ class ByAnswers(Remembering):
         return first or super().is_full(epoch, progress)
 
     def look(self) -> None:
-        """Score the views whose answers were stored since; equal on all ranks."""
+        """Score the views whose outputs were stored since; equal on all ranks."""
         missing = self.score_VN[self.view].isnan().nonzero()[:, 0]
         found = torch.zeros(2, self.context.num_images)
         for ids in missing[self.context.rank :: self.context.world_size].split(READ):
@@ -133,10 +133,10 @@ class ByAnswers(Remembering):
 
 
 def facts(options: Options) -> SifterFacts:
-    """Return what others must know of it."""
+    """Return its facts for other parts."""
     return SifterFacts(by_class=options.score in ("loss", "learnable"), answers=True)
 
 
 def build(options: Options, context: SiftContext) -> ByAnswers:
-    """Build the sifter that reads the teacher's stored answers."""
+    """Build the sifter that reads the teacher's stored outputs."""
     return ByAnswers(options, context)

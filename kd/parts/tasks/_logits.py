@@ -97,7 +97,7 @@ def _logits_of(teacher: Teacher | None) -> Callable[[Batch], Outputs]:  # withou
 
 
 def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backend) -> dict[str, Tensor]:
-    """Return values of all ranks, [N, ...] by name, by image of a split, on the CPU; 0 for an image that nobody saw."""
+    """Return values of all ranks, [N, ...] by name, by image of a split, on the CPU; 0 for an image no rank saw."""
     # Each row has `ids` and `seen`, both [B].
     ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
     own_N = split.plan.ids[split.plan.weights > 0].to(ids_N.device)
@@ -111,7 +111,7 @@ def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backen
 
 
 def require_images(images: int, labelled: int | None = None) -> None:
-    """Require that so many images, of which so many have a label (None: no score reads labels), can be scored."""
+    """Require enough images, and enough of them with a label (None: no score reads labels)."""
     if images == 0:
         wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
         raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")

@@ -1,6 +1,6 @@
 """Vectors without classes: compared with the teacher's, and scored by nearest neighbours and a linear probe.
 
-Shape legend: N images that are searched, M images that ask, B images of a batch, C classes, D features.
+Shape legend: N images that are searched, M query images, B images of a batch, C classes, D features.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EmbeddingEvaluator(Evaluator):
 
     Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split,
     by labels that the student never sees. Of averaged weights, the projectors are those of the moment. A row has
-    `agreement`, with labels also `knn` and `probe`, and the same of each teacher: `teacher_knn`, `teacher_knn_2`, ...;
+    `agreement`, with labels also `knn` and `probe`, and the same for each teacher: `teacher_knn`, `teacher_knn_2`, ...;
     where a loss maps the student into the teacher's space, also what `recalled` returns.
     """
 
@@ -204,7 +204,7 @@ def recalled(
     """Search in a teacher's index with a student's vectors, all of length 1.
 
     Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, arXiv:1511.06452), bool [M], of
-    the student (`recall`) and of the teacher's own vectors; and the share of what the teacher finds that it finds too.
+    the student (`recall`) and of the teacher's own vectors; and the share of the teacher's finds that it finds too.
     """
     count, right, found = min(RECALLED, len(bank_ND)), [], []
     for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):

@@ -1,4 +1,4 @@
-"""Several labels per image, or none: each class is answered alone, by a sigmoid.
+"""Several labels per image, or none: each class is predicted alone, by a sigmoid.
 
 Shape legend: B images of a batch, N images of the split, C classes, K teachers.
 """
@@ -92,7 +92,7 @@ def build(options: Options) -> LabelSets:
 
 
 class LabelSetsEvaluator(LogitsEvaluator):
-    """Score models that answer for each class alone.
+    """Score models that predict each class alone.
 
     A row has for the student what `score` returns, over the images with labels; with a teacher also the same with
     `teacher_` before, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`). Precision
@@ -180,7 +180,7 @@ def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
 
 
 def counts(answer_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each class how many answers are right, too many, and missing, float64 [C]."""
+    """Return for each class how many predictions are right, too many, and missing, float64 [C]."""
     right = (answer_NC & truth_NC).double().sum(0)
     return right, answer_NC.double().sum(0) - right, truth_NC.double().sum(0) - right
 
@@ -191,7 +191,7 @@ def f1(right: Tensor, extra: Tensor, missing: Tensor) -> Tensor:
 
 
 def divergence(teacher_NC: Tensor, student_NC: Tensor) -> float:
-    """Return the mean KL divergence (teacher || student) of the answers yes and no, nats, summed over classes."""
+    """Return the mean KL divergence (teacher || student) of the yes/no probabilities, nats, summed over classes."""
     yes = teacher_NC.sigmoid() * (F.logsigmoid(teacher_NC) - F.logsigmoid(student_NC))
     no = (-teacher_NC).sigmoid() * (F.logsigmoid(-teacher_NC) - F.logsigmoid(-student_NC))
     return (yes + no).sum(1).mean().item()
@@ -216,7 +216,7 @@ def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
 
 
 def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each class the probability from which it is answered, and whether it was chosen, [C] and bool [C]."""
+    """Return for each class the probability from which it is predicted, and whether it was chosen, [C] and bool [C]."""
     # The threshold with the largest F1 on these images (arXiv:1402.1892), halfway between two scores; 0.5 for a class
     # that fewer than `FEWEST` images show, or that all but so few do.
     chosen = []

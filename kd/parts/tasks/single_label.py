@@ -1,4 +1,4 @@
-"""One label per image: the class with the largest probability of a softmax is the answer.
+"""One label per image: the class with the largest probability of a softmax is the prediction.
 
 Shape legend: B images of a batch, N images of a split, C classes, K calibration bins or teachers.
 """
@@ -48,7 +48,7 @@ class SingleLabel(Task):
         return answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Count equal answers and right ones; without a label PyTorch is right."""
+        """Count equal predictions and right ones; without a label PyTorch is right."""
         answer_N, expected_N = outputs.argmax(1), reference.argmax(1)
         images, same = len(outputs), int((answer_N == expected_N).sum())
         correct = int((answer_N == torch.where(label < 0, expected_N, label)).sum())
@@ -63,12 +63,12 @@ def build(options: Options) -> SingleLabel:
 
 
 class SingleLabelEvaluator(LogitsEvaluator):
-    """Score models that answer with one class.
+    """Score models that predict one class.
 
     A row has for the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,
     arXiv:1706.04599), over the images with a label; with a teacher also the same with `teacher_` before,
     `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Without labels, these two and
-    `agreement_ece`: the student's calibration error where the teacher's answer counts as right. Padding has weight 0.
+    `agreement_ece`: the student's calibration error, with the teacher's prediction as label. Padding has weight 0.
     """
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ def compare(student_BC: Tensor, teacher_BC: Tensor, weight_B: Tensor) -> dict[st
 
 
 def calibration_error(logits_NC: Tensor, label_N: Tensor) -> float:
-    """Return the expected calibration error of N answers: 15 bins, arXiv:1706.04599."""
+    """Return the expected calibration error of N predictions: 15 bins, arXiv:1706.04599."""
     return (_gap(score(logits_NC, label_N, torch.ones(len(label_N)))["bins"]) / len(label_N)).item()
 
 
@@ -175,5 +175,5 @@ def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
 
 
 def _gap(bins: Tensor) -> Tensor:
-    """Return the sum over bins of |confidence - right answers|; `bins` is [2, K]."""
+    """Return the sum over bins of |confidence - right predictions|; `bins` is [2, K]."""
     return (bins[0] - bins[1]).abs().sum()

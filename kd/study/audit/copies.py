@@ -31,12 +31,12 @@ _HASHED = 4096  # pictures at a time, some 10 MB as float32
 class Album:
     """Small pictures of images, by the order in which they were added.
 
-    Their pixels `luma`, uint8 [N, S, S]; `crc`, CRC-32 of the encoded bytes, uint32 [N], 0: nobody knows; the number of
+    Their pixels `luma`, uint8 [N, S, S]; `crc`, CRC-32 of the encoded bytes, uint32 [N], 0: unknown; the number of
     their `split`, uint8 [N]; and the `id` in it, int64 [N].
     """
 
     def __init__(self, most: int) -> None:
-        """Make room for at most so many images; memory is taken as it is used."""
+        """Make room for at most `most` images; memory is taken as it is used."""
         numbers = [np.empty(most, kind) for kind in (np.uint32, np.uint8, np.int64)]
         self._room = [np.empty((most, SIDE, SIDE), np.uint8), *numbers]
         self._show(0)
@@ -113,7 +113,7 @@ class Pairs(NamedTuple):
 
     first: np.ndarray
     second: np.ndarray
-    variant: np.ndarray  # of the first, that is like the second; -1: nobody knows
+    variant: np.ndarray  # of the first, that is like the second; -1: unknown
     score: np.ndarray  # mean of the correlations of the pictures and of their detail, at most 1
 
     def take(self, rows: np.ndarray) -> Pairs:

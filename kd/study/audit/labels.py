@@ -1,4 +1,4 @@
-"""Labels that a teacher doubts, and images that repeat by what it predicts.
+"""Labels that a teacher doubts, and images that repeat by its predictions.
 
 Legend: N, M images, C classes, D width.
 """
@@ -28,7 +28,7 @@ CONFIDENT = 0.75  # of the mean probability that a teacher gives to the labels o
 
 
 class TeacherAnswers(NamedTuple):
-    """What a teacher answers to the images of a split that have a label and could be read."""
+    """A teacher's predictions for the images of a split that have a label and could be read."""
 
     id: np.ndarray
     label: np.ndarray
@@ -41,7 +41,7 @@ class TeacherAnswers(NamedTuple):
 
 
 def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnswers:
-    """Return what is known of the images `ids` that have a label, from the probabilities `shares` [N, C]."""
+    """Return the findings on the images `ids` that have a label, from the probabilities `shares` [N, C]."""
     label = np.array([source.label(int(id)) for id in ids])
     rows = np.flatnonzero(label >= 0)
     ids, shares, label = ids[rows], shares[rows], label[rows]
@@ -86,7 +86,7 @@ def write_labels(
 
 
 def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path) -> list[str]:
-    """Add to duplicates.csv the pairs of two splits that have near answers and show one photograph."""
+    """Add to duplicates.csv the pairs of two splits that have near outputs and show one photograph."""
     train, val = answers["train"], answers["val"]
     if not len(train.id) or not len(val.id) or train.vector.shape[1] != val.vector.shape[1]:
         return []
@@ -120,7 +120,7 @@ def doubted(label: np.ndarray, answer: np.ndarray, share: np.ndarray, own: np.nd
 
     How sure it is counts by class, as a share of the mean probability that it gives to the labels of that class
     (arXiv:1911.00068): a teacher that is too sure, or of a hard class never sure, needs no other threshold. It doubts
-    where it answers another class with `CONFIDENT` of that share. Ranked by the ratio of both shares.
+    where it predicts another class with `CONFIDENT` of that share. Ranked by the ratio of both shares.
     """
     classes = int(max(label.max(initial=-1), answer.max(initial=-1))) + 1
     usual = np.bincount(label, own, classes) / np.maximum(np.bincount(label, minlength=classes), 1)

@@ -1,1 +1,1 @@
-"""The report of a run: what its folder records as text, tables, figures and one page."""
+"""The report of a run: its records as text, tables, figures and one page."""

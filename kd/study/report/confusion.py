@@ -1,7 +1,7 @@
-"""The section on answers: accuracy by class, confusion, photographs on which student and teacher differ, and the pair.
+"""The section on predictions: accuracy by class, confusion, photographs on which both models differ, and the pair.
 
-Of the pair, the student with its teacher behind it: how right it is, and what it costs, by the share that is passed on.
-Every second validation image chooses from which confidence on the student answers alone; the curve and the intervals
+Of the pair, the student with its teacher behind it: its accuracy and cost by the share that is passed on.
+Every second validation image chooses the confidence from which the student decides alone; the curve and the intervals
 are of the others. kd/deploy/export/defer.py writes such a threshold into an export.
 """
 
@@ -25,7 +25,7 @@ MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list, a screen long; of a clas
 
 
 def answers(runs: Sequence[RunRecord]) -> str:
-    """Show what the student confuses, what it loses against the teacher, and the photographs on which they differ."""
+    """Show the student's confusions, its losses against the teacher, and the photographs on which they differ."""
     sections = ""
     for run in runs:
         if run.answers is None or not run.answers.label:
@@ -86,7 +86,7 @@ def _doubts(one: Predictions, absent: Sequence[str]) -> list[str]:
 
 
 def short_names(names: Sequence[str], most: int = MOST_LETTERS) -> list[str]:
-    """Shorten names to their shortest unique suffix, in at most so many letters."""
+    """Shorten names to their shortest unique suffix, in at most `most` letters."""
     ends = [[name.split("/", cut)[-1] for cut in range(name.count("/"), -1, -1)] for name in names]
     counts = Counter(end for one in ends for end in one)
     own = [next((end for end in one if counts[end] == 1), one[-1]) for one in ends]
@@ -168,14 +168,14 @@ class Half:
         return cuts, self.student.sum() + gained[cuts]
 
     def threshold(self) -> float:
-        """Return the lowest confidence from which on the student may answer, so that the pair equals the teacher."""
+        """Return the lowest confidence from which the student may decide alone, so that the pair equals the teacher."""
         cuts, right = self.curve()
         cut = int(cuts[np.argmax(right >= self.teacher.sum())])  # passing all on equals it
         return float(self.sure[cut]) if cut < len(self.sure) else float("inf")
 
 
 def pair(one: Predictions) -> str:
-    """Show the pair as cards; empty without a teacher's answers or with fewer than 20 images."""
+    """Show the pair as cards; empty without a teacher's predictions or with fewer than 20 images."""
     if not one.teacher or len(one.student_sure) < 20:
         return ""
     chosen, shown = Half.of(one, 0), Half.of(one, 1)

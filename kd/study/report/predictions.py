@@ -1,4 +1,4 @@
-"""What models answer on validation images: for the page of a run; cached in its answers.json."""
+"""Predictions of models on validation images: for the page of a run; cached in its answers.json."""
 
 import time
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ MOST_PICTURES = 24  # pictures on which the models differ, 6 kB each in the page
 def answers(
     folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int, vouched: Trust
 ) -> tuple[Predictions | None, str]:
-    """Return the predictions of the best student and its teacher, or None, and a note about what is missing.
+    """Return the predictions of the best student and its teacher, or None, and a note about missing ones.
 
     They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
-    evenly spaced; 0: all. A teacher is loaded, never fitted. `vouched` says what the run folder may name.
+    evenly spaced; 0: all. A teacher is loaded, never fitted. `vouched`: code that the run folder may name.
     """
     if student.task.logits != "softmax" or not teacher.logits:
-        return None, ""  # an embedding, or a set of labels, is no answer to count
+        return None, ""  # an embedding, or a set of labels, is not a prediction to count
     try:
         vouched.check_folder(plan)
         data = open_sources(plan)
@@ -84,7 +84,7 @@ def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None
     """Return the predictions that an earlier report stored, if they are the best checkpoint's for these images."""
     try:
         content = read_json(folder.path / FILE, "run", "Remove the file")
-    except (OSError, RunError):  # damaged is as good as not there: the models answer again
+    except (OSError, RunError):  # damaged counts as missing: the models run again
         return None
     return content if content.get("belongs") == belongs else None
 
@@ -107,9 +107,9 @@ def _pictures(stored: Mapping[str, Any], shown: Views, classes: list[str]) -> li
 
 
 def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device) -> dict[str, Any]:
-    """Run models over so many images of a split as evaluation shows them, in float32; 0: all.
+    """Run models over `images` images of a split as evaluation shows them, in float32; 0: all.
 
-    Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its answers, by its name, and
+    Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its predictions, by its name, and
     their probabilities (`NAME_share`). "student" takes pixels, any other model a batch. `student_sure` are its
     probabilities after a temperature that every second image gave; `cpu_ms` is the CPU time of an image by model.
     """

@@ -1,4 +1,4 @@
-"""What a run folder holds, as values that a report can show; nothing here is computed on a device."""
+"""Content of a run folder as values for a report; nothing is computed on a device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Picture:
     name: str
     truth: str
     teacher: str
-    teacher_share: float  # the teacher's probability for its answer
+    teacher_share: float  # the teacher's probability for its prediction
     student: str
     student_share: float
     data: str  # a small JPEG as data URI
@@ -37,15 +37,15 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What student and teacher answered on validation images."""
+    """Predictions of student and teacher on validation images."""
 
     classes: Sequence[str]
     label: Sequence[int]
     student: Sequence[int]
     teacher: Sequence[int]  # empty without a teacher
-    of: int  # images of the validation split; more than answered where only a part was asked for
+    of: int  # images of the validation split; more than predicted where only a part was requested
     pictures: Sequence[Picture] = ()
-    student_sure: Sequence[float] = ()  # the student's probability for its answer, calibrated on every second image
+    student_sure: Sequence[float] = ()  # the student's probability for its prediction, calibrated on every second image
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
     """CPU milliseconds of an image by model; empty: they ran on a GPU."""
     leaked: Sequence[int] = ()
@@ -74,7 +74,7 @@ class Predictions:
         return [right[label] / count if count else math.nan for label, count in enumerate(self.images())]
 
     def confusion(self) -> list[list[int]]:
-        """Return how often the student answered each class (column) for each label (row)."""
+        """Return how often the student predicted each class (column) for each label (row)."""
         table = [[0] * len(self.classes) for _ in self.classes]
         for label, answer in zip(self.label, self.student, strict=True):
             table[label][answer] += 1
@@ -134,7 +134,7 @@ class RunRecord:
 
     @property
     def gave_up(self) -> bool:
-        """Whether so many evaluations in a row were no better (`run.patience`) that it ended early."""
+        """Whether it ended early, after `run.patience` evaluations without a new best."""
         patience, decides = int(self.keys.get("run.patience", 0) or 0), str(self.manifest.get("decides"))
         scores = [float(row[decides]) for row in self.val if decides in row]
         return 0 < patience < len(scores) - scores.index(max(scores)) if scores else False
@@ -151,7 +151,7 @@ class RunRecord:
 
     @property
     def unfinished_text(self) -> str:
-        """The same of the run or its baseline as a sentence."""
+        """The same for the run or its baseline, as a sentence."""
         for one, who in ((self, self.name), (self.baseline, f"{self.name} (labels only)")):
             if one is not None and one.unfinished:
                 ended = f"{who} has not finished: {one.unfinished}."
@@ -221,7 +221,7 @@ def on_cpu(manifest: Mapping[str, Any]) -> bool:
 
 
 def spent_of(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> float | None:
-    """Return what the steps up to the last row took, as `RunRecord.spent` counts it."""
+    """Return the cost of the steps up to the last row, as `RunRecord.spent` counts it."""
     last = rows[-1] if rows else {}
     if on_cpu(manifest):
         return last.get("cpu_seconds")
@@ -229,7 +229,7 @@ def spent_of(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> 
 
 
 def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
-    """Read the scores of a run and of its baseline; not its clocks, and not what the models answer."""
+    """Read the scores of a run and of its baseline; not its clocks, and not the models' predictions."""
     manifest, findings, alone = folder.manifest(), folder.path / "findings.json", folder.alone()
     trained = recipe.baseline if alone.config_file.is_file() else None
     short = RunDir(folder.path / BASELINE) if alone.path.name != BASELINE else None

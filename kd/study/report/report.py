@@ -22,7 +22,7 @@ from kd.study.report.summary import chain_lines, described
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written, and what to show."""
+    """The written report, and the lines to show."""
 
     file: Path
     size: int  # bytes of the page
@@ -38,8 +38,8 @@ def report(
 ) -> Report:
     """Write the page of one or several runs.
 
-    It is `target`, or report.html in the first folder. The models answer so many validation images, 0: all. `overrides`
-    of the runs' configurations say where the data lies now, or what the machine costs; `trust` runs code named there.
+    It is `target`, or report.html in the first folder. `images`: validation images to predict, 0: all. `overrides`
+    of the runs' configurations say where the data lies now, or the price of the machine; `trust` runs code named there.
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
@@ -78,7 +78,7 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
-    """Read a run folder; a negative number of images leaves out the models' answers."""
+    """Read a run folder; a negative number of images leaves out the models' predictions."""
     folder, recipe = _opened(path, overrides, trust)
     counted, note, exported = None, "", path / "export" / "manifest.json"
     if images >= 0 and folder.best_row():

@@ -149,7 +149,7 @@ def _windows(run: RunRecord, parts: Mapping[str, float]) -> str:
 
 
 def machine(runs: Sequence[RunRecord]) -> str:
-    """Show what the cores, the memory and the GPUs did."""
+    """Show the use of cores, memory and GPUs."""
     cards = []
     for run in runs:
         for name, rows in run.monitor.items():
@@ -191,14 +191,14 @@ def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[
 
 
 def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Draw sampled values over the time; empty where there are none."""
+    """Draw sampled values over the time; empty if there are none."""
     series = [Series(name, color(i), times, column) for i, (name, column) in enumerate(values.items())]
     names = legend([(one.name, one.color) for one in series])
     return card(title, lines(series, (515, 200), CLOCK, unit, zero=True), names) if series else ""
 
 
 def chain(runs: Sequence[RunRecord]) -> str:
-    """Draw from the teacher to the graphs where `export/` comes from, and what was compared at each arrow."""
+    """Draw from the teacher to the graphs the provenance of `export/`, with the comparison at each arrow."""
     found = {run.name if len(runs) > 1 else "": "\n".join(chain_lines(run.exported)) for run in runs}
     cards = [card(name, f"<pre>{esc(text)}</pre>") for name, text in found.items() if text]
     return section("Where the export comes from", "", *cards)

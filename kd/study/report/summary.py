@@ -1,4 +1,4 @@
-"""A run as Markdown, for its report.md and for terminals: scores as a table, and what was noticed."""
+"""A run as Markdown, for its report.md and for terminals: scores as a table, and findings."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ DIFFERENCES_NOTE = "In brackets: 95 % intervals, of the difference on the same i
 
 
 def described(run: RunRecord) -> list[str]:
-    """Return the scores of a run, and what is to be known of them, as lines of Markdown."""
+    """Return the scores of a run, and notes on them, as lines of Markdown."""
     stands = [f"**{line}**", ""] if (line := run.unfinished_text) else []
     if not run.best:
         return [*stands, "Not evaluated yet.", ""]
@@ -61,7 +61,7 @@ def described(run: RunRecord) -> list[str]:
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
-    """Return what the last scores of a run were computed from, by the names of its models."""
+    """Return the inputs of a run's last scores, by the names of its models."""
     if scored is None:
         return {}
     return {**{name: scored.of(name) for name in teachers}, student: scored.samples}
@@ -125,7 +125,7 @@ def verdict(run: RunRecord) -> str:
 
 
 def chain_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the chain of an export's manifest.json as a tree, with what was compared at each arrow; none: no chain."""
+    """Return the chain of an export's manifest.json as a tree, with the comparison at each arrow; none: no chain."""
     chain, lines = facts.get("chain", {}), list[str]()
     if teacher := chain.get("teacher"):
         answers = chain["answers"]

@@ -16,7 +16,7 @@ ALONE = (
     "<style>text{fill:#475467;font:13px sans-serif}.grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}"
     '.dashed{stroke-dasharray:2 5}</style><rect width="100%" height="100%" fill="#fff"/>'
 )
-"""What a chart that is a file brings of its own: a page has it in its style."""
+"""The style of a chart as a file: a page has it in its own."""
 POINTS = 400  # points of a line at most; more are thinned evenly
 
 
@@ -160,7 +160,7 @@ def esc(text: object) -> str:
 
 
 def evenly(count: int, most: int) -> Sequence[int]:
-    """Return at most so many of the first `count` numbers, evenly spaced, the last one always."""
+    """Return at most `most` of the first `count` numbers, evenly spaced, the last one always."""
     return range(count) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
 
 

@@ -1,1 +1,1 @@
-"""Many runs of one configuration: what is tried, the processes that train, and which is the best."""
+"""Many runs of one configuration: the trials, their processes, and the best one."""

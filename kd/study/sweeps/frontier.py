@@ -49,7 +49,7 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
 
     A student that came to its end has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number`
     (by `ms`), and `labels_only` where it was trained so too; one that is no graph has `untimed`: why. What the clock
-    shows is kept in frontier.json, until other trials end or another machine asks.
+    shows is kept in frontier.json, until other trials end or another machine reads it.
     """
     trials = {trial.name: trial for trial in tried.trials}
     ended = {row["trial"]: trials[row["trial"]] for row in rows}
@@ -123,7 +123,7 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
 
 
 def named(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of a trial for a person: of a student that is a mapping its model, arguments and weights."""
+    """Return the values of a trial as text: of a student that is a mapping its model, arguments and weights."""
     shown = dict(values)
     if "student" in shown:
         one = parse_value(f"student={shown['student']}")

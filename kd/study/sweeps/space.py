@@ -1,4 +1,4 @@
-"""What a sweep tries: all combinations of listed values; and the configuration of each trial."""
+"""The trials of a sweep: all combinations of listed values; and the configuration of each trial."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def require_different(trials: Iterable[Trial]) -> None:
 
 
 def sharing(settings: Config, threads: int) -> list[str]:
-    """Return the overrides by which the trials of a sweep share the teacher's answers and the decoded images.
+    """Return the overrides by which the trials of a sweep share the teacher's outputs and the decoded images.
 
-    The views stay those of a run alone. The answers are rounded to float16, as in every cache. Where a run is so many
+    The views stay those of a run alone. The outputs are rounded to float16, as in every cache. Where a run is so many
     steps long, or a loss reads features, a cache is for the user to choose: its size is not known here, or large.
     """
     backend, read, found = settings.backend, reads(settings.losses), []

@@ -26,16 +26,16 @@ log = logging.getLogger("kd")
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a sweep leaves."""
+    """Results of a sweep."""
 
     folder: Path
     """`run.folder`/NAME_sweep: a run folder for each trial, journal.jsonl, sweep.md, best.yaml; frontier.svg."""
     best: Path  # the best configuration, which `kd-train` takes
     rows: list[dict[str, Any]]
     """Of each trial, the best first: `trial`, `values`, `score` of validation images, and its `interval` where it is
-    known. Where the students differ also what they cost, see `kd.study.sweeps.frontier.measured`."""
+    known. Where the students differ also their costs, see `kd.study.sweeps.frontier.measured`."""
     fresh: list[dict[str, Any]]
-    """The same of the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
+    """The same for the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
     tested: dict[str, Any]  # `score` and `interval` of the best trial on test images; {} without a test split
     text: str  # the table, and how much of the best score is the luck of its seed
 
@@ -150,7 +150,7 @@ def _shown(found: Mapping[str, Any], column: Column) -> str:
 def luck(
     rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], tested: Mapping[str, Any], column: Column
 ) -> str:
-    """Say what the best trial reaches with other seeds, and on test images; else that nobody knows."""
+    """Report the best trial's scores with other seeds, and on test images; else that it is unknown."""
     best, count, again = rows[0]["score"], len(rows), [row["score"] for row in fresh]
     difference = (best - statistics.mean(again)) * (-1 if column.smaller else 1)
     points = f"{100 * difference:+.1f} points" if column.unit == "%" else f"{difference:+.4f} {column.unit}".rstrip()

@@ -31,7 +31,7 @@ log = logging.getLogger("kd")
 
 
 class Processes:
-    """Commands that run; those that still do at the end, or when this process is killed, are asked to stop."""
+    """Commands that run; those that still do at the end, or when this process is killed, get SIGTERM."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -85,10 +85,10 @@ def failure(line: str) -> KdError:
 
 
 class Trials:
-    """The trials of a folder, in order, and what is recorded of them."""
+    """The trials of a folder, in order, and their records."""
 
     def __init__(self, folder: Path, trials: Sequence[Trial], by: str) -> None:
-        """Read what is recorded. `by`: the key of the score that counts; "": the one that decides in each run."""
+        """Read the records. `by`: the key of the score that counts; "": the one that decides in each run."""
         self.folder, self.trials, self.by, self.failed = folder, trials, by, dict[str, str]()
         self._journal, self._by_name = folder / "journal.jsonl", {trial.name: trial for trial in trials}
         self.scores = build_task(trials[0].config.task).scores
@@ -129,7 +129,7 @@ class Trials:
         return run.best_row() if scored is None or scored.split == "test" else scored.row
 
     def train(self, jobs: int, final: bool = False) -> None:
-        """Train what is not recorded yet. `final`: also score the test images."""
+        """Train trials without a record. `final`: also score the test images."""
         waiting = [trial for trial in self.trials if trial.name not in self.rows]
         self._prepare(waiting)
         with Processes() as processes:
@@ -206,7 +206,7 @@ def _of_column(scored: Scored, key: str) -> dict[str, Any]:
 
 
 def _score(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
-    """Return the same of a row that was read; one of `DAMAGE`: it has other values."""
+    """Return the same for a row that was read; one of `DAMAGE`: it has other values."""
     numbers = [row["score"], *row.get("interval", ())]
     low, high = (0.0, 1.0) if column.unit == "%" else (-math.inf, math.inf)
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Paint tables, crockery, ingredients and light with Pillow: what the dishes of `food_mini` have in common.
+"""Paint tables, crockery, ingredients and light with Pillow: the common elements of `food_mini`'s dishes.
 
 Every random choice comes from one `random.Random`, whose stream Python keeps stable. Nothing of kd is imported.
 """
@@ -261,7 +261,7 @@ def set_table(scene: Scene) -> None:
 
 
 def serve_on(scene: Scene, kind: str) -> float:
-    """Paint what the dish lies on, radius 1; return the radius that is left for the dish."""
+    """Paint the plate below the dish, radius 1; return the radius that is left for the dish."""
     color = scene.color(DISHES)
     if kind == "board":
         wood = scene.texture(scene.color(WOODS), 18, 9)
