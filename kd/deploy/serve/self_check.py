@@ -32,15 +32,15 @@ KINDS = (  # sides in crops, format, mode, options
 TURNED = 6  # EXIF: to be turned by 90 degrees
 LARGEST_CROP = 512  # pixels; of a larger crop the pictures are enlarged, and files stay small
 LEVELS = 8
-"""Of 255 by which a decoded pixel may differ."""
+"""Of 255 by which a decoded pixel may differ: Pillow 10.3 to 13.0 differ by 2, another filter by 16."""
 FLOOR = 1e-4
 """Of the largest |logit|, by which logits may always differ. Float32 on AVX2, AVX-512, SSE, of the oldest and newest
-onnxruntime and OpenVINO, on 1 to 8 threads: up to 1.2e-6; bfloat16 for float32: 4e-3 (`self_check.csv`)."""
+onnxruntime and OpenVINO, on 1 to 8 threads: up to 1.0e-6; bfloat16 for float32: 2e-2 (`self_check_*.csv`)."""
 TIMES, STATIC = 2.0, 0.25
 """Of a graph's largest difference from float32 at the export, by which its logits may differ. Two ways to compute it
-that both stay that close to float32 are at most twice as far from each other: seen 0.9 of dynamic int8, 0.7 of
-bfloat16. Static int8 adds up the same integers: seen 0.12 between versions of OpenVINO; where they overflow, on
-processors without VNNI, 0.67 and 1.4."""
+that both stay that close to float32 are at most twice as far from each other: seen 0.6 of dynamic int8, 0.8 of
+bfloat16. Static int8 adds up the same integers: seen 0.12 between versions of OpenVINO. Without VNNI its sums overflow,
+and those of dynamic int8: 0.6 to 1.1, and 4.5."""
 MAX_BYTES = 2**28  # of the file's arrays: five crops of 4,096 pixels
 
 
