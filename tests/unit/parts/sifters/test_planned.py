@@ -45,6 +45,7 @@ def test_a_sifted_epoch_has_exactly_the_number_of_images_that_keep_sets(kind, ke
     assert abs(len(plan.ids) / IMAGES - keep) <= 0.5 * BATCH / IMAGES + 1e-9
     assert len(plan.ids) % BATCH == 0
     assert len(plan.ids.unique()) == len(plan.ids)
+    assert sifter.steps(1, 0.3) == len(plan.ids) // BATCH  # what the length and `--check` are computed from
 
 
 @pytest.mark.parametrize("views", [2, 3, 30])

@@ -170,6 +170,15 @@ def last(right: int, teacher: int = 0, data: str = "images", images: int = 200) 
     return Scored("test", 20, data, images, 2, {key: one.value for key, one in samples.items()}, samples)
 
 
+def test_the_conclusion_has_the_interval_of_each_model_and_of_their_difference():
+    scored = last(140, 142)
+    said = SINGLE_LABEL.conclusion(scored)
+    for sample in scored.samples.values():
+        low, high = sample.interval()
+        assert f"{100 * sample.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in said
+    assert "the student against it -1.0 points (-2.9 to +0.9): no difference shown" in said
+
+
 def test_better_is_said_where_the_interval_of_the_pairs_says_so():
     alone = replace(run("alone"), scored=last(130))
     one = replace(run("one"), scored=last(140, 142), baseline=alone)
