@@ -1,4 +1,4 @@
-"""kd: distill a large vision transformer into a small one, and do not pay for work that teaches nothing.
+"""kd: train a small vision model to match a large one, with stored teacher outputs and sifted data.
 
     import kd
     run = kd.train("configs/vit_food.yaml", "run.epochs=5")

@@ -124,7 +124,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(argv: Sequence[str] | None = None) -> int:
-    """`kd-verify EXPORT --data IMAGES`: recompute what an export says of itself; exit code 1: wrong, 3: no export."""
+    """`kd-verify EXPORT --data IMAGES`: recompute the claims of an export; exit code 1: wrong, 3: no export."""
     from kd.deploy.verify.verify import VerifyOptions
     from kd.deploy.verify.verify import verify as verified
 

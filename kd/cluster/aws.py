@@ -42,7 +42,7 @@ def train(request: Request, follow: bool = True) -> None:
 
 
 def deploy(requests: Mapping[str, Request], export: Path, labels: Sequence[str]) -> str:
-    """Upload an export, send `hosting_requests`, wait, ask the endpoint for one image; return a line about it."""
+    """Upload an export, send `hosting_requests`, wait, send the endpoint one image; return a line about it."""
     name = requests["CreateEndpoint"]["EndpointName"]
     remove = f"Remove it: aws sagemaker delete-endpoint --endpoint-name {name}"
     with _aws_errors("deploy"):

@@ -49,7 +49,7 @@ def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) ->
         new = renamed_key(path, say).rpartition(".")[2] if where else renamed_key(path, say)
         if new != str(key) and new in value:
             wrong = f"is the old name of {new}, which stands beside it"
-            errors.append(ConfigError(path, wrong, "One of the two names is allowed", f"Remove {key}"))
+            errors.append(ConfigError(path, wrong, "Use one name", f"Remove {key}"))
         else:
             made[new if new != str(key) else key] = renamed(item, path, errors, say)
     return made

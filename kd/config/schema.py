@@ -105,7 +105,7 @@ class DataSection:
     """Share of the training images that an epoch draws, balanced over the classes as far as each has enough
     images, each image once. 0: all images. Not with a sifter."""
     views: int = ranged(0, low=0)
-    """How many different views an image has; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
+    """Number of different views per image; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
     many as `teacher.cache.views`."""
     on_corrupt: Literal["error", "skip"] = "error"
     """What to do with an image that cannot be decoded. skip: give it weight 0, count it and list its name. A file that
@@ -262,7 +262,7 @@ class LossSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SifterSection:
-    """Which images an epoch visits."""
+    """Which images are used in each epoch."""
 
     kind: str = chosen("sifters", "none")
     """Which images are trained. In our runs with classes of even size no rule beat fewer epochs of equal CPU time."""

@@ -132,7 +132,7 @@ class Augment:
     mixup: float = ranged(0.0, low=0.0)
     """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
     cutmix: float = ranged(0.0, low=0.0)
-    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup too, each image gets one of the two."""
+    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup too, each image gets one or the other."""
     mix_probability: float = ranged(1.0, low=0.0, high=1.0)
     """Probability that an image is mixed at all, where mixup or cutmix is on."""
 

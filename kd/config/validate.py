@@ -70,7 +70,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
         )
         yield ConfigError("data.store", wrong, "One of none, ram and disk", remedy)
     if data.labels_per_class and data.labels == "none":
-        yield ConfigError("data.labels_per_class", "needs labels", "data.labels: some, or all", "Change one of the two")
+        yield ConfigError("data.labels_per_class", "needs labels", "data.labels: some, or all", "Change either")
     cached = teacher.cache.views
     if data.views and cached and data.views != cached:
         wrong = f"is {cached}, but data.views is {data.views}"

@@ -128,7 +128,7 @@ class Score(Protocol):
 
 
 class Sifter(Protocol):
-    """Decides which images an epoch visits: `sifters/NAME.py: build(options, context) -> Sifter`."""
+    """Decides which images are used in each epoch: `sifters/NAME.py: build(options, context) -> Sifter`."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return the plan of an epoch: equal on all ranks, its length a multiple of the global batch size.
@@ -139,7 +139,7 @@ class Sifter(Protocol):
         ...
 
     def steps(self, epoch: int, progress: float) -> int:
-        """Return how many optimizer steps an epoch will have, at any time and without a plan."""
+        """Return the number of optimizer steps per epoch, at any time and without a plan."""
         ...
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:

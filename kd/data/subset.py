@@ -107,7 +107,7 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
     draws = np.array([seed_from("test split", val.name(id)) for id in range(len(val))], np.uint64)
     tested = draws < fraction * 2**63
     if tested.all() or not tested.any():
-        wrong = f"is {fraction:g}, which leaves one of the two splits of {len(val)} validation images empty"
+        wrong = f"is {fraction:g}, which leaves one split of {len(val)} validation images empty"
         raise DataError("data.test_fraction", wrong, "Some images for each", "Change it, or add validation images")
     return subset(val, np.flatnonzero(~tested)), subset(val, np.flatnonzero(tested))
 

@@ -29,7 +29,7 @@ MAX_SCANS = 64
 MARGIN = 1.5
 """A JPEG is decoded at 1/2, 1/4 or 1/8 of its sides where this many times the pixels that are needed remain.
 
-Part of the identity of caches, stores and exports: a change of it changes pixels.
+Part of the identity of caches, stores and exports: a change changes pixels.
 """
 Least = Callable[[int, int], float]
 """The share of its sides that an image of some width and height must keep; above 1, all are too few."""

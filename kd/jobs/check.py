@@ -90,13 +90,13 @@ class Compared:
     where: str  # config path of its section
     text: str
     values: dict[str, float]
-    """`images`. Where it came with a preprocessing: `of_std`, the largest difference in standard deviations of its
-    outputs at home, and `equal`, the share of equal top classes. Where it has more classes than the data: `kept`, the
-    share of its probability that belongs to the data's."""
+    """`images`. Where it came with a preprocessing: `of_std`, the largest difference from its outputs under
+    that one in standard deviations, and `equal`, the share of equal top classes. Where it has more classes than the
+    data: `kept`, the share of its probability that belongs to the data's."""
 
 
 def compare(plan: TeacherPlan, teachers: Teachers, backend: Backend | None = None) -> list[Compared]:
-    """Compare each teacher with itself at home. Left out: one that this run fits, or divides over ranks."""
+    """Compare each teacher with itself under its own preprocessing; not one that this run fits or divides."""
     if plan.shard or plan.pipeline:
         return []
     device = torch.device("cpu")

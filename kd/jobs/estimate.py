@@ -36,7 +36,7 @@ from kd.setup.student import apply_mode, build_criterion, build_distillation
 
 BUDGET_SECONDS = 3.0  # for timing the steps of a run in turns, after one of each
 CPU_TRIAL, QUICK_MS = 16, 50.0
-"""Images of a trial on a CPU, where all cores are busy with them. Models that take less time for so many are timed with
+"""Images of a trial on a CPU, where all cores are busy with them. Models that take less time are timed with
 a whole micro-batch, as any on an accelerator: what a step takes whatever its size would else count too much."""
 LOADED, LOADED_SECONDS = 16, 1.0
 """Images that are loaded to time loading, and after how long fewer are enough: their median moves by a few percent."""

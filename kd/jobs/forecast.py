@@ -59,7 +59,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
         if on_cpu:
             peak += counted * (1 - bench.images / bench.split.micro_batch)
         told, own = f"memory    {peak:.0f} MiB at the peak of the process", checked[-1].removeprefix("memory    ")
-        lines[len(checked) - 1] = f"{told}, of it {own}" if on_cpu else f"{told}; of the device {own}"
+        lines[len(checked) - 1] = f"{told}, including {own}" if on_cpu else f"{told}; of the device {own}"
         return "\n".join([*lines, *estimate(bench, ms), *advise(bench, ms)])
 
 

@@ -85,7 +85,7 @@ class LoopPlan:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The training of one student. The floors below the jobs take a part of it."""
+    """The training of one student. Rooms below the jobs take parts."""
 
     record: Record
     backend: BackendSection

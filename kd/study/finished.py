@@ -1,6 +1,6 @@
 """A finished or interrupted run, read: its configuration, and whether its folder can be trusted.
 
-A run folder may come from someone else. Reading one runs no code that it names and shows no other images than its
+A run folder may come from a stranger. Reading one runs no code that it names and shows no other images than its
 own, unless the user vouches for it.
 """
 

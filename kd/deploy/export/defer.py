@@ -5,7 +5,7 @@ confidence is about as good as a learned rule unless labels are noisy or the pho
 Every second validation image chooses the threshold; the others say how many are passed on and how many of the rest are
 wrong. The confidence is the one that the export returns, after calibration.
 
-"At most so many wrong" holds for the upper end of the 95 % interval on the images that choose (in the manner of
+"At most this share wrong" holds for the upper end of the 95 % interval on the images that choose (in the manner of
 arXiv:1705.08500), because the share itself would be exceeded on every second set of new images.
 
 Shape legend: N images, C classes.

@@ -149,7 +149,7 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
     if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
         other = [*(set(second.labels) ^ set(first.labels)), ""][0]
         differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
-        wrong = differ if other else "one of the two returns one label per image, the other several"
+        wrong = differ if other else "one model returns one label per image, the other several"
         raise ModelError("--second", f"'{settings.second}': {wrong}", "", "Choose an export of the same classes")
     return second
 

@@ -206,7 +206,7 @@ def _last_steps(evidence: Evidence) -> list[int]:
 
 
 def batch_size(evidence: Evidence) -> Finding | None:
-    """A step is too small: much of it does not depend on the number of images."""
+    """A step is too small: much time does not depend on the number of images."""
     step, facts = evidence.step(), evidence.facts
     if evidence.steps() < MIN_STEPS:
         return None

@@ -83,7 +83,7 @@ def distill(
     [B, C] as a tensor, as the first of a tuple, or in an object with `.logits` or `.pooler_output`.
 
     Args:
-        teacher: maps images [B, ...] to logits; a frozen copy of it is used. Several: their probabilities are averaged.
+        teacher: maps images [B, ...] to logits; a frozen copy is used. Several: their probabilities are averaged.
         student: maps the same images to logits; trained in place.
         train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
             but for a last batch that is not full.

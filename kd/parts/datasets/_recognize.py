@@ -57,7 +57,7 @@ def tables(folder: Path, kind: str) -> Keys | None:
 
 
 def _table(path: Path, root: Path) -> tuple[str, Keys]:
-    """Return kind and keys of a table of images in `root`; one that is none raises what `tables` expects."""
+    """Return kind and keys of a table of images in `root`; another file raises what `tables` expects."""
 
     def is_image(name: str) -> bool:
         return 0 < len(name) < 200 and ((root / name).is_file() or any(root.glob(f"{escape(name)}.*")))

@@ -116,7 +116,7 @@ def folder_name(options: Options) -> str:
 
 
 def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
-    """List (label, painted dish, plate, photograph of it) by label and dish; of a tray the dishes, joined by "+"."""
+    """List (label, painted dish, plate, photograph) by label and dish; of a tray the dishes, joined by "+"."""
     dishes, train = tuple(PAINTERS), split == "train"
     rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
     listed = []

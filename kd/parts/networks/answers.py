@@ -1,6 +1,6 @@
 """Outputs that you bring: a table of logits or embeddings by file name, from an API, a team, or `kd-cache --export`.
 
-An output belongs to the whole image, while the student sees crops of it: Beyer et al. 2021 (arXiv:2106.05237) call
+An output belongs to the whole image, while the student sees crops: Beyer et al. 2021 (arXiv:2106.05237) call
 this a fixed teacher, and find it worse than one that sees the same crop. A table that `kd-cache --export` wrote has an
 output for each view, and is taken only with the same views.
 """

@@ -1,1 +1,1 @@
-"""Sifters: which images an epoch visits. See `kd.core.contracts.Sifter`."""
+"""Sifters: which images are used in each epoch. See `kd.core.contracts.Sifter`."""

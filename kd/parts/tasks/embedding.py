@@ -37,7 +37,7 @@ SCORES = Scores(
     ),
     note="Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
     "and a ridge classifier. Recall@10: one of the ten training images that are nearest in the teacher's vectors shows "
-    "the same class; the student asks with its projected vector. The labels were not used in training.",
+    "the same class; the query is the student's projected vector. The labels were not used in training.",
 )
 
 

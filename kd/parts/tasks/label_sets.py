@@ -24,7 +24,7 @@ DIVERGENCE = "divergence of the student's probabilities from the teacher's"
 SCORES = Scores(
     own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
     pair=(
-        Column("agreement", "agreement", meaning="labels in common, of those that one of the two gives"),
+        Column("agreement", "agreement", meaning="labels in common, of those that either gives"),
         Column("kl", "KL", "nats", f"{DIVERGENCE}, summed over classes", smaller=True),
     ),
 )

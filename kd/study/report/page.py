@@ -104,7 +104,9 @@ def _tiles(run: RunRecord) -> str:
         rest.append((f"{run.images_per_second:,.0f}", "images per second", f"{clock(run.seconds)} of training"))
     for one in run.manifest.get("teacher_home", {}).values():
         if "equal" in one:
-            rest.append((percent(one["equal"]), "same top class as the teacher at home", one["text"]))
+            rest.append(
+                (percent(one["equal"]), "same top class as the teacher under its own preprocessing", one["text"])
+            )
     if run.skipped:
         rest.append((f"{run.skipped} of {run.steps}", "steps were skipped", "their gradient was NaN or infinite"))
     if run.cost:

@@ -96,7 +96,7 @@ def require_different(trials: Iterable[Trial]) -> None:
 def sharing(settings: Config, threads: int) -> list[str]:
     """Return the overrides by which the trials of a sweep share the teacher's outputs and the decoded images.
 
-    The views stay those of a run alone. The outputs are rounded to float16, as in every cache. Where a run is so many
+    The views stay those of a run alone. The outputs are rounded to float16, as in every cache. Where a run is that many
     steps long, or a loss reads features, a cache is for the user to choose: its size is not known here, or large.
     """
     backend, read, found = settings.backend, reads(settings.losses), []

@@ -73,7 +73,7 @@ def test_it_is_what_its_source_is():
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.9])
 def test_no_split_is_empty(fraction):
-    with pytest.raises(DataError, match=r"data\.test_fraction: .* leaves one of the two splits of 1 validation"):
+    with pytest.raises(DataError, match=r"data\.test_fraction: .* leaves one split of 1 validation"):
         set_aside(Listing(["a"]), fraction)
 
 

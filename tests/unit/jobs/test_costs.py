@@ -61,7 +61,7 @@ def test_the_peak_of_the_process_is_foretold_and_recorded(settings, monkeypatch)
     monkeypatch.setattr(forecast, "advise", lambda *given: [])
     text = forecast.forecast(resolve(config.load(settings)))
     before = high_water()
-    (told, own) = re.findall(r"memory    (\d+) MiB at the peak of the process, of it (\d+) MiB per rank", text)[0]
+    (told, own) = re.findall(r"memory    (\d+) MiB at the peak of the process, including (\d+) MiB per rank", text)[0]
     assert float(told) == pytest.approx(before + forecast.LATER_MIB, abs=20)
     assert int(own) < 20
     folder = train(config.load(settings, ["run.epochs=1"])).folder

@@ -37,7 +37,7 @@ def render(dish: str, split: str, index: int, seed: int, size: int, shot: int = 
     """Paint one picture [size, size] of a dish: a pure function of its arguments.
 
     `dish` is a key of `PAINTERS`; several, joined by "+", stand on one tray. The splits "train" and "val" never share a
-    random number. `index` is the plate, `shot` the photograph of it: later ones have other light and another crop.
+    random number. `index` is the plate, `shot` its photograph: later ones have other light and another crop.
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{index}"), size * SUPERSAMPLE)
     set_table(scene)

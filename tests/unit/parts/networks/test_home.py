@@ -68,7 +68,7 @@ def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
     assert found["text"] in said.out + said.err
     assert f"Teacher: {found['text']}." in run.report
     report([run.folder], tmp_path / "page.html", images=4)
-    assert "same top class as the teacher at home" in (tmp_path / "page.html").read_text()
+    assert "same top class as the teacher under its own preprocessing" in (tmp_path / "page.html").read_text()
     text = describe(resolve(config.load(merged(bare, {"teacher": teacher}))), answers=True)
     assert found["text"] in text
 
