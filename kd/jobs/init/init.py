@@ -67,8 +67,8 @@ def init(
         wrong = f"'{file}' cannot be written ({error.strerror})"
         raise ConfigError("-o", wrong, "A new file", "Name another") from error
     if not student_weights:
-        random = "the student starts" if teacher else "teacher and student start"
-        log.info("%s from random weights: expect much less (docs/tutorial.md). --student FILE names weights", random)
+        random, names = ("the student starts", "") if teacher else ("teacher and student start", "--teacher FILE and ")
+        log.info("%s from random weights: expect much less (docs/tutorial.md). Better: %s--student FILE", random, names)
     limits = [f"{word}<={limit:g}" for word, limit in (("ms", ms), ("mb", mb)) if limit]
     name, run = _yaml(str(file)), f"runs/{file.stem}"
     accept = f'kd export {run} --accept "{" ".join(["drop<=2", *limits])}"'

@@ -131,7 +131,9 @@ def test_the_written_file_passes_the_check_of_the_command(name, command, teacher
 def test_a_run_from_random_weights_says_what_to_expect(caplog):
     caplog.set_level("INFO", "kd")
     wrote(classes(Path("three"), 5, 5, 5))
-    assert re.search("teacher and student start from random weights: expect much less .*--student", caplog.text)
+    assert re.search(
+        "teacher and student start from random weights: expect much less .*--teacher FILE and --student", caplog.text
+    )
 
 
 def test_foreign_weights_are_recognized_and_written(inside, caplog):
