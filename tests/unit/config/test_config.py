@@ -27,6 +27,9 @@ MINIMAL = {
 }
 
 
+LEARNABLE = ("sifter.kind=teacher", "sifter.score=learnable")
+
+
 def minimal(**sections) -> dict:
     return {**MINIMAL, **sections}
 
@@ -216,6 +219,7 @@ THAWED = ("backend.kind=xla", "optimizer.zero=true", "student.tuning={freeze: [p
         (("optimizer.kind=muon", "backend.kind=xla"), "optimizer.kind", "is muon, which is untested on xla"),
         (("data.balance=0.5", "sifter.kind=history"), "data.balance", "is 0.5, but sifter.kind is history"),
         (("data.balance=0.5", "data.labels=some"), "data.labels", "is some, but data.balance reads"),
+        (("data.labels=some", "teacher.cache.views=2", *LEARNABLE), "data.labels", "is some, but sifter.kind reads"),
         (("data.test_split=exam", "data.test_fraction=0.2"), "data.test_fraction", "but data.test_split names a test"),
     ],
 )

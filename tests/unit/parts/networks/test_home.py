@@ -23,8 +23,6 @@ from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.study.report.report import report
 
-CPU = torch.device("cpu")
-
 
 def write_vit(folder: Path, names: list[str], **keys) -> Path:
     from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
@@ -50,7 +48,7 @@ def loaded(settings, section, **values):
 
 def compared(settings, section, **values):
     recipe, teachers = loaded(settings, section, **values)
-    return compare(recipe.teacher, teachers, CPU)
+    return compare(recipe.teacher, teachers)
 
 
 def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
@@ -166,7 +164,7 @@ def test_what_the_data_s_classes_hold_of_the_probability_is_shown(bare, tmp_path
     (tmp_path / "names.txt").write_text("Granny Smith\nfig\npear\n")
     section = {"kind": "transformers", "model": str(folder), "classes": str(tmp_path / "names.txt")}
     recipe, teachers = loaded(bare, section)
-    (one,) = compare(recipe.teacher, teachers, CPU)
+    (one,) = compare(recipe.teacher, teachers)
     alone = loaded(merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""})[1].model
     shown = teachers.data.shown(teachers.data.val)
     images = pixels_of(readable(shown.source)[0], shown)

@@ -68,6 +68,12 @@ def test_labels_alone_with_less_than_all_of_it_give_no_verdict_but_the_key_that_
     assert "at equal steps" in line(80, 60, had=0.5 * cost, **changes)
 
 
+def test_each_part_has_its_cost_and_the_time_on_the_wall_where_one_passed():
+    said = line(80, 60, had=200.0, manifest={"device": "cpu", "at_hand": {"outputs": 9, "cpu_seconds": 30.0}})
+    own, alone = "the student with new outputs 1 min 00 s (7 s)", "labels alone 3 min 20 s (7 s)."
+    assert said.endswith(f": outputs at hand 30 s, {own}, {alone}")
+
+
 def test_what_is_not_recorded_gives_no_verdict():
     """Rows of an older kd; a fit that is gone; outputs of an accelerator, which no clock of the CPU timed."""
     assert line(80, 60, cost=None).startswith("No verdict")
