@@ -385,6 +385,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     whole, alone = (rows("full_labels", arm=arm) for arm in ("kl", "labels only"))
     fruit = [rows("proof_grocery", arm=arm) for arm in ("soft", "labels only")]
     (folder,) = rows("from_folder")
+    (install,) = rows("install")
     (scratch,) = rows("init_sweep", folder="grocery-fruit", temperature="2.0", lr="0.003")
     for words in (
         f"|the same student, distilled: {against(first, alone_first).removeprefix('+')} more|**{over_seeds(first)}**|",
@@ -399,6 +400,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"the student {float(folder['student']):.1f} % "
         f"({float(folder['low']):.1f} to {float(folder['high']):.1f}) and its {float(folder['mb']):.1f} MB file "
         f"{float(folder['file_right']):.1f} %",
+        f"({install['disk_gb']} GB of disk, {float(install['cpu_seconds']):.0f} s of CPU time; ",
         f"from random weights: {float(scratch['test']):.1f} % there",
         f"Of {folder['images'][0]},{folder['images'][1:]} test photographs",
     ):
