@@ -29,6 +29,7 @@ from pieces import centre, wait_until
 from PIL import Image
 from serving import ROOT, Reply, Running, images, validation
 
+from kd.deploy.export import package
 from kd.deploy.export.export import ExportOptions, export
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
@@ -569,3 +570,28 @@ def test_openvino_with_two_slots_ends_whenever_it_is_asked_to(distilled, tmp_pat
         server = Running(tmp_path / "export", "--file", "openvino.xml", "--threads", "2", "--slots", "2", wait=False)
         time.sleep(moment)
         assert server.stop() == 0, (moment, server.errors)
+
+
+def test_an_export_that_answers_otherwise_here_is_not_ready(exported, tmp_path):
+    """Its last layer's weights are those of a later step; hashes and checksum are made to fit."""
+    import onnx
+    from onnx import numpy_helper
+
+    folder = shutil.copytree(exported, tmp_path / "export")
+    model = onnx.load(folder / "model.onnx")
+    (head,) = (one for one in model.graph.initializer if one.name.endswith("head.weight"))
+    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head) * np.float32(1.05), head.name))
+    onnx.save(model, folder / "model.onnx")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    package.seal(folder, {key: one for key, one in manifest.items() if key not in ("files", "checksum")})
+    with Running(folder, wait=False) as server:
+        wait_until(lambda: "otherwise" in server.get("/ping").json["detail"])
+        ping = server.get("/ping")
+        assert ping.status == server.post(b"").status == 503
+        assert re.search(r"largest difference .*, .* is allowed; onnxruntime .* here, .* there", ping.json["detail"])
+        assert "\nkd_self_check 0\n" in server.get("/metrics").body.decode()
+    assert server.stop() == 0
+    assert "not ready" in server.errors
+    with Running(folder, "--no-self-check") as server:
+        assert server.get("/ping").status == 200
+    assert "the self-check is off" in server.errors

@@ -23,13 +23,6 @@ from kd.files.manifest import GRAPHS
 
 FILE, KEY = "self_check.npz", "self_check"
 SEED = 65  # any other would do
-KINDS = (  # sides in crops, format, mode, options
-    (5.0, 4.0, "JPEG", "RGB", {"quality": 90}),
-    (2.0, 1.5, "JPEG", "RGB", {"quality": 90, "exif": "turned"}),
-    (1.5, 1.25, "PNG", "RGB", {}),
-    (1.25, 1.75, "PNG", "RGBA", {}),
-)
-TURNED = 6  # EXIF: to be turned by 90 degrees
 LARGEST_CROP = 512  # pixels; of a larger crop the pictures are enlarged, and files stay small
 LEVELS = 8
 """Of 255 by which a decoded pixel may differ: Pillow 10.3 to 13.0 differ by 2, another filter by 16."""
@@ -52,14 +45,15 @@ class SelfCheckError(ModelError):
 
 def pictures(size: int) -> list[bytes]:
     """Return the files of the pictures, for a crop of `size` pixels."""
-    draw, side, files = np.random.default_rng(SEED), min(size, LARGEST_CROP), []
-    turned = Image.Exif()
-    turned[0x0112] = TURNED
-    for width, height, kind, mode, options in KINDS:
+    draw, side, files, turned = np.random.default_rng(SEED), min(size, LARGEST_CROP), [], Image.Exif()
+    turned[0x0112] = 6  # by 90 degrees
+    jpeg = {"format": "JPEG", "quality": 90}
+    kinds = (5.0, 4.0, jpeg), (2.0, 1.5, {**jpeg, "exif": turned}), (1.5, 1.25, {"format": "PNG"})
+    for width, height, options in (*kinds, (1.25, 1.75, {"format": "PNG"})):
         picture, file = _painted(int(width * side), int(height * side), draw), io.BytesIO()
-        if mode == "RGBA":
+        if len(files) == len(kinds):
             picture.putalpha(_painted(*picture.size, draw).convert("L"))
-        picture.save(file, kind, **{**options, **({"exif": turned} if "exif" in options else {})})
+        picture.save(file, **options)
         files.append(file.getvalue())
     return files
 
