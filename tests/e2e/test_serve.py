@@ -585,7 +585,7 @@ def test_an_export_that_answers_otherwise_here_is_not_ready(exported, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     package.seal(folder, {key: one for key, one in manifest.items() if key not in ("files", "checksum")})
     with Running(folder, wait=False) as server:
-        wait_until(lambda: "otherwise" in server.get("/ping").json["detail"])
+        wait_until(lambda: "differ" in server.get("/ping").json["detail"])
         ping = server.get("/ping")
         assert ping.status == server.post(b"").status == 503
         assert re.search(r"largest difference .*, .* is allowed; onnxruntime .* here, .* there", ping.json["detail"])

@@ -32,7 +32,7 @@ class Metrics:
         self._buckets: dict[str, list[int]] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._images = 0
-        self.self_check: bool | None = None  # whether the export's own pictures gave what they gave at the export
+        self.self_check: bool | None = None  # whether it was passed; None: it was not run
         self.log: Lines | None = None  # the handler whose dropped lines are shown; None: nothing is queued
 
     def request(self, route: str, status: int, seconds: float) -> None:
@@ -73,7 +73,7 @@ class Metrics:
                 lines.append(f'kd_seconds_sum{{stage="{stage}"}} {self._sums[stage]:.6f}')
                 lines.append(f'kd_seconds_count{{stage="{stage}"}} {total}')
         if self.self_check is not None:
-            text = "1 where the export's own pictures gave what they gave at the export."
+            text = "1 if pixels and outputs of the self-check are those at the export."
             lines += _metric("kd_self_check", "gauge", text, f" {int(self.self_check)}")
         lines += _answers(watch) if watch else []
         if self.log is not None:

@@ -274,10 +274,10 @@ class LoadedGraph(Description):
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
     def check_itself(self) -> bool | None:
-        """Decode the export's own pictures and run the graph on them; None: it has none, or they are not asked for.
+        """Run the self-check; None: the export has none, or it is off.
 
         Raises:
-            SelfCheckError: pixels or logits are others than at the export.
+            SelfCheckError: pixels or outputs differ from those at the export.
         """
         if self.check is None:
             return None
@@ -313,7 +313,7 @@ def open_export(
 
     `file` is the graph (default: the one that `kd-export --accept` chose, or model.onnx), `threads` the cores of a
     call, `slots` the calls at the same time for which OpenVINO prepares (default: as many as there are cores for).
-    SelfCheckError: the export's own pictures give another answer here, unless `self_check` is False.
+    SelfCheckError: the self-check fails; `self_check=False` leaves it out.
     """
     described = describe(Path(folder).absolute(), file, self_check)
     model = load(described, threads, slots or max(1, cores() // threads))

@@ -1,10 +1,10 @@
-"""The self-check: a few pictures that every export carries, and what they gave where it was exported.
+"""The self-check: a few pictures in every export, with the pixels and outputs measured at the export.
 
-It is served elsewhere: on another processor, with another onnxruntime, OpenVINO or Pillow. So each start decodes the
-pictures and runs the graph on their pixels, and a difference beyond what the export allows is an error.
+The export is served elsewhere: on another processor, with another onnxruntime, OpenVINO or Pillow. So each start
+decodes the pictures, runs the graph on their pixels, and refuses differences beyond the export's bound.
 
-The pictures are synthetic, so that no photograph leaves the house: noise at three scales, squares and lines, from a
-seed, as a JPEG that is reduced as it is decoded, a JPEG that is turned by EXIF, a PNG, and a transparent PNG.
+The pictures are synthetic, so no photograph leaves the house: noise at three scales, squares and lines, from a seed.
+They are a JPEG that is reduced while it is decoded, a JPEG turned by EXIF, a PNG, and a transparent PNG.
 """
 
 import io
@@ -38,7 +38,7 @@ MAX_BYTES = 2**28  # of the file's arrays: five crops of 4,096 pixels
 
 
 class SelfCheckError(ModelError):
-    """What is here decodes or computes otherwise than what was here at the export."""
+    """Pixels or outputs differ from those at the export."""
 
     exit_code = 3
 
@@ -134,12 +134,12 @@ def require(file: str, found: tuple[float, float], most: float, packages: Mappin
     """Refuse differences beyond `LEVELS` and `most`; `packages` are the versions at the export."""
     runtime = GRAPHS[file].runtime
     told = (
-        ("Pillow", "pillow", "decodes a self-check picture", found[0], LEVELS),
-        (runtime, runtime, f"{file} answers", found[1], most),
+        ("Pillow", "pillow", "the pixels of a self-check picture", found[0], LEVELS),
+        (runtime, runtime, f"the outputs of {file}", found[1], most),
     )
     for title, package, what, off, limit in told:
         if not off <= limit:
             here, there = versions(package)[package], packages.get(package, "unknown")
-            wrong = f"on this processor {what} otherwise than where it was exported: largest difference {off:.2g}"
+            wrong = f"on this processor {what} differ from those at the export: largest difference {off:.2g}"
             wrong += f", {limit:.2g} is allowed; {title} {here} here, {there} there"
             raise SelfCheckError("export", wrong, "", "Install the version there, or export on such a processor")
