@@ -77,6 +77,8 @@ def test_the_answers_and_the_tile_are_those_of_the_averaged_weights(told):
     assert data.test is not None
     assert len(data.test) + len(data.val) == 75
     assert answers["label"] == labels
+    assert answers["cpu_ms"].keys() == {"student", "teacher"}
+    assert min(answers["cpu_ms"].values()) > 0
     assert answers["student"] == shares.argmax(1).tolist()
     assert answers["student_share"] == pytest.approx(shares.max(1).tolist(), abs=2e-4)
     assert np.abs(ask(raw, data.val)[1] - shares).max() > 2e-3, "the raw weights would not be noticed"

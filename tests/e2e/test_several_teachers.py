@@ -51,6 +51,7 @@ def test_the_licence_of_each_stands_in_card_chain_and_report(several, command, t
         line = f"{where}  vit_tiny_patch16_224 (fitted on the labels), licence {licence}"
         for text in (card, reported, (run / "report.html").read_text()):
             assert line in text
+    assert "  | compared: the same prediction on 13 of 13 images, largest difference " in reported
     assert "graph  model.onnx " in reported
 
 

@@ -32,6 +32,7 @@ NAMES = ("apple", "fig", "lime", "pear")
 WEIGHTS = {
     "list": ([0.5, 2, 1, 3], [0.5, 2.0, 1.0, 3.0]),
     "by name": ({"fig": 2.0, "pear": 0}, [1.0, 2.0, 1.0, 0.0]),
+    "small": ([1e-4, 2e-4, 1e-4, 3e-4], [1.0, 2.0, 1.0, 3.0]),  # their sum over the images is below 1
     "balanced": ("balanced", [1 / 20, 1 / 7, 1 / 3, 1 / 2]),  # as scikit-learn's "balanced", up to a factor
 }
 

@@ -177,6 +177,9 @@ def test_the_conclusion_has_the_interval_of_each_model_and_of_their_difference()
         low, high = sample.interval()
         assert f"{100 * sample.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})" in said
     assert "the student against it -1.0 points (-2.9 to +0.9): no difference shown" in said
+    two = {"accuracy": 0.7, "teacher_accuracy": 0.8, "teacher_accuracy_2": 0.9, "agreement": 0.6}
+    expected = "accuracy 70.0 % (teacher 80.0 %, teacher 2 90.0 %), agreement 60.0 %"
+    assert SINGLE_LABEL.text(two) == expected
 
 
 def test_better_is_said_where_the_interval_of_the_pairs_says_so():
