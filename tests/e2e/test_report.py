@@ -135,7 +135,7 @@ def test_three_hundred_classes_of_long_nested_names(page, tmp_path):
         assert page.run(OVERLAPPING) == []
     labels = page.run("[...document.querySelectorAll('.dumb .name')].map(one => one.textContent)")
     assert len(set(labels)) == 24
-    text = page.run("document.querySelector('#').innerText")
+    text = page.run("document.querySelector('#predictions').innerText")
     assert "24 of 300 classes are drawn" in text
     assert "The 20 most frequent of 43 confusions" in text
     assert page.problems == []
