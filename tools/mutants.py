@@ -34,7 +34,13 @@ FILES = (
     "kd/study/report/predictions.py",
     "kd/study/report/summary.py",
 )
-TESTS = ("tests/unit", "tests/reference", "tests/contracts")  # in one process: neither worlds of ranks nor commands
+TESTS = (  # in one process: neither worlds of ranks nor servers
+    "tests/unit",
+    "tests/reference",
+    "tests/contracts",
+    "tests/e2e/test_report.py",
+    "tests/e2e/test_report_numbers.py",
+)
 KNOWN = Path(__file__).with_suffix(".txt")
 NOTICED, MISSED = {1, 3, -11, -9, 24, -24, 36, 152, 255}, {0, 5, 33}
 """mutmut's exit codes: a failing test, a crash, too much time; all tests pass, no test calls the function."""

@@ -14,6 +14,7 @@ from kd.deploy.export import graphs
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.package import new_export
+from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.model import describe, load
 from kd.models import runtimes
 from kd.parts.tasks import embedding, single_label
@@ -120,6 +121,8 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tm
         raise RuntimeError("NotImplemented:\nno kernel")
 
     monkeypatch.setattr(graphs.runtimes, "write_int8", fails)
+    seen = lambda folder, cpu_ms, *rest: {name: {1: Latency(2.0, 3.0, 400.0, 50.0)} for name in cpu_ms}  # noqa: E731
+    monkeypatch.setattr(graphs.variants, "measure", seen)  # a server has nothing to do with it
     written = write(subject(), tmp_path / "export", ExportOptions(compare=True))
     assert "model.onnx" in files(written.folder)
     assert "model.int8.onnx" not in files(written.folder)
