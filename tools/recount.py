@@ -33,7 +33,7 @@ REASONS = {  # of lines that are not recounted, by a pattern
     r"licence": "a licence",
     r"Centre crop|uint8|content hash|^- Data|^- \d+ classes": "a key of the configuration",
     r"preprocessing": "needs the teacher's weights and its library",
-    r"These are the logits|threshold|sure from|passes ": "needs the logits of the images: `kd verify` has them",
+    r"The scores above use|threshold|sure from|passes ": "needs the logits of the images: `kd verify` has them",
     r"CPU time|took .* ms|p50": "a time of another moment: `kd verify` measures it again",
     r"compared:|^graph |^calibrated |^student  run|^teacher|^outputs": "hashes of tensors and graphs: `kd verify`",
     r"^\| model\.|^\| openvino": "needs the graphs: `kd verify` asks them again",

@@ -146,7 +146,7 @@ class Cache:
     path: str = ""
     """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of all that the outputs depend on."""
     dtype: Literal["fp16", "fp32"] = "fp16"
-    """How a number is kept. fp16: two bytes, rounded; the student is given the rounded one from the first time on."""
+    """Precision of stored outputs. fp16: two bytes per value; the student learns the rounded values throughout."""
     topk: int = ranged(-1, low=-1)
     """Store the k largest logits per image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
     max_gb: float = ranged(100.0, above=0.0)
@@ -265,7 +265,7 @@ class SifterSection:
     """Which images are used in each epoch."""
 
     kind: str = chosen("sifters", "none")
-    """Which images are trained. In our runs with classes of even size no rule beat fewer epochs of equal CPU time."""
+    """How the images of an epoch are chosen. On balanced classes no kind beat fewer epochs of equal CPU time."""
     options: Any = None
 
 

@@ -23,7 +23,7 @@ def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the dataclass that a key holds, also where it may be null; None where it holds a value."""
+    """Return the dataclass of a section key, optional or not; None for a plain value."""
     found = [one for one in (annotation, *get_args(annotation)) if is_dataclass(one)]
     return found[0] if found and get_origin(annotation) is not tuple else None
 
@@ -72,7 +72,7 @@ class Tuning:
     """How single layers learn, where a network starts from pretrained weights."""
 
     layer_decay: float = ranged(1.0, above=0.0, high=1.0)
-    """Learning rate of each layer as a share of that of the next one (arXiv:2003.10555), in timm's groups of layers;
+    """Ratio of a layer's learning rate to that of the next deeper one (arXiv:2003.10555), in timm's groups of layers;
     0.75 is usual for a ViT. 1.0: the same for all."""
     head_lr_scale: float = ranged(1.0, above=0.0)
     """Factor of the learning rate of the classifier."""
@@ -80,7 +80,7 @@ class Tuning:
     """Patterns of the names of parameters that do not move, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
     Batch norm whose parameters are all frozen keeps its statistics."""
     freeze_epochs: int = ranged(0, low=0)
-    """First epochs in which `freeze` holds. 0: the whole run, in which frozen layers at the input cost no backward."""
+    """First epochs in which `freeze` holds. 0: the whole run; frozen layers at the input then need no backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +88,8 @@ class OptimizerSection:
     """How the student's weights move."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    """The optimizer; fused kernels where the device has them. muon: timm's, whose steps of matrices and convolutions
-    are orthogonal (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
+    """The optimizer; fused kernels where the device has them. muon: timm's, which orthogonalizes
+    the updates of matrices and convolutions (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
     lr: float = ranged(1e-3, above=0.0)
     """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
     min_lr_ratio: float = ranged(0.0, low=0.0, high=1.0)
@@ -97,7 +97,7 @@ class OptimizerSection:
     warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the run in which the learning rate rises linearly from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape after the warm-up; a function of the share of the run that is done."""
+    """Shape of the learning rate after the warm-up, a function of the progress through the run."""
     weight_decay: float = ranged(0.05, low=0.0)
     """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -30,11 +30,11 @@ FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 """What a compiled or exported form costs at each start of a run. Training steps of nine networks compile in 29 to 203 s
 on one busy core (`benchmarks/compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
 WORTH = 4.0
-"""Such a form is timed where its work in the run is this many times its cost: it must then save a quarter to pay."""
+"""Time such a form only if the run's work on it is this many times its start-up cost: it must then save a quarter."""
 LATER_MIB = 100
 """What evaluations, checkpoints, a teacher's export and the report add to first steps (`benchmarks/forecast_*.csv`)."""
 MARGIN = 0.05
-"""Share of the time that a candidate must save in all turns but one: less is within what a neighbour does to them."""
+"""Share of the time that a candidate must save in all turns but one: less is noise of a shared machine."""
 
 
 class Found(NamedTuple):
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
     keys: list[str]  # `key: value   # reason` of those that pay
     failed: list[str]  # what cannot be run here, and why
-    works: tuple[Work, ...] = ()  # as it is, and the best; none: nothing was compared
+    works: tuple[Work, ...] = ()  # (baseline, best); empty if nothing was compared
 
 
 def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> str:
@@ -85,7 +85,7 @@ def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     load = (
         f"timed twice, in turns, on {bench.images} images, with a load of {os.getloadavg()[0]:.1f} on {cores()} cores"
     )
-    head = f"keys      nothing else is {100 * MARGIN:.0f} % faster here, {load}"
+    head = f"keys      no other setting is {100 * MARGIN:.0f} % faster here, {load}"
     if lines:
         head = f"keys      faster here, {load}; paste what follows at the end of the file"
     sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
@@ -151,7 +151,7 @@ def stepping(threads: int, works: Sequence[Work]) -> Work:
 
 
 def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
-    """Return which is faster than the first in two comparisons, and how many times by the second; else the first, 1."""
+    """Return the candidate that beat the first in two comparisons, with its speed-up in the second; else (first, 1)."""
     plain, winner = next(iter(candidates)), fastest(candidates, MARGIN)[0]
     if winner == plain:
         return plain, 1.0
@@ -185,7 +185,7 @@ def compared(
 ) -> Found:
     """Compare the best mode so far with the changes of each stage in turn, so that each key advised pays by itself.
 
-    `seconds` of the run are this work: a compiled or exported form must save more of them than it costs a start.
+    `seconds` of the run are this work: a compiled or exported form must save more of them than its start-up costs.
     """
     lines, failed = [], []
     plain = fast = work(best)

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md in Hugging Face's format. All that it says stands in manifest.json."""
+"""The model card of an export: README.md in Hugging Face's format. Everything in it comes from manifest.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from kd.files.manifest import DIGITS, served_first
 from kd.models.licences import UNKNOWN
 from kd.study.report.summary import DIFFERENCES_NOTE, chain_lines
 
-LUCK = "The numbers above are of one run; an interval holds the luck of the images, not that of the seed."
-NAMED = 30  # labels that the card names: what a reader looks over; config.json has them all
+LUCK = "The numbers above are from one run. Intervals cover sampling of the images, not variation between seeds."
+NAMED = 30  # most labels listed in the card; config.json has all
 Facts = Mapping[str, Any]
 
 
 def card(facts: Facts) -> str:
     """Return README.md, a function of manifest.json alone: `kd verify` draws it again and compares every byte.
 
-    `facts`: the manifest as it is read. An error of `kd.files.json_file.DAMAGE`: it is no manifest of this format.
+    `facts`: the manifest as it is read. An error of `kd.files.json_file.DAMAGE`: the manifest has another format.
     """
     pixels, sure = facts["input"], [f"- {line}" for line in lines_of(facts["output"].get("defer", {}))]
     text = [*_front(facts), *_intro(facts), *_scores(facts), *_graphs(facts), *_use(facts)]
@@ -131,8 +131,8 @@ def _calibration(found: Facts | None) -> list[str]:
     if not found:
         return []
     return [
-        f"These are the logits of the run. Here they are divided by {found['temperature']:.3g}, fitted on "
-        f"{found['images']} validation images (arXiv:1706.04599). The calibration error goes from "
+        f"The scores above use the run's logits. The graphs here divide them by {found['temperature']:.3g}, fitted "
+        f"on {found['images']} validation images (arXiv:1706.04599). The calibration error goes from "
         f"{percent(found['ece'])} to {percent(found['calibrated_ece'])}, fitted on one half of them and counted "
         "on the other, twice. The same images chose the checkpoint. The predictions are the same.",
         "",
@@ -193,7 +193,7 @@ def _meaning(facts: Facts) -> str:
     if thresholds := facts["output"].get("thresholds"):
         text = _several_labels([*thresholds.values()])
         return f"{text}An image unlike the training data gets scores too: {apart}"
-    return f"Any image gets one of the classes, also one unlike the training data: {apart}"
+    return f"Every image is assigned one of the classes, even one unlike the training data: {apart}"
 
 
 def _several_labels(thresholds: Sequence[Facts]) -> str:

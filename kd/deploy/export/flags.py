@@ -88,10 +88,11 @@ class ExportOptions:
     """validation images compared, evenly spaced; 0: all"""
     compare: bool = option(False)
     """write every graph that runs here and measure each, by kd-serve"""
-    accept: str | None = option(None, "SENTENCE", sentence)
-    """"drop<=2 ms<=5 mb<=4", also teacher-drop and ece: write the first graph that keeps it, or exit with code 3"""
+    accept: str | None = option(None, "LIMITS", sentence)
+    """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points: write the first graph
+    within them all, else exit with code 3"""
     threads: int = option(1, "N", whole_number(1, 4096))
-    """used to measure `ms` (default 1)"""
+    """threads for measuring `ms` (default 1)"""
     calibrate: bool = option(True)
     """divide the logits by one temperature, fitted on validation images, where that makes confidences better"""
     defer: float = option(0.0, "X", float)

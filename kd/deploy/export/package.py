@@ -16,11 +16,11 @@ from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_jso
 
 @contextmanager
 def new_export(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes the export `folder` if the block ends well, replacing an older export."""
+    """Yield an empty folder that becomes the export `folder` if the block succeeds, replacing an older export."""
     refuse_other(folder)
     with atomic_folder(folder, where="export") as draft:
         yield draft
-        refuse_other(folder)  # minutes later
+        refuse_other(folder)  # again: the export took minutes
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def complete(
     """Write what each export has, and the list of all files, into a folder that may hold graphs and the model card.
 
     `config` and `tensors` are what `timm.create_model('local-dir:FOLDER', pretrained=True)` loads, `provenance` becomes
-    kd.json, `facts` stand in manifest.json.
+    kd.json, `facts` go into manifest.json.
     """
     save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
     write_json(draft / "config.json", config)

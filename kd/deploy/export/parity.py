@@ -37,7 +37,7 @@ IMAGES = "images.csv"  # of an export: the images that its numbers are of
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """What PyTorch and each graph return for the same N images. In memory: 4 bytes a number, image and graph."""
+    """What PyTorch and each graph return for the same N images. Memory: 4 bytes per output value, image and graph."""
 
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
     labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where unknown
@@ -67,7 +67,7 @@ class GraphOutputs:
         return found.facts[found.decides]
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
-        """Return the 95 % interval of the score that decides: Wilson's of a share, else the bootstrap's."""
+        """Return the 95 % interval of the score that decides: Wilson for shares, else the bootstrap."""
         value, images = self.score(name, task), len(self.labels)
         if "correct" in self.scores(name, task).facts:
             return wilson(value, images)
@@ -111,7 +111,7 @@ class GraphOutputs:
         return replace(self, outputs=outputs, cpu_ms=took)
 
     def difference(self, name: str) -> float:
-        """Return the largest |difference| from PyTorch; infinite where one is no number."""
+        """Return the largest absolute difference from PyTorch; inf if any is not finite."""
         found = (self.outputs[name] - self.outputs[EAGER]).abs()
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
@@ -165,7 +165,7 @@ def check_exact(name: str, scores: GraphScores, difference: float, tolerance: fl
     """Require a graph to compute what PyTorch computes."""
     if difference > tolerance or scores.others:
         wrong = (
-            f"its values differ from PyTorch's by up to {difference:.2g}, and {scores.others} of {images} predictions"
+            f"values differ from PyTorch's by up to {difference:.2g}; {scores.others} of {images} predictions change"
         )
         remedy = "Nothing was written; export with --no-onnx, or report the network"
         allowed = f"At most {tolerance:g} (--tolerance), and the same prediction for every image"

@@ -1,4 +1,4 @@
-"""The graphs of an export: int8 with SmoothQuant, how right each is, and how fast on this machine.
+"""The graphs of an export: int8 with SmoothQuant, how accurate each is, and how fast on this machine.
 
 A time is what one client of `kd-serve` waits for an answer (`kd.deploy.serve.bench`). Post-training quantization uses
 SmoothQuant (arXiv:2211.10438) and bias correction (NNCF); dynamic quantization is `runtimes.write_int8`.
@@ -33,7 +33,7 @@ and 0.65 points of 40 (int8_planted in benchmarks/ at commit 443d35d4)."""
 Views = Callable[[int], parity.Batches]  # so many
 SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
 JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
-TAIL = 3.0  # times the median: from there a p99 is other work. Undisturbed it is 1.9 to 2.2 (variants_table, repvit)
+TAIL = 3.0  # times the median: a larger p99 shows a busy machine. When quiet it is 1.9 to 2.2 (variants_table, repvit)
 SLOWER, SERVER_MS = 5.0, 10.0  # times the CPU time + ms, from which a median is other work: seen 39.5 of 0.42 ms
 LEAST_INT8 = 0.5
 """Share of the weights below which an export says how many are int8. Of a network of convolutions dynamic quantization
@@ -58,7 +58,7 @@ def runner(path: Path) -> parity.Runner:
 
 
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
-    """Return how right a graph is as JSON values; `drop` and `agreement` are against the student as trained."""
+    """Return how accurate a graph is as JSON values; `drop` and `agreement` are against the student as trained."""
     scores = outputs.scores(name, task)
     value, images = scores.facts[scores.decides], len(outputs.labels)
     return {

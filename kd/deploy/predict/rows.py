@@ -1,4 +1,4 @@
-"""A model and the images that it classifies: the rows of some of them, and the rows of all in their order."""
+"""Classify images into result rows, in chunks and in input order."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Predictor:
     model: LoadedGraph
     limits: Limits
     top: int
-    second: Predictor | None = None  # it predicts in place of `model` the images of which that is not sure
+    second: Predictor | None = None  # for images of which `model` is not sure
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
-        """Return a row for each image, with an error where it cannot be used; `contents`: of remote images."""
+        """Return a row per image, with `error` if it cannot be read; `contents`: futures of remote images' bytes."""
         made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
         outputs = []
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):

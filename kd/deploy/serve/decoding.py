@@ -17,8 +17,8 @@ from kd.files.pixels import HEIF, MARGIN, Beyond, centre_crop, count_scans, leas
 FORMATS = ("JPEG", "PNG", "WEBP")
 NAMES = (*FORMATS, *(["HEIC"] if HEIF else []))
 COEFFICIENT = 1 / 8
-"""A JPEG of several scans is held as coefficients of 2 bytes whatever it is reduced to: an eighth of the 16 bytes that
-a pixel takes, for each of its channels."""
+"""A progressive JPEG keeps its coefficients (2 bytes per pixel and channel) in memory at full size even if decoded at a
+fraction: an eighth of the 16 bytes budgeted per pixel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of an image file; OSError, or a Problem if it is not one."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for a writer
-        raise Problem(415, "This is a folder, a pipe, a socket or a device, and no file.")
+        raise Problem(415, "This is a folder, a pipe, a socket or a device, not a regular file.")
     check_bytes(status.st_size)
     with open(path, "rb", buffering=0) as file:
         return file.readall()
@@ -73,7 +73,7 @@ def open_image(data: bytes, size: int, crop: float, limits: Limits, margin: floa
     held, coefficients = image.width * image.height, whole * len(image.getbands()) * COEFFICIENT
     several = image.format == "JPEG" and held + coefficients > limits.max_pixels and count_scans(data) > 1
     if held + several * coefficients > limits.max_pixels:
-        wrong = f"The image has {sides} = {whole / 1e6:.1f} million pixels, which take the memory of"
+        wrong = f"The image has {sides} = {whole / 1e6:.1f} million pixels; decoding it needs the memory of"
         taken = f"{(held + several * coefficients) / 1e6:.1f}. At most {limits.max_pixels / 1e6:g} million"
         raise Problem(413, f"{wrong} {taken}.")
     return OpenedImage(image, summary, whole / limits.of(image.format).pixels)
@@ -110,7 +110,7 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
 
 
 def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:
-    """Return in a few words why the endpoint refuses an image that training takes, "" where it does not."""
+    """Return briefly why the endpoint refuses an image that training accepts, "" if it does not."""
     (less, more), most = sorted(size), limits.of(kind)
     if kind and kind not in (*FORMATS, *["HEIF"] * HEIF):
         return kind

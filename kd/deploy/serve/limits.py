@@ -22,16 +22,16 @@ class Limits:
     """Limits on requests and connections. A request beyond them gets 4xx, or 503 if the server is busy."""
 
     max_body: int = option(6 * MIB, "SIZE", size)
-    """of a request (default 6MiB, as of SageMaker's real-time endpoints)"""
+    """largest request body (default 6MiB, as of SageMaker's real-time endpoints)"""
     max_pixels: int = option(25_000_000, "N", pixels)
-    """of an image that are held at once (default 25e6); a JPEG, of which a fraction is, may have 2.56 times as many"""
+    """most pixels of an image in memory (default 25e6); a JPEG, decoded at a reduced size, may have 2.56 times that"""
     max_images: int = option(16, "N", whole_number(1, 1024))
-    """in a request"""
+    """most images per request (default 16)"""
     min_side: int = 4
     max_aspect: float = 20.0  # longer side over shorter side
     max_scans: int = MAX_SCANS
     max_in_flight: int = option(32, "N", whole_number(1, 65536))
-    """requests that are computed or wait for a thread; the next one gets 503 at once"""
+    """most requests in progress or waiting for a thread; the next one gets 503 at once (default 32)"""
     max_buffered: int = 64 * MIB  # bytes of all request bodies in memory
     max_connections: int = 512
     spare_connections: int = 256
@@ -42,15 +42,15 @@ class Limits:
     header_seconds: float = 10.0
     """From the start of a connection, or of the next request on it, to the end of the headers."""
     idle_seconds: float = option(75.0, "S", positive, flag="--keep-alive")
-    """that a connection is kept between two requests (default 75: proxies keep theirs 60)"""
+    """seconds that an idle connection stays open (default 75, longer than the 60 of common proxies)"""
     body_seconds: float = option(10.0, "S", positive, flag="--body-timeout")
-    """from the end of the headers to the end of the body (default 10)"""
+    """seconds from the end of the headers to the end of the body (default 10)"""
     deadline: float = option(10.0, "S", positive)
-    """from the end of the body to the answer (default 10)"""
+    """seconds from the end of the body to the response (default 10)"""
     write_seconds: float = 10.0
     """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
     drain_seconds: float = option(0.0, "S", whole_number(0, 3600), flag="--drain")
-    """from SIGTERM to the close of the port; /ping fails and all else is answered (default 5 of `serve`, else 0)"""
+    """seconds from SIGTERM until the port closes; /ping gets 503, requests are served (default 5 as `serve`, else 0)"""
     end_seconds: float = 25.0
     """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
 

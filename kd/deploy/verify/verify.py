@@ -1,7 +1,7 @@
-"""`kd verify`: is what an export says of itself so? Its files are run on the images that its numbers are of.
+"""`kd verify`: recompute the claims of an export, by running its files on the images that were used at the export.
 
-A stranger may have written the folder. Of it run graphs, in processes with a limit of time and memory, and timm's own
-networks with weights from safetensors; with `--trust` also model.pt2, which is a pickle.
+The folder is untrusted. Its graphs run in processes with limits of time and memory; networks come from timm, with
+weights from safetensors. `--trust` also runs model.pt2, which is a pickle.
 """
 
 import tempfile
@@ -30,7 +30,7 @@ from kd.study.report.summary import chain_lines
 
 
 class NotVerifiedError(KdError):
-    """Something that an export says of itself is not what was found; with --strict also: was not checked."""
+    """A claim was not reproduced or, with --strict, could not be checked."""
 
     exit_code = 1
 
@@ -48,7 +48,7 @@ class VerifyOptions:
     export: Path = option(metavar="EXPORT", parse=Path)
     """what kd-export wrote"""
     data: str = option("", "IMAGES")
-    """the images that its numbers are of, among any others: a folder, a list, shards, a URL, as for kd-predict"""
+    """folder, list, shards or URL with the images used at the export; others are ignored"""
     run: Path | None = option(None, "RUN", Path)
     """the run folder that it came from: teacher, data, scores and the choice of the images are compared too"""
     strict: bool = option(False)
@@ -98,7 +98,7 @@ def verify(options: VerifyOptions) -> Verdict:
     try:
         manifest = read_json(file, "export", "", kind=UnreadableExport) if file.is_file() else {}
         if not isinstance(manifest.get("files"), dict):  # a run folder has another manifest.json
-            wrong = f"'{folder}' is not an export: it has no {MANIFEST} of one"
+            wrong = f"'{folder}' is not an export: {MANIFEST} is missing or describes something else"
             raise UnreadableExport("export", wrong, "", "Name the folder that kd-export wrote")
         known = Claims(dict(manifest))
         _look(known, manifest, options)

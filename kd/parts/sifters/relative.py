@@ -34,7 +34,7 @@ class Options:
     repeat_delay_per_epoch: bool = False
     """Apply the delay at the start of each epoch instead of once."""
     shrink: int = field(default=1, metadata={"low": 1, "high": 4})
-    """The scoring pass sees images of 1 / so much of their sides: 2 makes it about four times as fast. For students
+    """Score images with their sides divided by this: 2 makes the scoring pass about four times as fast. For students
     that take images of any size: convolutional networks, XCiT, timm's ViTs with dynamic_img_size."""
 
 

@@ -43,15 +43,15 @@ class Options(Limits):
 class ByAnswers(Remembering):
     """Sift by a score of the teacher's stored output for the view that the epoch shows.
 
-    A view without a stored output is visited. Scores are read once a view and are part of the state, so that a
-    resumed epoch chooses alike, whatever was stored meanwhile. Each rank reads its share.
+    Views without a stored output are always visited. Each view is scored once and scores are part of the state, so that
+    a resumed epoch selects the same images, whatever was stored meanwhile. Each rank reads only its share.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
         super().__init__(options, context)
         self.options = options
         self.score_VN = torch.full((max(1, context.views), context.num_images), torch.nan)
-        """How hard each view is; NaN: unknown. Of `learnable` the teacher's loss."""
+        """Score of each view: higher is harder, NaN if unknown. For `learnable`, the teacher's loss."""
 
     @property
     def view(self) -> int:
@@ -59,7 +59,7 @@ class ByAnswers(Remembering):
         return self.epoch % len(self.score_VN)
 
     def is_full(self, epoch: int, progress: float) -> bool:
-        """The same for an epoch that shows a view for the first time, where nothing is stored yet."""
+        """Return True also where an epoch shows a view for the first time and no output is stored yet."""
         view, answers = epoch % len(self.score_VN), self.context.answers
         first = epoch < len(self.score_VN) and not (
             answers and bool(answers(view, range(self.context.batch_size))[1].all())
@@ -113,7 +113,7 @@ class ByAnswers(Remembering):
         return order[start : start + room], torch.ones(room)
 
     def _draw(self, order: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Draw by rank: where all are equally likely to be of any rank, the share `keep` is drawn."""
+        """Sample without replacement, harder images more often, so that the share `keep` is drawn on average."""
         draws = generator(self.context, "sift", self.epoch)
         shuffle = torch.randperm(len(order), generator=draws)  # a systematic draw depends on the order
         rank_K = (shuffle + 0.5) / len(order)

@@ -77,7 +77,7 @@ def test_the_answers_of_a_graph_beside_pytorchs():
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
     assert (found.others, found.facts[found.decides], found.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
-    with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5, and 1 of 2 answers"):
+    with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"):
         check_exact("model.onnx", found, 2.5, 3.0, 2)
     broken = answers.scores("broken.onnx", task), answers.difference("broken.onnx")
     with pytest.raises(ModelError, match="by up to inf"):

@@ -43,7 +43,7 @@ def test_what_the_answers_mean(card):
     found = words(card(made=Made(calibration=calibration), provenance=metrics))
     assert "divided by 1.5, fitted on 200 validation images" in found
     assert "from 10.0 % to 2.0 %" in found
-    assert "Any image gets one of the classes" in found
+    assert "Every image is assigned one of the classes" in found
     limits = {"fig": {"threshold": 0.3, "chosen": True, "f1": 0.8}, "pear": {"threshold": 0.5, "chosen": False}}
     found = words(card(made=Made(thresholds=limits)))
     assert "1 of 2 thresholds have the largest F1" in found
