@@ -84,9 +84,10 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         recorded = manifest.get("validation", {}).get(file)
         reference = Reference.read(recorded, labels) if recorded else None
         told = manifest.get(self_check.KEY, {}).get(file)
-        check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed") if told else None
-        least = _text(told["least"], f"{self_check.KEY}.least") if told else "0"
-        packages = dict(manifest.get("environment", {}).get("packages", {}))
+        check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed") if told is not None else None
+        least = _text(told["least"], f"{self_check.KEY}.least") if told is not None else "0"
+        installed = manifest.get("environment", {}).get("packages", {})
+        packages = {name: _text(one, "environment.packages") for name, one in installed.items()}
     except KeyError as error:
         raise invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     except DAMAGE as error:

@@ -55,6 +55,10 @@ CASES = [
         ("manifest.output", value)
         for value in ({}, {"name": "boxes"}, {"name": "embedding", "width": -1}, [], "logits")
     ],
+    *[("manifest.self_check.model.onnx.allowed", value) for value in (NAN, -1, LARGE * 10, "1", None, True)],
+    *[("manifest.self_check.model.onnx.least", value) for value in ("1\n2", "", 1.2, None)],
+    *[("manifest.self_check.model.onnx", value) for value in ([1], "x", {})],
+    *[("manifest.environment.packages", value) for value in ({"pillow": "1\x1b[2J"}, {"pillow": 3}, [1], "x")],
     ("manifest.output", {"name": "embedding", "width": LARGE}),
     *[("manifest.output.defer", {"threshold": value}) for value in (NAN, 1e9, "x", None, float("inf"))],
     ("manifest.output.defer", {"labels": {"apple": {"low": 0, "high": 1}}}),
