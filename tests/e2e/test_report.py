@@ -26,6 +26,16 @@ OVERLAPPING = """
   all.slice(i + 1).some(other => one.left < other.right - 1 && other.left < one.right - 1
     && one.top < other.bottom - 1 && other.top < one.bottom - 1)).map(one => one.top)
 """
+BROKEN = """
+[...document.querySelectorAll("td:first-child")].flatMap(
+  cell => [...cell.textContent.matchAll(/\\S+/g)].filter(word => {
+  const range = document.createRange();
+  range.setStart(cell.firstChild, word.index);
+  range.setEnd(cell.firstChild, word.index + word[0].length);
+  return new Set([...range.getClientRects()].map(one => one.top)).size > 1;
+}).map(word => word[0]))
+"""
+"""Words of the first columns that stand on several lines."""
 
 
 @pytest.fixture
@@ -102,7 +112,9 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
     other = Path(shutil.copytree(run, tmp_path / "other"))
     config = other / "config.yaml"
     config.write_text(
-        config.read_text().replace("name: tiny", "name: '<b id=evil>x</b>'").replace("lr: 0.002", "lr: 0.5")
+        config.read_text()
+        .replace("name: tiny", "name: '<b id=evil>x</b>_of_another_seed_and_a_long_name'")
+        .replace("lr: 0.002", "lr: 0.5")
     )
     target = tmp_path / "both.html"
     assert command("report", run, other, "--to", target).code == 0
@@ -112,6 +124,9 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
     assert "0.5" in text
     assert page.run("document.getElementById('evil')") is None
     assert "<b id=evil>" in page.run("document.querySelector('h1').textContent")
+    for width in (1100, 700):
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert page.run(BROKEN) == []
     assert page.problems == []
 
 
