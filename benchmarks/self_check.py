@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from _record import write
-from kd.files.manifest import GRAPHS, MANIFEST
+from kd.files.manifest import MANIFEST
+from kd.parts import registry
 
 CHILD = """
 import ctypes, json, os, sys, time
@@ -145,7 +146,7 @@ def main() -> None:
         for export in options.exports:
             manifest = json.loads((export / MANIFEST).read_text())
             for file, told in manifest["self_check"].items():
-                runtime = GRAPHS[file].runtime
+                runtime = registry.graphs()[file].runtime
                 for way, threads, more in ways(runtime, old, mask):
                     found = start(export, file, threads, more)
                     row = {"model": manifest["name"], "file": file, "way": way, "threads": threads}

@@ -30,7 +30,7 @@ from _load import closed_loop, kd_serve, percentile, request
 from PIL import Image
 
 from _record import write
-from kd.files.manifest import GRAPHS
+from kd.parts import registry
 
 Rows = list[dict[str, Any]]
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -67,6 +67,7 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     """Write an export of a model with random weights, with all graphs that can be made here."""
     import torch
 
+    from kd.core.facts import Network
     from kd.deploy.export.package import complete, new_export
     from kd.models import runtimes
     from kd.models.load_classifier import load
@@ -77,12 +78,10 @@ def random_export(folder: Path, name: str, size: int) -> Path:
     student = load(Spec("student", name, {}, LABELS), size).eval()
     with new_export(folder / "export") as draft:
         program = runtimes.export_program(runtimes.reparameterized(student), size)
-        runtimes.write_onnx(program, draft / "model.onnx")
-        runtimes.write_int8(draft / "model.onnx", draft / "model.int8.onnx")
-        if runtimes.installed("openvino"):
-            runtimes.write_openvino(draft / "model.onnx", draft / "openvino.xml")
-        if runtimes.has_bf16():
-            runtimes.write_openvino(draft / "model.onnx", draft / "openvino.bf16.xml", half=True)
+        network = Network(lambda _: program, draft / "model.onnx", lambda _: (), runtimes.LOGITS)
+        for file in ("model.onnx", "model.int8.onnx", "openvino.xml", "openvino.bf16.xml"):
+            if not registry.exporter(file).missing(file, True):
+                registry.exporter(file).write(draft / file, network)
         content, weights = export_files(student, LABELS, 1.0, "single_label_classification")
         facts = {"name": name, "version": "random", "input": {"size": size, "crop": 1.0}}
         complete(draft, content, weights, {}, facts)
@@ -139,7 +138,7 @@ def client(name: str, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
 
     manifest = json.loads((folder / "manifest.json").read_text())
     size, sent = manifest["input"]["size"], picture(manifest["input"]["size"], manifest["input"]["size"])
-    for file in (file for file in GRAPHS if file in manifest["files"]):
+    for file in (file for file in registry.graphs() if file in manifest["files"]):
         server, took = kd_serve(folder, "--file", file, "--threads", "1"), {"table": [], "client": []}
         at, message = urlsplit(server.url), request(server.url, sent, "image/jpeg")
         for _ in range(ROUNDS):

@@ -13,11 +13,12 @@ import torch
 from torch.onnx._internal.exporter import _registration
 
 from kd import config
+from kd.core.host import installed
 from kd.deploy.export import graphs, variants
 from kd.deploy.export.graphs import Subject
-from kd.models import runtimes
 from kd.models.classifier import digest
 from kd.models.load_classifier import Spec, load
+from kd.parts.exporters import openvino
 from kd.setup.recipe import resolve
 
 if hasattr(_registration, "onnxscript_apis"):  # a fifth of an export is to make this list of functions again
@@ -63,5 +64,4 @@ def measure_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure briefly, on one core, and as where OpenVINO is not installed."""
     monkeypatch.setattr(variants, "SECONDS", 0.01)
     monkeypatch.setattr(graphs, "cores", lambda: 1)
-    find = runtimes.installed
-    monkeypatch.setattr(runtimes, "installed", lambda name: name != "openvino" and find(name))
+    monkeypatch.setattr(openvino, "installed", lambda name: name != "openvino" and installed(name))

@@ -36,7 +36,8 @@ MAY_IMPORT = {
 ORDER = tuple(MAY_IMPORT)[:13]
 STRICTER = {  # rooms in a room that know less than it does
     "parts/networks/": {"core", "models", "parts.registry"},
-    "deploy/serve/": {"core", "files", "deploy.shift"},
+    "parts/exporters/": {"core", "models.runtimes"},
+    "deploy/serve/": {"core", "files", "parts.registry", "deploy.shift"},
     "deploy/predict/": {"core", "files", "deploy.serve"},
     "jobs/progress/": {"core"},
     "study/audit/": {"core", "files"},
@@ -54,9 +55,10 @@ MAY_IMPORT_OUTSIDE = {
     "starlette": ("deploy/serve/",),
     "uvicorn": ("deploy/serve/",),
     "onnx": ("models/runtimes.py",),
-    "onnxruntime": ("models/runtimes.py", "deploy/serve/engines.py"),
-    "openvino": ("models/runtimes.py", "deploy/serve/engines.py", "deploy/export/variants.py"),
-    "nncf": ("deploy/export/variants.py",),
+    "onnxruntime": ("models/runtimes.py", "parts/exporters/onnxruntime.py"),
+    "openvino": ("models/runtimes.py", "parts/exporters/openvino.py"),
+    "nncf": ("parts/exporters/openvino.py",),
+    "executorch": ("parts/exporters/executorch.py",),
     "ray": ("cluster/ray_cluster.py", "cluster/decoders.py"),
     "psutil": ("engine/monitor/system.py", "core/host.py"),
     "pynvml": ("engine/monitor/system.py",),
@@ -258,6 +260,12 @@ def test_import_kd_is_light():
     loaded = loaded_by("import kd; kd.__version__; kd.__all__")
     assert {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names == {"kd"}
     assert len(loaded) <= 60, sorted(loaded)  # 30 of the standard library on Python 3.11; torch brings 1,500
+
+
+def test_exporters_are_light():
+    """kd-serve loads a graph without torch."""
+    loaded = loaded_by("from kd.parts import registry; [registry.exporter(file) for file in registry.graphs()]")
+    assert not {"torch", "onnxruntime", "openvino", "onnx", "nncf", "executorch"} & loaded
 
 
 def test_errors_are_light():

@@ -15,13 +15,13 @@ from PIL import Image
 
 from kd.core.errors import RunError, in_short, needed
 from kd.files.storage import atomic_folder, refuse_unlisted
+from kd.parts import registry
 
 LOGS = "/aws/sagemaker/TrainingJobs"
 POLL_SECONDS = 10.0  # between two looks: a job takes minutes to start, and AWS limits how often it answers
 LATE_MS = 60_000  # an event may appear so long after younger events of another host
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 AGAIN = "Check credentials, region and names, then run the same command again"
-HEAVY = ("model.safetensors", "model.pt2")  # what `kd-serve` never reads
 Request = Mapping[str, Any]
 
 
@@ -171,12 +171,13 @@ def write_archive(export: Path) -> Path:
 def archive(export: Path) -> bytes:
     """Return the `model.tar.gz` for a container that runs `kd-serve`, the same bytes for the same files."""
     packed = io.BytesIO()
+    never_read = {"model.safetensors", *(name for name, graph in registry.graphs().items() if graph.code)}
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="") as zipped,
         tarfile.open(fileobj=zipped, mode="w") as tar,
     ):
         for path in sorted(export.iterdir()):
-            if path.is_file() and path.name not in HEAVY:
+            if path.is_file() and path.name not in never_read:
                 content = path.read_bytes()
                 entry = tarfile.TarInfo(path.name)
                 entry.size, entry.mode = len(content), 0o644

@@ -1,6 +1,5 @@
 """The rules between keys: every contradiction of a well-formed configuration, all at once, before anything is built."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,6 +8,7 @@ from kd.config.schema import QUANTIZED, RUNTIMES, TRAINED, Config, DataSection, 
 from kd.core.errors import EXCLUSIVE, ConfigError, KdError, MissingExtra, did_you_mean
 from kd.core.evaluation import Task
 from kd.core.facts import BackendFacts, LossFacts
+from kd.core.host import installed
 from kd.parts import registry
 
 
@@ -342,8 +342,3 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
         needed = "which" if value == runtime else f"for which {runtime}"
         wrong = f"is {value}, {needed} is not installed"
         yield MissingExtra(where, wrong, "", remedy)
-
-
-def installed(package: str) -> bool:
-    """Return whether a package can be found; nothing is imported."""
-    return importlib.util.find_spec(package) is not None

@@ -1,6 +1,8 @@
 """What others must know of a part before it is built: `facts` of its module. And options that name files."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -77,6 +79,38 @@ class BackendFacts:
     """Of torch on each rank, by its key `threads`. 0: all cores divided by the ranks here. None: it has no such key."""
     instances: tuple[str, ...] = ("",)  # how the names of SageMaker's instance types begin that it runs on
     chosen_on: tuple[str, ...] = ()  # of these, those on which `backend.kind: auto` means it; the longest name decides
+
+
+class Network(NamedTuple):
+    """What a graph of an export is made of."""
+
+    program: Callable[[int], Any]
+    """(batch) -> the ExportedProgram for so many images, 0: any number. uint8 [B, 3, S, S] to logits or vectors."""
+    onnx: Path  # model.onnx of the same export, if it has one
+    views: Callable[[int], Any]  # (number) -> batches of so many training views, each (uint8 [B, 3, S, S], ...)
+    output: str  # its name: "logits" or "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFile:
+    """A file of an export that holds a network."""
+
+    runtime: str  # the package that runs it
+    precision: str  # "float32", which must compute what PyTorch computes, "bf16" or "int8", which may lose a little
+    option: str = ""  # of `kd-export`, that writes it; "": all do
+    weights: str = ""  # a second file, with its weights
+    integer: bool = False  # its activations are integers too, so that sums are equal on all processors
+    code: bool = False  # loading it may run code that it holds: no endpoint does, kd-verify with --trust
+    cost: int = 0  # `--accept` tries cheap ones first
+    named: bool = False  # written only where `--formats` names it
+    kind: str = ""  # the part that knows it; the registry adds it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExporterFacts:
+    """What others must know of a format: its files."""
+
+    graphs: Mapping[str, GraphFile] = field(default_factory=dict)
 
 
 def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:

@@ -1,6 +1,7 @@
 """Of this machine and process: cores and how busy a thread is on them, free memory, versions, signals."""
 
 import ctypes
+import importlib.util
 import math
 import os
 import platform
@@ -236,6 +237,11 @@ def environment() -> dict[str, Any]:
         "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
         "command": redact(" ".join(sys.argv)),
     }
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be found; nothing is imported: NNCF reads at its import whether it may report."""
+    return importlib.util.find_spec(package) is not None
 
 
 def versions(*names: str) -> dict[str, str]:

@@ -4,28 +4,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 MANIFEST = "manifest.json"
 DIGITS = 12  # of a hash that a person reads, such as the version of an export
-
-
-class GraphFile(NamedTuple):
-    """What a file of an export is, by its name."""
-
-    runtime: str
-    precision: str
-    option: str  # of `kd-export`, that writes it
-
-
-GRAPHS = {
-    "model.onnx": GraphFile("onnxruntime", "float32", ""),
-    "model.int8.onnx": GraphFile("onnxruntime", "int8", "--int8"),
-    "openvino.xml": GraphFile("openvino", "float32", "--openvino"),
-    "openvino.bf16.xml": GraphFile("openvino", "bf16", "--compare"),
-    "openvino.int8.xml": GraphFile("openvino", "int8", "--compare"),
-}
-"""The graphs that an endpoint can serve."""
 
 
 def served_first(manifest: Mapping[str, Any]) -> list[str]:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kd.config.schema import RUNTIMES, TeacherSection
-from kd.config.validate import installed
 from kd.core.contracts import Backend, TeacherModel
-from kd.core.host import cores, peak_mib
+from kd.core.host import cores, installed, peak_mib
 from kd.core.types import Costs
 from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of

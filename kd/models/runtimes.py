@@ -8,10 +8,9 @@ Packages are imported only when needed.
 """
 
 import copy
-import importlib.util
+import importlib
 import logging
 import math
-import re
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.errors import MissingExtra, ModelError, in_short, needed
-from kd.core.host import signal_stack
+from kd.core.host import installed, signal_stack
 from kd.core.types import Outputs
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import is_timm
@@ -81,15 +80,15 @@ def reparameterized(model: Classifier) -> Classifier:
     return merged
 
 
-def export_program(model: Classifier, size: int) -> torch.export.ExportedProgram:
-    """Trace a classifier with a dynamic batch dimension."""
+def export_program(model: Classifier, size: int, images: int = 0) -> torch.export.ExportedProgram:
+    """Trace a classifier for so many images; 0: with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
     # Traced with two images, because torch treats a dimension of size 1 as constant.
-    example = (torch.zeros(2, 3, size, size, dtype=torch.uint8),)
-    batch = torch.export.Dim("batch", min=1, max=LARGEST_BATCH)
+    example = (torch.zeros(images or 2, 3, size, size, dtype=torch.uint8),)
+    shapes = None if images else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
     try:
         with torch.no_grad():
-            return torch.export.export(graph, example, dynamic_shapes=({0: batch},))
+            return torch.export.export(graph, example, dynamic_shapes=shapes)
     except Exception as error:  # torch.export raises many types, all caused by the network
         raise _failed("torch.export", error) from error
 
@@ -131,27 +130,6 @@ def int8_share(path: Path) -> float:
     weights = [one for one in onnx.load(path, load_external_data=False).graph.initializer if len(one.dims) > 1]
     counts = [(math.prod(one.dims), one.data_type == onnx.TensorProto.INT8) for one in weights]
     return sum(count for count, small in counts if small) / max(1, sum(count for count, _ in counts))
-
-
-def write_openvino(source: Path, path: Path, half: bool = False) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and the .bin beside it, with float32 weights, or float16 ones: `half`."""
-    openvino = require("openvino", "--openvino", "openvino")
-    with quiet():
-        openvino.save_model(openvino.convert_model(str(source)), str(path), compress_to_fp16=half)
-
-
-def written_for(path: Path) -> tuple[int, int]:
-    """Return the versions of IR and opset that a graph is written in."""
-    if path.suffix == ".xml":
-        text = path.read_bytes()
-        ir, opsets = re.search(rb'<net [^>]*version="(\d+)"', text), re.findall(rb'version="opset(\d+)"', text)
-        return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
-    onnx = require("onnx", "--onnx")
-    try:
-        graph = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf and onnx have their own types, one for each kind of damage
-        raise _no_graph("--onnx", path, error) from error
-    return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
 
 
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
@@ -240,23 +218,12 @@ def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) 
     return lambda image: next(iter(compiled(image).values()))
 
 
-def installed(name: str) -> bool:
-    """Return whether a package is installed, without importing it: NNCF reads at its import whether it may report."""
-    return importlib.util.find_spec(name) is not None
-
-
 def has_bf16() -> bool:
     """Return whether OpenVINO is installed and finds bfloat16 units in this processor."""
     if not installed("openvino"):
         return False
     with signal_stack():
         return "BF16" in importlib.import_module("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-
-
-def program_runner(path: Path) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from uint8 [B, 3, S, S] to logits [B, C]."""
-    module = torch.export.load(path).module()
-    return torch.no_grad()(lambda image: module(torch.from_numpy(image)).numpy())
 
 
 def require(name: str, option: str, extra: str = "") -> Any:

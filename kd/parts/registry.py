@@ -13,15 +13,25 @@ from types import ModuleType
 from typing import Any
 
 from kd.core.errors import FOREIGN, PartNotFound, did_you_mean, raised
-from kd.core.facts import BackendFacts, DatasetFacts, LossFacts, NetworkFacts, SifterFacts
+from kd.core.facts import (
+    BackendFacts,
+    DatasetFacts,
+    ExporterFacts,
+    GraphFile,
+    LossFacts,
+    NetworkFacts,
+    NoOptions,
+    SifterFacts,
+)
 
-FOLDERS = ("tasks", "losses", "sifters", "datasets", "networks", "backends")
+FOLDERS = ("tasks", "losses", "sifters", "datasets", "networks", "backends", "exporters")
 FACTS: dict[str, type[Any]] = {
     "losses": LossFacts,
     "sifters": SifterFacts,
     "datasets": DatasetFacts,
     "networks": NetworkFacts,
     "backends": BackendFacts,
+    "exporters": ExporterFacts,
 }  # what the `facts` of a part are. A part without any has the defaults; a loss must have some.
 
 
@@ -111,6 +121,20 @@ def facts(folder: str, kind: str, options: Any, where: str) -> Any:
         allowed = f"A function `facts(options)` that returns a kd.core.facts.{cls.__name__}, or one as `facts`"
         raise PartNotFound(where, wrong, allowed, "Add it; CONTRIBUTING.md has an example")
     return value
+
+
+def graphs() -> dict[str, GraphFile]:
+    """Return what is known of the graphs that an export may hold, by their files' names, cheap ones first."""
+    none, found = NoOptions(), dict[str, GraphFile]()
+    for kind in names("exporters"):
+        own = facts("exporters", kind, none, "export").graphs
+        found |= {file: dataclasses.replace(graph, kind=kind) for file, graph in own.items()}
+    return dict(sorted(found.items(), key=lambda one: one[1].cost))
+
+
+def exporter(file: str) -> Any:
+    """Return the exporter of a graph of `graphs`."""
+    return build("exporters", graphs()[file].kind, NoOptions(), "export")
 
 
 def describe(folder: str) -> list[tuple[str, str]]:

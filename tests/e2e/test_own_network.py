@@ -88,7 +88,7 @@ def test_it_is_fitted_as_the_teacher_too(own, tmp_path, command):
 
 
 def test_a_module_of_the_working_folder_is_found_and_nothing_else_there(own, tmp_path, command, monkeypatch):
-    from kd.models.runtimes import installed
+    from kd.core.host import installed
 
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))

@@ -29,11 +29,11 @@ from pieces import centre, wait_until
 from PIL import Image
 from serving import ROOT, Reply, Running, images, validation
 
+from kd.core.host import installed
 from kd.deploy.export import package
 from kd.deploy.export.export import ExportOptions, export
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
-from kd.models import runtimes
 
 
 @pytest.fixture(scope="module")
@@ -561,7 +561,7 @@ def test_a_reader_of_stderr_that_stalls_stops_nothing(exported, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not runtimes.installed("openvino"), reason="needs the extra openvino")
+@pytest.mark.skipif(not installed("openvino"), reason="needs the extra openvino")
 def test_openvino_with_two_slots_ends_whenever_it_is_asked_to(distilled, tmp_path):
     """Issue 49: before, two first answers at once waited for each other, and an end while a graph loads was SIGABRT."""
     export(distilled, tmp_path / "export", ExportOptions(openvino=True))

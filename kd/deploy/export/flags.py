@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kd.core.errors import ConfigError, ModelError, did_you_mean
 from kd.core.host import cores
 from kd.core.options import option, positive, whole_number
+from kd.parts import registry
 
 if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
     from kd.core.evaluation import Task
@@ -80,6 +81,8 @@ class ExportOptions:
     """also openvino.xml; needs kd[openvino]"""
     pt2: bool = option(False)
     """also model.pt2 for torch.export.load"""
+    formats: str = option("", "NAME,...")
+    """also the graphs of these exporters, such as executorch; `kd-parts exporters` has all"""
     index: bool = option(False)
     """of an embedding student: embeddings that can be searched in an existing index of the teacher"""
     tolerance: float = option(1e-3, "X", positive)
@@ -104,7 +107,13 @@ class ExportOptions:
 
     @property
     def any_graph(self) -> bool:
-        return self.onnx or self.pt2
+        return self.onnx or self.pt2 or bool(self.formats)
+
+    def wants(self, file: str) -> bool:
+        """Return whether a flag names a graph."""
+        graph = registry.graphs()[file]
+        flag = {"": self.onnx, "--int8": self.int8, "--openvino": self.openvino, "--pt2": self.pt2}.get(graph.option)
+        return bool(flag) or graph.kind in self.formats.split(",")
 
     @property
     def measures(self) -> bool:
@@ -118,6 +127,8 @@ class ExportOptions:
 
     def require(self, task: Task) -> None:
         """Refuse what does not go together, before minutes of work."""
+        for name in filter(None, self.formats.split(",")):
+            registry.find("exporters", name, "--formats")
         if not self.onnx and (self.int8 or self.openvino or self.measures):
             raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
         if self.measures and not 1 <= self.threads <= cores():

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kd.core.errors import ModelError, named
+from kd.core.errors import MissingExtra, ModelError, named
 from kd.core.evaluation import Task
+from kd.core.facts import GraphFile, Network
 from kd.core.host import cores
 from kd.core.scores import Scored
 from kd.core.text import percent
@@ -19,21 +20,18 @@ from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import calibrate
 from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
-from kd.deploy.export.variants import INT8, ONNX, STATIC
+from kd.deploy.export.variants import INT8, ONNX
 from kd.deploy.serve import self_check
 from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.engines import engine_of, oldest
+from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.limits import LOCAL
-from kd.files.manifest import GRAPHS
 from kd.models import runtimes
 from kd.models.classifier import Classifier
+from kd.parts import registry
 from kd.setup.recipe import Recipe
 
 CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch is asked about each
-OPENVINO, PT2 = "openvino.xml", "model.pt2"
-BF16 = "openvino.bf16.xml"
-EXACT = (ONNX, OPENVINO, PT2)  # what must compute what PyTorch computes. The others may lose a little.
 ReadImages = Callable[..., parity.Batches]
 """(limit, training=False) -> that many validation images, evenly spaced; 0: all. With `training`, views of training
 images."""
@@ -79,9 +77,11 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
     if not options.any_graph:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
-    if options.onnx:  # before the images are read
-        for name in ("onnx", "onnxscript", "onnxruntime"):
-            runtimes.require(name, "--onnx")
+    known = registry.graphs()
+    for name in filter(options.wants, known):  # before the images are read
+        if why := registry.exporter(name).missing(name, True):
+            wrong, _, remedy = why.partition(": ")
+            raise MissingExtra(known[name].option or "--onnx", wrong, "", remedy)
     student.eval()
     made, notes = Made(), []
     with subject.images() as images:
@@ -89,7 +89,7 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
             few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))
             notes.append(line)
-        work = _Workbench(subject, folder, options, images, made, _makers(folder, partial(images, training=True)))
+        work = _Workbench(subject, folder, options, images, made, known)
         work.add_first()
         made.thresholds = task.thresholds(work.outputs.outputs[EAGER], work.outputs.labels, classes)
         made.lines += notes
@@ -103,7 +103,9 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
     kept = {name: one for name, one in work.outputs.outputs.items() if name == EAGER or name in made.parity}
     made.defer = defer.choose(options.rule, kept, work.outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
-    made.self_check = _self_check(subject, folder, [name for name in GRAPHS if name in made.parity])
+    made.self_check = _self_check(
+        subject, folder, [name for name, one in known.items() if name in made.parity and not one.code]
+    )
     return made
 
 
@@ -111,27 +113,14 @@ def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[st
     """Write the self-check of the graphs, of which the first is model.onnx; return what manifest.json says of it."""
     data, engines, least = subject.recipe.data, {}, {}
     for name in names:
-        runtime, (ir, opset) = GRAPHS[name].runtime, runtimes.written_for(folder / name)
-        content = [path.read_bytes() for path in variants.files(folder / name)]
-        engines[name] = [engine_of(name, content[0], content[-1], threads, 1) for threads in (1, 2)]
-        least[name] = {"ir": ir, "opset": opset, "least": oldest(runtime, ir, opset)}
+        engines[name] = [open_graph(folder / name, threads) for threads in (1, 2)]
+        least[name] = registry.exporter(name).least(folder / name)
 
     def decode(file: bytes) -> np.ndarray:
         return prepare(file, data.image_size, data.crop_pct, LOCAL, bits=data.bits).pixels
 
     found = self_check.write(folder, data.image_size, decode, engines) if engines else {}
     return {name: one | least[name] for name, one in found.items()}
-
-
-def _makers(folder: Path, views: variants.Views) -> dict[str, Callable[[], None]]:
-    """Return what writes each graph that is made of model.onnx, in the order of its cost."""
-    source = folder / ONNX
-    return {
-        OPENVINO: partial(runtimes.write_openvino, source, folder / OPENVINO),
-        INT8: partial(runtimes.write_int8, source, folder / INT8),
-        BF16: partial(runtimes.write_openvino, source, folder / BF16, half=True),
-        STATIC: partial(variants.post_training, source, folder / STATIC, views),
-    }
 
 
 @dataclass(slots=True)
@@ -143,9 +132,10 @@ class _Workbench:
     options: ExportOptions
     images: ReadImages
     made: Made
-    makers: dict[str, Callable[[], None]]
+    known: Mapping[str, GraphFile]
     failures: dict[str, str] = field(default_factory=dict)
     outputs: GraphOutputs = field(init=False)
+    network: Network = field(init=False)
 
     @property
     def task(self) -> Task:
@@ -153,32 +143,35 @@ class _Workbench:
 
     def add_first(self) -> None:
         """Write the graphs of torch, and those that flags name or that `--compare` wants, and ask all in turns."""
-        options, runners = self.options, dict[str, parity.Runner]()
-        program = runtimes.export_program(
-            runtimes.reparameterized(self.subject.student), self.subject.recipe.data.image_size
-        )
-        if options.pt2:
-            torch.export.save(program, self.folder / PT2)
-            runners[PT2] = runtimes.program_runner(self.folder / PT2)
-        if options.onnx:
-            answer = runtimes.LOGITS if self.subject.student.num_classes else runtimes.EMBEDDING
-            runtimes.write_onnx(program, self.folder / ONNX, answer)
-            names = [ONNX]
-            for name, make in self.makers.items():
-                if (name == OPENVINO and options.openvino) or (name == INT8 and options.int8):
-                    make()
-                    names.append(name)
-                elif options.compare and missing(name) is None and not self._failed(name):
-                    names.append(name)
-            runners |= {name: variants.runner(self.folder / name) for name in names}
-        self._compare(runners)
+        student, size, names = runtimes.reparameterized(self.subject.student), self.subject.recipe.data.image_size, []
+        output = runtimes.LOGITS if student.num_classes else runtimes.EMBEDDING
+        program, views = cache(partial(runtimes.export_program, student, size)), partial(self.images, training=True)
+        self.network = Network(program, self.folder / ONNX, views, output)
+        for name in self.known:
+            if self.options.wants(name):
+                registry.exporter(name).write(self.folder / name, self.network)
+                names.append(name)
+            elif (
+                self.options.compare and name in self.candidates and not self._missing(name) and not self._failed(name)
+            ):
+                names.append(name)
+        self._compare(names)
+
+    @property
+    def candidates(self) -> list[str]:
+        """The graphs that may be written though no flag names them, or are."""
+        every = self.known.items()
+        return [name for name, one in every if self.options.wants(name) or not (one.code or one.named)]
+
+    def _missing(self, name: str) -> str:
+        return registry.exporter(name).missing(name, True)
 
     def _failed(self, name: str) -> str:
         """Write a candidate; return why it cannot be, and leave what is finished."""
         if name in self.failures:
             return self.failures[name]
         try:
-            self.makers[name]()
+            registry.exporter(name).write(self.folder / name, self.network)
         except Exception as error:  # of any type: runtimes and NNCF have their own
             self._remove(name)
             self.made.lines.append(f"left out: {name}, because writing it failed ({named(error)})")
@@ -191,9 +184,12 @@ class _Workbench:
         for one in (self.made.parity, self.made.validation, self.made.qualities):
             one.pop(name, None)
 
-    def _compare(self, runners: dict[str, parity.Runner]) -> None:
+    def _compare(self, names: Sequence[str]) -> None:
         """Ask PyTorch and graphs about the images, require that exact ones are exact, and record the answers."""
-        eager = parity.eager_runner(self.subject.student)
+        eager, runners = (
+            parity.eager_runner(self.subject.student),
+            {name: open_graph(self.folder / name) for name in names},
+        )
         found = parity.compare(eager, runners, self.images(self.options.images))
         first = not self.made.eager_ms
         self.outputs = found if first else self.outputs.joined(found)
@@ -202,21 +198,21 @@ class _Workbench:
             self._judge(name)
 
     def _judge(self, name: str) -> None:
-        made, outputs, task = self.made, self.outputs, self.task
+        made, outputs, task, exact = self.made, self.outputs, self.task, self.known[name].precision == "float32"
         scores, difference, images = outputs.scores(name, task), outputs.difference(name), len(outputs.labels)
-        if name in EXACT:
+        if exact:
             parity.check_exact(name, scores, difference, self.options.tolerance, images)
         made.parity[name] = outputs.facts(name, task)
         made.validation[name] = outputs.reference(name, task, self.subject.classes, bool(made.calibration)).record()
         line = f"max |d{'logit' if task.logits else 'value'}| {difference:.1e}, {scores.summary}, "
         line += f"{outputs.cpu_ms[name]:.2f} ms CPU per image (PyTorch {made.eager_ms:.2f})"
-        if name not in EXACT:
+        if not exact:
             low, high = outputs.drop_interval(name, task)
             line += f", drop {100 * outputs.drop(name, task):.2f} points (95 %: {100 * low:.2f} to {100 * high:.2f})"
         if name == INT8 and (share := runtimes.int8_share(self.folder / name)) < variants.LEAST_INT8:
             line += f"; {percent(share)} of the weights are int8"
         made.lines.append(f"{name:16s} {self._megabytes(name):6.2f} MB  {line}")
-        if self.options.measures and name != PT2:
+        if self.options.measures and not self.known[name].code:
             made.qualities[name] = variants.quality(name, outputs, task)
 
     def _megabytes(self, name: str) -> float:
@@ -225,7 +221,7 @@ class _Workbench:
     def accept(self, text: str, seal: Callable[[Made], object]) -> None:
         """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
         wanted, asked, told = limits(text), {ONNX, *self.made.parity}, list[str]()
-        for name in [ONNX, *self.makers]:
+        for name in self.candidates:
             found, why = self._tried(name, wanted, seal)
             if not why:
                 rounded = {word: round(found[word], 4) for word in wanted}
@@ -242,12 +238,12 @@ class _Workbench:
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
     ) -> tuple[dict[str, float], str]:
         """Find numbers of a graph, the cheap ones first, up to one that misses; return them and why it is refused."""
-        if name not in self.made.parity and (why := missing(name) or self._failed(name)):
+        if name not in self.made.parity and (why := self._missing(name) or self._failed(name)):
             return {}, f"{name}: {why}"
         found = {"mb": self._megabytes(name)}
         if not misses(found, wanted):
             if name not in self.made.parity:
-                self._compare({name: variants.runner(self.folder / name)})
+                self._compare([name])
             found |= self._losses(name, wanted)
             if "ms" in wanted and not misses(found, wanted):
                 seal(self.made)
@@ -286,17 +282,4 @@ class _Workbench:
     def measure_all(self) -> None:
         made, found = self.made, self._measure(list(self.made.qualities), sorted({1, self.options.threads, cores()}))
         made.variants = {name: variants.facts(self.folder / name, made.qualities[name], found[name]) for name in found}
-        made.lines += [f"left out: {name}, because {why}" for name in self.makers if (why := missing(name))]
-
-
-def missing(name: str) -> str | None:
-    """Return why this machine cannot run a graph; None: it can."""
-    if name == INT8:
-        return None
-    if not runtimes.installed("openvino"):
-        return "openvino is not installed: pip install 'PATH/kd[openvino]'"
-    if name == BF16 and not runtimes.has_bf16():
-        return "OpenVINO finds no bfloat16 units in this processor"
-    if name == STATIC and not runtimes.installed("nncf"):
-        return "nncf is not installed: pip install 'PATH/kd[nncf]'"
-    return None
+        made.lines += [f"left out: {name}, because {why}" for name in self.candidates if (why := self._missing(name))]

@@ -1,15 +1,10 @@
-"""The graphs of an export: int8 with SmoothQuant, how accurate each is, and how fast on this machine.
+"""The graphs of an export: how accurate each is, and how fast on this machine.
 
-A time is what one client of `kd-serve` waits for an answer (`kd.deploy.serve.bench`). Post-training quantization uses
-SmoothQuant (arXiv:2211.10438) and bias correction (NNCF); dynamic quantization is `runtimes.write_int8`.
+A time is what one client of `kd-serve` waits for an answer (`kd.deploy.serve.bench`).
 """
 
 import io
-import itertools
-import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +13,13 @@ import numpy as np
 from PIL import Image
 
 from kd.core.evaluation import Task
-from kd.core.host import signal_stack
 from kd.deploy.export import parity
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
-from kd.files.manifest import GRAPHS
-from kd.models import runtimes
+from kd.parts import registry
 
 ONNX = "model.onnx"
-INT8, STATIC = "model.int8.onnx", "openvino.int8.xml"
-VIEWS = 300
-"""Training views on which NNCF finds ranges: its own default. With SmoothQuant, two ViTs with planted outliers lost 0.0
-and 0.65 points of 40 (int8_planted in benchmarks/ at commit 443d35d4)."""
-Views = Callable[[int], parity.Batches]  # so many
+INT8 = "model.int8.onnx"
 SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
 JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
 TAIL = 3.0  # times the median: a larger p99 shows a busy machine. When quiet it is 1.9 to 2.2 (variants_table, repvit)
@@ -41,20 +30,14 @@ makes the head alone int8 (as little as 0.6 %), so that the file is float32 by a
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """Return the files of a graph: OpenVINO's has its weights in a second one."""
-    return (path, path.with_suffix(".bin")) if path.suffix == ".xml" else (path,)
+    """Return the files of a graph, some of which have their weights in a second one."""
+    weights = registry.graphs()[path.name].weights
+    return (path, path.with_name(weights)) if weights else (path,)
 
 
 def size(path: Path) -> int:
     """Return the bytes of a graph on the disk."""
     return sum(file.stat().st_size for file in files(path))
-
-
-def runner(path: Path) -> parity.Runner:
-    """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C] or vectors [B, D], on one thread."""
-    if path.suffix == ".xml":
-        return runtimes.openvino_runner(path, 1, bf16=GRAPHS[path.name].precision == "bf16")
-    return runtimes.onnx_runner(path, 1)
 
 
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
@@ -96,7 +79,7 @@ def measure(
 
 def facts(path: Path, quality: Mapping[str, Any], speed: Mapping[int, Latency]) -> dict[str, Any]:
     """Return what was measured of a graph as JSON values, for manifest.json."""
-    graph = GRAPHS[path.name]
+    graph = registry.graphs()[path.name]
     named = {"runtime": graph.runtime, "precision": graph.precision, "bytes": size(path)}
     return {**named, **quality, "speed": speed_facts(speed)}
 
@@ -109,33 +92,3 @@ def speed_facts(speed: Mapping[int, Latency]) -> dict[str, dict[str, float]]:
 def noisy(one: Latency, cpu_ms: float) -> bool:
     """Return whether other work disturbed what clients of one server saw, so that it says little of the graph."""
     return one.p99_ms > TAIL * one.p50_ms or one.p50_ms > SLOWER * cpu_ms + SERVER_MS
-
-
-def post_training(source: Path, path: Path, views: Views) -> None:
-    """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations."""
-    with _nncf() as nncf:
-        openvino = runtimes.require("openvino", "--int8", "nncf")
-        quantized = nncf.quantize(
-            openvino.convert_model(str(source)),
-            nncf.Dataset(_singles(views)),
-            model_type=nncf.ModelType.TRANSFORMER,
-            target_device=nncf.TargetDevice.CPU,
-            subset_size=VIEWS,
-        )
-        openvino.save_model(quantized, str(path), compress_to_fp16=False)
-
-
-def _singles(views: Views) -> list[np.ndarray]:
-    """Return training views one by one, uint8 [1, 3, S, S]: NNCF's statistics are those of an image."""
-    pixels = (image[None] for batch, *_ in views(VIEWS) for image in batch)
-    return list(itertools.islice(pixels, VIEWS))
-
-
-@contextmanager
-def _nncf() -> Iterator[Any]:
-    """Import NNCF, and keep its progress bars and log from a user who cannot act on them."""
-    os.environ.setdefault("NNCF_CI", "1")  # nothing is sent to Intel: NNCF's telemetry is off
-    level = logging.getLogger("nncf").level
-    with signal_stack(), runtimes.quiet(), redirect_stdout(io.StringIO()):
-        yield runtimes.require("nncf", "--int8", "nncf")
-    logging.getLogger("nncf").setLevel(level)

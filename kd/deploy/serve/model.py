@@ -14,12 +14,13 @@ from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_s
 from kd.core.host import cores
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
-from kd.deploy.serve.engines import WHERE, Engine, engine_of, require_version
+from kd.deploy.serve.engines import WHERE, Engine, require_version
 from kd.deploy.serve.limits import LOCAL, Limits, Problem
 from kd.deploy.serve.responses import Bands, bands, embeddings, predictions
 from kd.deploy.shift import Reference
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import GRAPHS, MANIFEST, unchanged
+from kd.files.manifest import MANIFEST, unchanged
+from kd.parts import registry
 
 CONFIG = "config.json"
 log = logging.getLogger("kd.serve")
@@ -92,9 +93,10 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         raise invalid_export(f"'{folder}' lacks {error} in manifest.json or config.json") from error
     except DAMAGE as error:
         raise invalid_export(f"'{folder}' has a damaged manifest.json or config.json ({in_short(error)})") from error
-    if file not in files or file not in GRAPHS:
-        graphs = ", ".join(sorted(GRAPHS.keys() & files.keys())) or "no graph at all"
-        remedy = f"Export anew: kd-export RUN {GRAPHS[file].option if file in GRAPHS else ''}".rstrip()
+    known = {name: graph for name, graph in registry.graphs().items() if not graph.code}
+    if file not in files or file not in known:
+        graphs = ", ".join(sorted(known.keys() & files.keys())) or "no graph at all"
+        remedy = f"Export anew: kd-export RUN {known[file].option if file in known else ''}".rstrip()
         raise ModelError("--file", f"'{folder}' has no '{file}'", f"There is {graphs}", remedy)
     read_verified(folder, "config.json", files)
     require_version(file, least)
@@ -325,12 +327,10 @@ def open_export(
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
     """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
     content = read_verified(description.folder, description.file, description.files)
-    weights = b""
-    if description.file.endswith(".xml"):
-        name = str(Path(description.file).with_suffix(".bin"))
-        weights = read_verified(description.folder, name, description.files)
+    beside = registry.graphs()[description.file].weights
+    weights = read_verified(description.folder, beside, description.files) if beside else b""
     try:
-        engine = engine_of(description.file, content, weights, threads, slots)
+        engine = registry.exporter(description.file).load(description.file, content, weights, threads, slots)
     except MissingExtra:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types

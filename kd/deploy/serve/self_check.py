@@ -19,7 +19,7 @@ from PIL import Image
 from kd.core.errors import ModelError
 from kd.core.host import versions
 from kd.deploy.serve.engines import Engine
-from kd.files.manifest import GRAPHS
+from kd.parts import registry
 
 FILE, KEY = "self_check.npz", "self_check"
 SEED = 65  # any other would do
@@ -79,7 +79,7 @@ def allowed(file: str, found: np.ndarray, others: Sequence[np.ndarray], exact: n
 
     `others` are of other threads and batches, `exact` those of the float32 graph.
     """
-    static = GRAPHS[file][:2] == ("openvino", "int8")
+    static = registry.graphs()[file].integer
     spread = TIMES * max(_largest(one, found) for one in others)
     most = max(spread, (STATIC if static else TIMES) * _largest(found, exact), FLOOR * float(np.abs(exact).max()))
     return float(f"{most:.3g}")
@@ -132,7 +132,7 @@ def _largest(here: np.ndarray, there: np.ndarray) -> float:
 
 def require(file: str, found: tuple[float, float], most: float, packages: Mapping[str, Any]) -> None:
     """Refuse differences beyond `LEVELS` and `most`; `packages` are the versions at the export."""
-    runtime = GRAPHS[file].runtime
+    runtime = registry.graphs()[file].runtime
     told = (
         ("Pillow", "pillow", "the pixels of a self-check picture", found[0], LEVELS),
         (runtime, runtime, f"the outputs of {file}", found[1], most),

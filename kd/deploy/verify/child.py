@@ -14,7 +14,7 @@ import numpy as np
 
 from kd.core.errors import ModelError, in_short
 from kd.core.host import end_with
-from kd.deploy.serve.engines import engine_of
+from kd.deploy.serve.engines import open_graph
 
 SECONDS = 120.0  # for one batch, with loading. Chosen, not measured
 MEMORY = 8 << 30  # bytes of addresses. Chosen, not measured
@@ -91,8 +91,7 @@ def main(path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     run, failed = None, ""
     try:
-        weights = path.with_suffix(".bin").read_bytes() if path.suffix == ".xml" else b""
-        run = engine_of(path.name, path.read_bytes(), weights, 1, 1)
+        run = open_graph(path)
     except Exception as error:  # runtimes have their own, unrelated error types
         failed = in_short(error)
     while line := sys.stdin.buffer.readline():

@@ -1,7 +1,6 @@
 """What the files of an export show, and what its numbers say of each other: no graph is run."""
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kd.core.errors import ModelError
 from kd.core.evaluation import Task
 from kd.core.host import versions
 from kd.core.intervals import wilson
-from kd.deploy.export import graphs, variants
+from kd.deploy.export import variants
 from kd.deploy.export.card import card
 from kd.deploy.export.export import FORMAT
 from kd.deploy.export.flags import limits, misses
@@ -21,7 +19,7 @@ from kd.deploy.export.parity import IMAGES as IMAGES_FILE
 from kd.deploy.export.receipt import NAMED, OWN
 from kd.deploy.serve.self_check import FILE as SELF_CHECK
 from kd.deploy.verify.claims import EXPORT, MANIFEST, Claims
-from kd.files.manifest import DIGITS, GRAPHS, checksum, sha256
+from kd.files.manifest import DIGITS, checksum, sha256
 from kd.files.manifest import MANIFEST as MANIFEST_FILE
 from kd.files.pixels import MARGIN
 from kd.models import runtimes
@@ -30,18 +28,18 @@ from kd.models.licences import licence_of
 from kd.models.live_teacher import count_parameters
 from kd.models.load_classifier import Spec, load
 from kd.models.timm_folder import CONFIG, export_files, known_configs, require_fitting
+from kd.parts import registry
 
-WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, SELF_CHECK, graphs.PT2, *GRAPHS)
-"""The files that kd writes, beside the weights of OpenVINO's graphs."""
+WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, SELF_CHECK)
+"""The files that kd writes, beside graphs."""
 LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
-TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # of OpenVINO's weights, as `GRAPHS` calls them
 
 
 def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
     """Return bytes and hashes of the files of an export; a text in place of the hash where a file is none of kd's."""
     home = folder.resolve()
     found: dict[str, Any] = {name: {"sha256": "no file"} for name in claimed}
-    known = {*WRITTEN, *(str(Path(name).with_suffix(".bin")) for name in GRAPHS if name.endswith(".xml"))}
+    known = {*WRITTEN, *(file for name, graph in registry.graphs().items() for file in (name, graph.weights))}
     for path in folder.rglob("*"):
         name, place = path.relative_to(folder).as_posix(), Path(os.path.realpath(path))
         if name == MANIFEST_FILE or name.startswith(LEFT_BY_HUB) or (path.is_dir() and not path.is_symlink()):
@@ -215,40 +213,14 @@ def show_graphs(known: Claims, folder: Path, lines: int | None) -> None:
         found["chain"]["graphs"][name] = sha256(path)
         if lines is not None:
             found["parity"][name] = {"images": lines}
-        if name in GRAPHS:
-            runtime, precision, _ = GRAPHS[name]
-            facts = {"runtime": runtime, "precision": precision, "bytes": variants.size(path)}
+        if not (graph := registry.graphs()[name]).code:
+            precision = graph.precision
+            facts = {"runtime": graph.runtime, "precision": precision, "bytes": variants.size(path)}
             if name in known.claimed.get("variants", {}):
                 found["variants"][name] = facts
             known.claimed["weights"][name] = precision
-            found["weights"][name] = _precision(path, precision)
+            found["weights"][name] = registry.exporter(name).precision(path, precision)
             accepted = known.claimed.get("accepted", {})
             if name == accepted.get("file") and "mb" in accepted["found"]:
                 found["accepted"] = {"found": {"mb": round(facts["bytes"] / 1e6, 4)}}
     known.show(EXPORT, found)
-
-
-def _precision(path: Path, claimed: str) -> str:
-    """Return the type of a graph's weights: int8 where some are, else that of most."""
-    if path.suffix == ".onnx":
-        return _onnx_precision(path)
-    parts = re.findall(rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes())
-    sizes: dict[str, int] = {}
-    for name, size in parts:
-        kind = TYPES.get(name.decode(), "")
-        sizes[kind] = sizes.get(kind, 0) + int(size)
-    sizes.pop("", None)
-    return "int8" if sizes.get("int8") else max(sizes, key=lambda kind: sizes[kind], default="no weights")
-
-
-def _onnx_precision(path: Path) -> str:
-    onnx = runtimes.require("onnx", "verify")
-    try:
-        weights = onnx.load(path, load_external_data=False).graph.initializer
-    except Exception as error:  # protobuf has its own types, one for each kind of damage
-        raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
-    types = {onnx.TensorProto.DataType.Name(one.data_type).lower() for one in weights if len(one.dims) > 1}
-    kinds = {
-        "int8" if "int8" in kind else "float32" if kind == "float" else kind for kind in types - {"int64", "int32"}
-    }
-    return "int8" if "int8" in kinds else "float32" if kinds <= {"float32"} else ", ".join(sorted(kinds))

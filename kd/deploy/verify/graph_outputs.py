@@ -12,21 +12,20 @@ import torch
 from kd.core.errors import KdError, ModelError
 from kd.core.evaluation import Task
 from kd.core.host import cores
-from kd.deploy.export import defer, graphs, parity, variants
+from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import cross_fitted
 from kd.deploy.export.graphs import CALIBRATION_IMAGES
 from kd.deploy.export.parity import EAGER, GraphOutputs, Runner
 from kd.deploy.export.receipt import OWN
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.engines import oldest
+from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.limits import LOCAL
 from kd.deploy.verify.child import Confined
 from kd.deploy.verify.claims import EXACT, EXPORT, IMAGES, Claims
 from kd.deploy.verify.images import Shown
-from kd.files.manifest import GRAPHS
-from kd.models import runtimes
 from kd.models.classifier import Classifier
+from kd.parts import registry
 from kd.parts.tasks import label_sets, single_label
 
 RANDOM = 48  # images that no supplier knows
@@ -72,17 +71,17 @@ def show_self_check(known: Claims, folder: Path) -> None:
     arrays = self_check.read((folder / self_check.FILE).read_bytes())
     told[self_check.FILE], found, seen = {"pixels": AS_EXPORTED}, dict[str, Any](), dict[str, Any]()
     for name in known.graphs:
-        if name not in GRAPHS or graphs.missing(name):
+        if registry.graphs()[name].code or registry.exporter(name).missing(name, False):
             continue
         with closing(Confined(folder / name, told["output"]["width"])) as run, known.reading(f"{name} on self_check"):
-            ir, opset = runtimes.written_for(folder / name)
-            found[name] = {"ir": ir, "opset": opset}
+            least = registry.exporter(name).least(folder / name)
+            found[name] = {key: least[key] for key in ("ir", "opset")}
             pixels, off = self_check.differences(
                 arrays, name, lambda file: prepare(file, size, crop, LOCAL, margin, bits).pixels, run
             )
-            least, most = oldest(GRAPHS[name].runtime, ir, opset), told[self_check.KEY][name]["allowed"]
-            usual = self_check.allowed(name, arrays[name], [run(arrays["pixels"])], arrays[graphs.ONNX])
-            found[name] |= {"least": least, "allowed": most if 0 <= most <= ALLOWED * usual else usual}
+            most = told[self_check.KEY][name]["allowed"]
+            usual = self_check.allowed(name, arrays[name], [run(arrays["pixels"])], arrays[next(iter(found))])
+            found[name] |= {**least, "allowed": most if 0 <= most <= ALLOWED * usual else usual}
             told[self_check.FILE][name] = AS_EXPORTED
             seen[name] = AS_EXPORTED if off <= most else f"differs by {off:.2g}"
             seen["pixels"] = AS_EXPORTED if pixels <= self_check.LEVELS else f"differ by {pixels:.3g} levels"
@@ -94,10 +93,10 @@ def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict
     told, found = known.claimed, dict[str, Runner]()
     size = told["input"]["size"]
     for name in known.graphs:
-        pickled = name == graphs.PT2
-        why = graphs.missing(name) if not pickled else None if trust else "a pickle: see --trust"
-        if not why and pickled:
-            found[name] = runtimes.program_runner(folder / name)
+        why, code = registry.exporter(name).missing(name, False), registry.graphs()[name].code
+        why = "a pickle: see --trust" if code and not trust else why
+        if not why and code:
+            found[name] = open_graph(folder / name)
         elif not why:
             run = stack.enter_context(closing(Confined(folder / name, told["output"]["width"])))
             try:

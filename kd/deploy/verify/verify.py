@@ -14,7 +14,6 @@ from kd.core.errors import KdError, ModelError, named
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.core.text import table
-from kd.deploy.export import graphs
 from kd.deploy.export.receipt import licence_lines
 from kd.deploy.serve import self_check
 from kd.deploy.serve.model import describe
@@ -23,7 +22,7 @@ from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weig
 from kd.deploy.verify.graph_outputs import show_answers, show_self_check
 from kd.deploy.verify.images import Shown, lines_of
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import GRAPHS, MANIFEST
+from kd.files.manifest import MANIFEST
 from kd.models.classifier import Classifier
 from kd.parts import registry
 from kd.study.report.summary import chain_lines
@@ -115,7 +114,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     folder = options.export
     found = listed(folder, manifest["files"])
     known.show(EXPORT, {"files": found})
-    known.graphs = tuple(name for name in (*GRAPHS, graphs.PT2) if "bytes" in found.get(name, {}))
+    known.graphs = tuple(name for name in registry.graphs() if "bytes" in found.get(name, {}))
     whole = all(manifest["files"].get(name) == one for name, one in found.items())
     readme = folder / "README.md"
     with known.reading("manifest.json"):
@@ -137,7 +136,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         show_graphs(known, folder, None if lines is None else len(lines))
     served = False
     with known.reading("what kd-serve reads"):
-        served = {*known.graphs} <= {graphs.PT2} or bool(describe(folder))
+        served = all(registry.graphs()[name].code for name in known.graphs) or bool(describe(folder))
     if served:
         with known.reading(self_check.FILE):
             show_self_check(known, folder)

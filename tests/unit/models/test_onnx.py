@@ -10,6 +10,7 @@ from pieces import Asks
 
 from kd.core.errors import MissingExtra, ModelError
 from kd.deploy.export.parity import EAGER, GraphOutputs, check_exact
+from kd.deploy.serve.engines import open_graph
 from kd.models import runtimes as onnx
 from kd.models.classifier import Classifier
 from kd.models.load_classifier import load
@@ -46,7 +47,7 @@ def test_every_graph_is_the_classifier(name, args, size, tmp_path):
     written = onnx_package.load(tmp_path / "model.onnx")
     assert [entry.version for entry in written.opset_import if entry.domain == ""] == [onnx.OPSET]
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".onnx" or "data" in path.name] == ["model.onnx"]
-    for run in (onnx.onnx_runner(tmp_path / "model.onnx"), onnx.program_runner(tmp_path / "model.pt2")):
+    for run in (onnx.onnx_runner(tmp_path / "model.onnx"), open_graph(tmp_path / "model.pt2")):
         for count in (1, 2, 5):
             images = pixels(count, size)
             with torch.no_grad():

@@ -11,10 +11,11 @@ import torch
 from subjects import PIXELS
 
 from kd.core.errors import ModelError
-from kd.deploy.export import graphs, variants
+from kd.deploy.export import graphs
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses, sentence
 from kd.deploy.export.parity import compare, eager_runner
+from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import describe, load
 from kd.parts.tasks import single_label
 
@@ -155,7 +156,7 @@ def test_ten_judgements_hold_on_images_that_chose_nothing(subject, tmp_path, rec
         except NotAcceptedError:
             write(made, folder, ExportOptions(int8=True, calibrate=False))
             kept = False
-        runners = {"model.int8.onnx": variants.runner(folder / "model.int8.onnx")}
+        runners = {"model.int8.onnx": open_graph(folder / "model.int8.onnx")}
         found = compare(eager_runner(made.student), runners, [(pixels[2000:], labels[2000:])])
         low, high = found.drop_interval("model.int8.onnx", single_label.build(single_label.Options()))
         right += low <= most / 100 if kept else high >= most / 100

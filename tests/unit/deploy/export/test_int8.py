@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from kd.core.host import installed
 from kd.core.intervals import paired
-from kd.deploy.export import variants
 from kd.deploy.export.parity import EAGER, GraphOutputs, compare, eager_runner
-from kd.deploy.export.variants import STATIC
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
+from kd.parts.exporters import openvino
+from kd.parts.exporters.openvino import STATIC
 from kd.parts.tasks.single_label import SingleLabel
 
-NNCF = pytest.mark.skipif(
-    not (runtimes.installed("nncf") and runtimes.installed("openvino")), reason="needs the extra nncf"
-)
+NNCF = pytest.mark.skipif(not (installed("nncf") and installed("openvino")), reason="needs the extra nncf")
 OUTLIERS = 1000.0  # times the other channels: eight bits that hold both have nothing left for the others
 SIZE = 16
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
@@ -50,7 +49,7 @@ def test_smoothquant_holds_where_dynamic_int8_does_not(tmp_path):
     model = student(outliers=True)
     runtimes.write_onnx(runtimes.export_program(model, SIZE), tmp_path / "model.onnx")
     runtimes.write_int8(tmp_path / "model.onnx", tmp_path / "model.int8.onnx")
-    variants.post_training(tmp_path / "model.onnx", tmp_path / STATIC, images)
+    openvino.post_training(tmp_path / "model.onnx", tmp_path / STATIC, images)
     runners = {
         "model.int8.onnx": runtimes.onnx_runner(tmp_path / "model.int8.onnx"),
         STATIC: runtimes.openvino_runner(tmp_path / STATIC, 1),
@@ -89,7 +88,7 @@ def test_nncf_reports_nothing():
     script = """
 import sys
 from kd.deploy.export.variants import _nncf
-from kd.models.runtimes import installed
+from kd.core.host import installed
 assert installed("nncf")
 assert "nncf" not in sys.modules
 with _nncf():

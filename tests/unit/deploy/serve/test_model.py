@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from kd.core.errors import ModelError
+from kd.core.facts import Network
 from kd.deploy.serve.model import describe, load
 from kd.files.manifest import checksum
+from kd.parts import registry
 
 
 @pytest.fixture
@@ -100,10 +102,9 @@ def test_labels_of_another_number(copy):
 
 def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
     pytest.importorskip("openvino", reason="openvino is not installed")
-    from kd.models import runtimes as onnx
-
     folder = Path(shutil.copytree(exported, tmp_path / "export"))
-    onnx.write_openvino(folder / "model.onnx", folder / "openvino.xml")
+    network = Network(lambda _: None, folder / "model.onnx", lambda _: (), "logits")
+    registry.exporter("openvino.xml").write(folder / "openvino.xml", network)
     manifest = unsealed(folder)
     for name in ("openvino.xml", "openvino.bin"):
         manifest["files"][name] = {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}

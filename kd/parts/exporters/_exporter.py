@@ -1,0 +1,52 @@
+"""What kd-export, kd-serve and kd-verify need of a format. Nothing heavy is imported with it: kd-serve has no torch."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kd.core.facts import Network
+from kd.core.host import installed, versions
+
+Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+
+
+class Exporter:
+    """A format. A part overrides `write` and `load`, and what else is otherwise."""
+
+    runtime = ""  # the package that runs it
+    oldest: tuple[tuple[int, int, str], ...] = ()
+    """Newest IR and opset that a version of the runtime reads: each was installed and tried."""
+
+    def missing(self, file: str, write: bool) -> str:
+        """Return why this machine cannot run a graph, or `write` it, and behind a colon what to do; "": it can."""
+        return "" if installed(self.runtime) else f"{self.runtime} is not installed: pip install {self.runtime}"
+
+    def write(self, path: Path, network: Network) -> None:
+        """Write a graph; whatever a tool raises, its file is removed."""
+        raise NotImplementedError
+
+    def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
+        """Load a graph for `slots` calls at the same time on `threads` each. A runtime's own error: it is damaged."""
+        raise NotImplementedError
+
+    def written_for(self, path: Path) -> tuple[int, int]:
+        """Return the versions of IR and opset that a graph is written in; 0: it has none."""
+        return 0, 0
+
+    def least(self, path: Path) -> dict[str, Any]:
+        """Return `ir` and `opset` of a graph, and `least`: the version that reads it, else the one here."""
+        ir, opset = self.written_for(path)
+        found = (name for newest_ir, newest, name in self.oldest if ir <= newest_ir and opset <= newest)
+        return {"ir": ir, "opset": opset, "least": next(found, versions(self.runtime)[self.runtime])}
+
+    def precision(self, path: Path, claimed: str) -> str:
+        """Return the type of a graph's weights, as its file has them; the claimed one where they cannot be read."""
+        return claimed
+
+
+def digits(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -1,0 +1,69 @@
+"""ONNX files for onnxruntime: float32, and int8 weights whose inputs are quantized as they come."""
+
+from pathlib import Path
+
+from kd.core.errors import ModelError, needed
+from kd.core.facts import ExporterFacts, GraphFile, Network
+from kd.core.facts import NoOptions as Options
+from kd.core.host import installed
+from kd.parts.exporters._exporter import Engine, Exporter
+
+facts = ExporterFacts(
+    graphs={
+        "model.onnx": GraphFile(runtime="onnxruntime", precision="float32", cost=1),
+        "model.int8.onnx": GraphFile(runtime="onnxruntime", precision="int8", option="--int8", cost=3),
+    }
+)
+
+
+class ONNX(Exporter):
+    """See `kd.models.runtimes`, which also runs teachers as such graphs."""
+
+    runtime = "onnxruntime"
+    oldest = ((10, 21, "1.20"), (10, 22, "1.21"), (11, 23, "1.23"), (13, 25, "1.24"))
+
+    def missing(self, file: str, write: bool) -> str:
+        for name in (("onnx", "onnxscript") if write else ()) + ("onnxruntime",):
+            if not installed(name):
+                return f"{name} is not installed: pip install {name}, or export with --no-onnx"
+        return ""
+
+    def write(self, path: Path, network: Network) -> None:
+        from kd.models import runtimes
+
+        if path.name == "model.onnx":
+            runtimes.write_onnx(network.program(0), path, network.output)
+        else:
+            runtimes.write_int8(network.onnx, path)
+
+    def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
+        runtime = needed("onnxruntime", "export", "onnxruntime is not installed", "pip install onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        # A thread that spins while it waits takes CPU time from the decoding of other images.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        return lambda pixels: session.run(None, {"image": pixels})[0]
+
+    def written_for(self, path: Path) -> tuple[int, int]:
+        graph = needed("onnx", "export", "onnx is not installed", "pip install onnx").load(
+            path, load_external_data=False
+        )
+        return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
+
+    def precision(self, path: Path, claimed: str) -> str:
+        onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
+        try:
+            weights = onnx.load(path, load_external_data=False).graph.initializer
+        except Exception as error:  # protobuf has its own types, one for each kind of damage
+            raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
+        names = onnx.TensorProto.DataType.Name
+        types = {names(one.data_type).lower() for one in weights if len(one.dims) > 1} - {"int64", "int32"}
+        kinds = {"int8" if "int8" in kind else "float32" if kind == "float" else kind for kind in types}
+        return "int8" if "int8" in kinds else "float32" if kinds <= {"float32"} else ", ".join(sorted(kinds))
+
+
+def build(options: Options) -> ONNX:
+    """Return the exporter."""
+    return ONNX()

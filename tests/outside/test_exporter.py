@@ -1,0 +1,82 @@
+"""An export format is one file beside kd's: by its name it is written, compared, served and verified."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from subjects import CLASSES, PIXELS, small_subject
+
+import kd
+import kd.parts.exporters
+from kd.core.errors import KdError
+from kd.core.host import installed
+from kd.deploy.export.export import write
+from kd.deploy.export.flags import ExportOptions
+from kd.deploy.serve.model import describe, load
+from kd.deploy.verify.claims import WRONG
+from kd.deploy.verify.verify import VerifyOptions, verify
+from kd.parts import registry
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    own = Path(__file__).parent / "exporters"
+    paths = (Path(__file__).parent / "site", Path(kd.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))  # of kd verify's child
+    monkeypatch.setattr(kd.parts.exporters, "__path__", [*kd.parts.exporters.__path__, str(own)])
+
+
+def check(folder: Path, name: str, file: str) -> None:
+    """Write a format beside model.onnx; what is served gives PyTorch's logits on 16 pictures and names the class."""
+    made = small_subject(folder)
+    told = write(made, folder / "export", ExportOptions(formats=name, calibrate=False)).manifest
+    assert [*told["parity"]] == ["model.onnx", file]
+    with torch.no_grad():
+        expected = made.student.answer(torch.from_numpy(PIXELS[:16])).numpy()
+    model = load(describe(folder / "export", file), 1, 1)
+    model.warm_up(1)
+    model.check_itself()
+    np.testing.assert_allclose(model.engine(PIXELS[:16]), expected, atol=1e-3)
+    assert told["self_check"][file]["allowed"] > 0
+    assert kd.load(folder / "export", file)(PIXELS[0].transpose(1, 2, 0)).label == CLASSES[expected[0].argmax()]
+
+
+def test_a_format_is_one_file(packed, tmp_path):
+    check(tmp_path, "packed", "model.packed")
+    rows = verify(VerifyOptions(export=tmp_path / "export")).rows
+    assert any("model.packed" in row.what for row in rows)
+    assert [row for row in rows if row.verdict == WRONG and "packed" in f"{row}"] == []
+
+
+def test_a_format_that_kd_does_not_know_is_no_graph(packed, tmp_path, monkeypatch):
+    check(tmp_path, "packed", "model.packed")
+    monkeypatch.undo()
+    with pytest.raises(KdError, match=r"^--file: .* has no 'model\.packed'\. There is model\.onnx"):
+        describe(tmp_path / "export", "model.packed")
+
+
+@pytest.mark.skipif(not installed("executorch"), reason="needs the package executorch")
+def test_executorch_answers_as_pytorch_does(tmp_path):
+    check(tmp_path, "executorch", "model.pte")
+
+
+@pytest.mark.skipif(installed("executorch"), reason="executorch is installed")
+def test_what_is_said_without_executorch(tmp_path):
+    with pytest.raises(KdError, match=r"^--formats executorch: executorch is not installed.*pip install executorch"):
+        write(small_subject(tmp_path), tmp_path / "export", ExportOptions(formats="executorch"))
+    assert not (tmp_path / "export").exists()
+
+
+def test_an_unknown_format_is_one_line(tmp_path):
+    with pytest.raises(KdError, match=r"^--formats: no part named 'executorsh' in exporters.*executorch"):
+        ExportOptions(formats="executorsh").require(small_subject(tmp_path).recipe.student.task)
+
+
+def test_a_graph_has_one_exporter_and_an_order():
+    known = registry.graphs()
+    assert [*known][:3] == ["model.pt2", "model.onnx", "openvino.xml"]
+    assert {one.kind for one in known.values()} == {*registry.names("exporters")}
+    assert json.dumps([one.precision for one in known.values()]).count("float32") == 4
