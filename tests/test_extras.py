@@ -23,7 +23,11 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-NOT_TRIED = {"dev": "this suite", "xla": "make test-xla"}
+NOT_TRIED = {
+    "dev": "this suite",
+    "xla": "make test-xla",
+    "executorch": "tests/outside/test_exporter.py, where it is installed",
+}
 ACCOUNT = (
     "--image 1.dkr.ecr.us-east-1.amazonaws.com/kd --role arn:aws:iam::123456789012:role/kd --output s3://bucket/kd"
 )
@@ -31,7 +35,7 @@ TRIED: dict[str, str] = {
     "": "-m kd.cli train food.yaml --check",
     "hf": "-c 'import datasets, kd.parts.datasets.hf'",
     "heic": '-c \'from kd.parts.datasets import _decode; assert "HEIF" in _decode._formats(b"0000ftypheic")\'',
-    "nncf": "-c 'import nncf, openvino, kd.deploy.export.variants; nncf.quantize'",
+    "nncf": "-c 'import nncf, openvino, kd.parts.exporters.openvino; nncf.quantize'",
     "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.deploy.export.export; openvino.Core()'",
     "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",
     "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",

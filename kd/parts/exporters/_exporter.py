@@ -37,10 +37,14 @@ class Exporter:
         return 0, 0
 
     def least(self, path: Path) -> dict[str, Any]:
-        """Return `ir` and `opset` of a graph, and `least`: the version that reads it, else the one here."""
+        """Return `ir` and `opset` of a graph, and as `least` the oldest version that reads it."""
         ir, opset = self.written_for(path)
+        return {"ir": ir, "opset": opset, "least": self.reader(ir, opset)}
+
+    def reader(self, ir: int, opset: int) -> str:
+        """Return the oldest version that reads a graph; where the table ends, the version here."""
         found = (name for newest_ir, newest, name in self.oldest if ir <= newest_ir and opset <= newest)
-        return {"ir": ir, "opset": opset, "least": next(found, versions(self.runtime)[self.runtime])}
+        return next(found, versions(self.runtime)[self.runtime])
 
     def precision(self, path: Path, claimed: str) -> str:
         """Return the type of a graph's weights, as its file has them; the claimed one where they cannot be read."""

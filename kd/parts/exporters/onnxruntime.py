@@ -1,6 +1,7 @@
 """ONNX files for onnxruntime: float32, and int8 weights whose inputs are quantized as they come."""
 
 from pathlib import Path
+from typing import Any
 
 from kd.core.errors import ModelError, needed
 from kd.core.facts import ExporterFacts, GraphFile, Network
@@ -47,21 +48,25 @@ class ONNX(Exporter):
         return lambda pixels: session.run(None, {"image": pixels})[0]
 
     def written_for(self, path: Path) -> tuple[int, int]:
-        graph = needed("onnx", "export", "onnx is not installed", "pip install onnx").load(
-            path, load_external_data=False
-        )
+        _, graph = _opened(path)
         return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
 
     def precision(self, path: Path, claimed: str) -> str:
-        onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
-        try:
-            weights = onnx.load(path, load_external_data=False).graph.initializer
-        except Exception as error:  # protobuf has its own types, one for each kind of damage
-            raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
+        onnx, model = _opened(path)
         names = onnx.TensorProto.DataType.Name
-        types = {names(one.data_type).lower() for one in weights if len(one.dims) > 1} - {"int64", "int32"}
+        matrices = [one for one in model.graph.initializer if len(one.dims) > 1]
+        types = {names(one.data_type).lower() for one in matrices} - {"int64", "int32"}
         kinds = {"int8" if "int8" in kind else "float32" if kind == "float" else kind for kind in types}
         return "int8" if "int8" in kinds else "float32" if kinds <= {"float32"} else ", ".join(sorted(kinds))
+
+
+def _opened(path: Path) -> tuple[Any, Any]:
+    """Return the package and the model of a file, without the weights that lie beside it."""
+    onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
+    try:
+        return onnx, onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf and onnx have their own types, one for each kind of damage
+        raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
 
 
 def build(options: Options) -> ONNX:

@@ -23,12 +23,12 @@ from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.predict.predict import PredictOptions, predict
 from kd.deploy.serve import self_check
-from kd.deploy.serve.engines import oldest
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe
 from kd.deploy.serve.self_check import FILE, SelfCheckError
 from kd.deploy.serve.service import Service
 from kd.deploy.verify.verify import VerifyOptions, verify
+from kd.parts import registry
 
 Array = Callable[[np.ndarray], np.ndarray]
 
@@ -199,9 +199,10 @@ def test_another_crop_is_found_and_what_has_another_hash_is_not_read(honest, tmp
 
 def test_the_oldest_runtime_that_reads_a_graph_is_compared(honest, tmp_path):
     told = json.loads((honest / "manifest.json").read_text())["self_check"]["model.onnx"]
-    assert (told["opset"], told["least"]) == (20, oldest("onnxruntime", told["ir"], 20))
-    assert oldest("onnxruntime", 10, 22) == "1.21"
-    assert oldest("onnxruntime", 10, 23) == "1.23"
+    reader = registry.exporter("model.onnx").reader
+    assert (told["opset"], told["least"]) == (20, reader(told["ir"], 20))
+    assert reader(10, 22) == "1.21"
+    assert reader(10, 23) == "1.23"
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
     liar.set("self_check/model.onnx/least", "99.0")
     liar.reseal()
