@@ -17,6 +17,7 @@ CONTEXT = {
     "datasets": ["options", "split", "classes", "labels"],
     "networks": ["options", "spec", "image_size", "features"],
     "backends": ["options", "precision", "timeout_seconds"],
+    "exporters": ["options"],
 }
 
 

@@ -87,7 +87,7 @@ def test_nncf_reports_nothing():
     """Whether it may is read when it is imported, which must not be earlier than kd says no."""
     script = """
 import sys
-from kd.deploy.export.variants import _nncf
+from kd.parts.exporters.openvino import _nncf
 from kd.core.host import installed
 assert installed("nncf")
 assert "nncf" not in sys.modules
