@@ -41,7 +41,7 @@ def test_what_the_answers_mean(card):
     calibration = {"temperature": 1.5, "images": 200, "ece": 0.1, "calibrated_ece": 0.02}
     metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
     found = words(card(made=Made(calibration=calibration), provenance=metrics))
-    assert "divided by 1.5, fitted on 200 validation images" in found
+    assert "divide them by 1.5, fitted on 200 validation images" in found
     assert "from 10.0 % to 2.0 %" in found
     assert "Every image is assigned one of the classes" in found
     limits = {"fig": {"threshold": 0.3, "chosen": True, "f1": 0.8}, "pear": {"threshold": 0.5, "chosen": False}}
