@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.onnx._internal.exporter import _registration
 
 from kd import config
 from kd.core.host import installed
@@ -20,9 +18,6 @@ from kd.models.classifier import digest
 from kd.models.load_classifier import Spec, load
 from kd.parts.exporters import openvino
 from kd.setup.recipe import resolve
-
-if hasattr(_registration, "onnxscript_apis"):  # a fifth of an export is to make this list of functions again
-    _registration.onnxscript_apis.get_torchlib_ops = cache(_registration.onnxscript_apis.get_torchlib_ops)
 
 CLASSES = ("apple", "fig", "pear")
 SIZE, NAME = 16, "vit_tiny_patch16_224"

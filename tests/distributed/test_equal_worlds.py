@@ -30,7 +30,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], pre
 SMALL = ("data.progressive.size=8", "data.progressive.until=0.5")
 
 
-@pytest.mark.parametrize("more", [(), SMALL], ids=["plain", "small images first"])
+@pytest.mark.parametrize("more", [pytest.param((), id="plain"), slow(SMALL, id="small images first")])
 def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, more):
     # SGD: an update is proportional to the gradient, so a sum in another order stays at float32's rounding. AdamW
     # divides by the gradient's size and turns the rounding noise of parameters whose gradient is 0 in theory (the key

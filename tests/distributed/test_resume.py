@@ -122,7 +122,7 @@ def test_torchrun_restarts_a_killed_world_and_it_ends_with_the_same_bits(config_
     assert same_bits(Trained(tmp_path / "restarted").checkpoint(), undisturbed.checkpoint())
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "sagemaker"])
+@pytest.mark.parametrize("launcher", [slow("mpirun"), "sagemaker"])
 def test_every_launcher_starts_the_same_run(train, plain, launcher):
     started = train(f"under-{launcher}", 2, *ZERO, launcher=launcher)
     started.world.ended_well()
