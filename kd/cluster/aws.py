@@ -106,7 +106,7 @@ def _create(requests: Mapping[str, Request], export: Path) -> Any:
 def _wait(
     describe: Callable[[], Mapping[str, Any]], key: str, name: str, print_log: Callable[[], None] = lambda: None
 ) -> None:
-    """Ask for the status until it is final; print it when it changes."""
+    """Poll the status until it is final; print it when it changes."""
     before = ""
     while True:
         answer = describe()

@@ -98,7 +98,7 @@ def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError
 
 
 def _remote(data: DataSection, here: bool, cluster: bool) -> Iterator[KdError]:
-    """Yield what does not go with images that other hosts decode."""
+    """Yield options that are incompatible with data.loader=ray."""
     if data.loader != "ray":
         return
     if data.store != "none":
@@ -263,7 +263,7 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
 
 
 def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
-    """Yield what the optimizer asks of a backend that cannot do it."""
+    """Yield options of the optimizer that the backend lacks."""
     frozen, section, zero = config.student.tuning.freeze_epochs, config.optimizer, facts.own_zero
     if zero and section.zero and section.on_nonfinite == "skip":
         wrong = f"is 'skip', but {zero} applies every step"
@@ -305,7 +305,7 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
 def _execution(
     teacher: TeacherSection, student: StudentSection, kind: str, facts: BackendFacts, features: bool, here: bool
 ) -> Iterator[KdError]:
-    """Yield what a configuration asks of a compiler, a runtime or a quantizer and cannot have on its backend."""
+    """Yield compilers, runtimes and precisions that the backend lacks."""
     for section, where in ((teacher, "teacher"), (student, "student")):
         if section.compile == "on" and facts.compiles:
             wrong = f"is on, but backend '{kind}' compiles by itself"

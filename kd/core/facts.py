@@ -1,4 +1,4 @@
-"""What others must know of a part before it is built: `facts` of its module. And options that name files."""
+"""Static capabilities of a component: `facts` of its module. Options that name files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
@@ -25,7 +25,7 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """What a loss reads, and what else it can be asked. A loss without `facts` is refused."""
+    """Inputs and capabilities of a loss. A loss without `facts` is refused."""
 
     teacher: bool = False
     labels: bool = False

@@ -1,4 +1,4 @@
-"""manifest.json of an export: whether it and the files that it lists are what was exported. Imports nothing of kd."""
+"""manifest.json of an export: checksums of it and of its files. Imports nothing of kd."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-DIGITS = 12  # of a hash that a person reads, such as the version of an export
+DIGITS = 12  # of a hash as shown to users, such as the version of an export
 
 
 def served_first(manifest: Mapping[str, Any]) -> list[str]:
@@ -23,7 +23,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def unchanged(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest is what was exported; exports of older builds have no checksum."""
+    """Return whether a manifest is unchanged; exports of older builds have no checksum."""
     return manifest.get("checksum") in (None, checksum(manifest))
 
 

@@ -68,7 +68,7 @@ class Graph(nn.Module):
 
 
 def reparameterized(model: Classifier) -> Classifier:
-    """Return a copy whose branches are merged where timm can (repvit, fastvit): fewer layers, same answers."""
+    """Return a copy whose branches are merged where timm can (repvit, fastvit): fewer layers, same outputs."""
     # The model itself stays as it was trained. One without such layers is returned itself.
     from timm.utils.model import reparameterize_model  # only exports need it
 

@@ -1,4 +1,4 @@
-"""What a person may ask of an export. `kd-export` makes its flags of these fields, and their help of these texts."""
+"""The options of an export. `kd-export` makes its flags of these fields, and their help of these texts."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def limits(sentence: str) -> dict[str, float]:
 
 
 def sentence(text: str) -> str:
-    """Return a sentence with single blanks; ValueError: it is none."""
+    """Return a sentence with single blanks; ValueError: it is not one."""
     limits(text)
     return " ".join(text.split())
 
 
 def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]:
-    """Return by how much what was found misses what is wanted."""
+    """Return by how much a measured value misses its limit."""
     return [
         f"{word} by {found[word] - most:.3g} ({found[word]:.4g})"
         for word, most in wanted.items()
@@ -64,7 +64,7 @@ def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]
 
 
 def accepted_line(accepted: Mapping[str, Any]) -> str:
-    """Return what was accepted, for a person."""
+    """Return the accepted limits as text."""
     found = ", ".join(f"{word} {value:.4g}" for word, value in accepted["found"].items())
     return f'accepted "{accepted["sentence"]}": {accepted["file"]} with {found}, on {accepted["threads"]} threads'
 
@@ -99,7 +99,7 @@ class ExportOptions:
     calibrate: bool = option(True)
     """divide the logits by one temperature, fitted on validation images, where that makes confidences better"""
     defer: float = option(0.0, "X", float)
-    """say which answers are sure: at most this share of them wrong, such as 0.02 (default: none)"""
+    """say which predictions are sure: at most this share of them wrong, such as 0.02 (default: none)"""
     defer_share: float = option(0.0, "X", float)
     """instead: this share of images is unsure (default: none)"""
     license: str = option("", "ID")

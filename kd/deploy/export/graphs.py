@@ -31,7 +31,7 @@ from kd.models.classifier import Classifier
 from kd.parts import registry
 from kd.setup.recipe import Recipe
 
-CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch is asked about each
+CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch predicts each
 ReadImages = Callable[..., parity.Batches]
 """(limit, training=False) -> that many validation images, evenly spaced; 0: all. With `training`, views of training
 images."""
@@ -39,7 +39,7 @@ images."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A student, and all that its export says of it."""
+    """A student, and all claims of its export."""
 
     recipe: Recipe
     student: Classifier  # on the CPU
@@ -50,13 +50,13 @@ class Subject:
     images: Callable[[], AbstractContextManager[ReadImages]]  # opens the validation images
     baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
     scored: tuple[Scored | None, Scored | None] = (None, None)  # student, and labels only
-    made_from: Mapping[str, Any] = field(default_factory=dict)  # what the run recorded of `teacher` and `answers`
+    made_from: Mapping[str, Any] = field(default_factory=dict)  # the run's record of `teacher` and `answers`
     licences: Mapping[str, str] = field(default_factory=dict)  # see `kd.deploy.export.receipt`
 
 
 @dataclass(slots=True)
 class Made:
-    """What was written and measured."""
+    """Written files and measured values."""
 
     parity: dict[str, dict[str, Any]] = field(default_factory=dict)
     eager_ms: float = 0.0
@@ -110,7 +110,7 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
 
 
 def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Write the self-check of the graphs, of which the first is model.onnx; return what manifest.json says of it."""
+    """Write the self-check of the graphs, of which the first is model.onnx; return its entry in manifest.json."""
     data, engines, least = subject.recipe.data, {}, {}
     for name in names:
         engines[name] = [open_graph(folder / name, threads) for threads in (1, 2)]
@@ -142,7 +142,7 @@ class _Workbench:
         return self.subject.recipe.student.task
 
     def add_first(self) -> None:
-        """Write the graphs of torch, and those that flags name or that `--compare` wants, and ask all in turns."""
+        """Write the graphs of torch, and those that flags name or that `--compare` wants, and time all in turns."""
         student, size, names = runtimes.reparameterized(self.subject.student), self.subject.recipe.data.image_size, []
         output = runtimes.LOGITS if student.num_classes else runtimes.EMBEDDING
         program, views = cache(partial(runtimes.export_program, student, size)), partial(self.images, training=True)
@@ -167,7 +167,7 @@ class _Workbench:
         return registry.exporter(name).missing(name, True)
 
     def _failed(self, name: str) -> str:
-        """Write a candidate; return why it cannot be, and leave what is finished."""
+        """Write a candidate; return the reason if it fails, and keep finished files."""
         if name in self.failures:
             return self.failures[name]
         try:
@@ -185,7 +185,7 @@ class _Workbench:
             one.pop(name, None)
 
     def _compare(self, names: Sequence[str]) -> None:
-        """Ask PyTorch and graphs about the images, require that exact ones are exact, and record the answers."""
+        """Run PyTorch and the graphs on the images, require that exact ones are exact, and record the predictions."""
         eager, runners = (
             parity.eager_runner(self.subject.student),
             {name: open_graph(self.folder / name) for name in names},
@@ -253,7 +253,7 @@ class _Workbench:
         return found, f"{name} misses {', '.join(missed)}" if missed else ""
 
     def _losses(self, name: str, wanted: Mapping[str, float]) -> dict[str, float]:
-        """Return in points what a graph loses, and the calibration error where it is asked for."""
+        """Return a graph's loss in points, and the calibration error where it is requested."""
         lost = 100 * self.outputs.drop(name, self.task)
         found = {"drop": lost}
         if "teacher-drop" in wanted:

@@ -1,6 +1,6 @@
 """The graphs of an export: how accurate each is, and how fast on this machine.
 
-A time is what one client of `kd-serve` waits for an answer (`kd.deploy.serve.bench`).
+A time is the latency of one client of `kd-serve` (`kd.deploy.serve.bench`).
 """
 
 import io
@@ -61,7 +61,7 @@ def measure(
 ) -> dict[str, dict[int, Latency]]:
     """Return the speed of graphs in an export that `kd-serve` can serve, by name and number of threads.
 
-    One image (`pixels`, uint8 [3, S, S], as a JPEG) at a time is computed on so many threads; for `images_per_second`
+    One image (`pixels`, uint8 [3, S, S], as a JPEG) at a time is computed on that many threads; for `images_per_second`
     as many at a time as threads. `cpu_ms` of each graph: see `noisy`.
     """
     file = io.BytesIO()
@@ -78,7 +78,7 @@ def measure(
 
 
 def facts(path: Path, quality: Mapping[str, Any], speed: Mapping[int, Latency]) -> dict[str, Any]:
-    """Return what was measured of a graph as JSON values, for manifest.json."""
+    """Return a graph's measured values as JSON, for manifest.json."""
     graph = registry.graphs()[path.name]
     named = {"runtime": graph.runtime, "precision": graph.precision, "bytes": size(path)}
     return {**named, **quality, "speed": speed_facts(speed)}

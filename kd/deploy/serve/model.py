@@ -1,4 +1,4 @@
-"""An export as it is served: what the folder says of itself, and its graph, which answers for pictures."""
+"""A served export: its description, and its graph, which predicts pictures."""
 
 import hashlib
 import logging
@@ -25,19 +25,19 @@ from kd.parts import registry
 CONFIG = "config.json"
 log = logging.getLogger("kd.serve")
 MAX_SIZE = 4096  # pixels a side: 50 MB per image; one of 10^9 would ask for all memory at the warm-up
-MIN_CROP = 0.01  # share of the shorter side: less is no crop that anybody trains with
+MIN_CROP = 0.01  # share of the shorter side: no training crop is smaller
 MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
 MAX_TEXT = 1000  # characters of a name or label, which the log, the metrics and every answer repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the graph returns for an image."""
+    """Kind of the graph's outputs."""
 
     name: str  # "logits" of the labels, or "embedding": a vector of length 1
     width: int
     thresholds: tuple[float, ...] = ()  # of several labels: from which probability each is there
-    unsure: Bands = ()  # see `kd.deploy.serve.responses`; empty: it does not say which answers are sure
+    unsure: Bands = ()  # see `kd.deploy.serve.responses`; empty: it does not say which predictions are sure
 
     @property
     def embeds(self) -> bool:
@@ -193,16 +193,16 @@ class Label:
 
     label: str
     score: float  # its probability
-    sure: bool | None = None  # None: the export does not say which answers are sure
+    sure: bool | None = None  # None: the export does not say which predictions are sure
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model answers for an image: what `kd-serve` writes as JSON."""
+    """A model's prediction for an image: what `kd-serve` writes as JSON."""
 
     label: str | None = None  # the most probable; None of an image that may have several, and of an embedding
     score: float | None = None  # its probability
-    sure: bool | None = None  # None: the export does not say which answers are sure
+    sure: bool | None = None  # None: the export does not say which predictions are sure
     top: tuple[Label, ...] = ()  # the most probable labels, best first
     labels: tuple[Label, ...] | None = None  # of an image that may have several: those above their thresholds
     embedding: np.ndarray | None = field(default=None, compare=False)  # float32 [D], of length 1
@@ -216,7 +216,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedGraph(Description):
-    """A loaded export: what `kd.load` returns, and what kd-serve and kd-predict answer with. Thread-safe."""
+    """A loaded export: what `kd.load` returns, and what kd-serve and kd-predict run on. Thread-safe."""
 
     engine: Engine
     threads: int
@@ -252,7 +252,7 @@ class LoadedGraph(Description):
         return Answer.of(self.answers(values, top)[0])
 
     def open(self, picture: Any, limits: Limits) -> OpenedImage:
-        """Open a picture, see `__call__`; no pixel of a file is decoded yet. A Problem: it is none within `limits`."""
+        """Open a picture, see `__call__`, without decoding it. Raises Problem unless it is an image within `limits`."""
         if isinstance(picture, str | os.PathLike):
             picture = read_file(picture)
         if isinstance(picture, bytes | bytearray | memoryview):
@@ -270,7 +270,7 @@ class LoadedGraph(Description):
         return decode(opened, self.size, self.crop, self.bits)
 
     def answers(self, values: np.ndarray, top: int) -> list[dict]:
-        """Return what is answered for logits [B, C] or vectors [B, D], as JSON values; `top` labels, 0 for all."""
+        """Return the predictions for logits [B, C] or vectors [B, D], as JSON values; `top` labels, 0 for all."""
         if self.output.embeds:
             return embeddings(values)
         count = min(top or len(self.labels), len(self.labels))
@@ -293,7 +293,7 @@ class LoadedGraph(Description):
         return True
 
     def pixels(self, picture: Any) -> np.ndarray:
-        """Return the crop of a picture, see `__call__`, uint8 [3, S, S]; OSError or Problem: it is none."""
+        """Return the crop of a picture, see `__call__`, uint8 [3, S, S]; OSError or Problem: it is not an image."""
         return self.decode(self.open(picture, LOCAL)).pixels
 
     def warm_up(self, times: int = 3) -> None:
@@ -325,7 +325,7 @@ def open_export(
 
 
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
-    """Load the graph, for at most `slots` calls at the same time, each with so many threads."""
+    """Load the graph, for at most `slots` calls at once, each on `threads` threads."""
     content = read_verified(description.folder, description.file, description.files)
     beside = registry.graphs()[description.file].weights
     weights = read_verified(description.folder, beside, description.files) if beside else b""

@@ -88,7 +88,7 @@ def allowed(file: str, found: np.ndarray, others: Sequence[np.ndarray], exact: n
 def write(
     folder: Path, size: int, decode: Callable[[bytes], np.ndarray], engines: Mapping[str, Sequence[Engine]]
 ) -> dict[str, dict[str, float]]:
-    """Write the pictures, their pixels and each graph's logits; return by graph what manifest.json says of it.
+    """Write the pictures, their pixels and each graph's logits; return by graph its entry in manifest.json.
 
     `engines`: of each graph one as it is served, and more on other numbers of threads; the first is the float32 graph.
     """

@@ -38,7 +38,7 @@ class Confined:
         return self._asked(pixels)[0]
 
     def cpu_ms(self, pixels: np.ndarray) -> float:
-        """Return the CPU milliseconds of one answer, the median of some."""
+        """Return the CPU milliseconds of one prediction, the median of some."""
         return statistics.median([self._asked(pixels)[1] for _ in range(TURNS)])
 
     def close(self) -> None:

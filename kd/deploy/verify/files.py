@@ -1,4 +1,4 @@
-"""What the files of an export show, and what its numbers say of each other: no graph is run."""
+"""Checks on the files of an export and the consistency of its numbers: no graph is run."""
 
 import os
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 
 
 def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return bytes and hashes of the files of an export; a text in place of the hash where a file is none of kd's."""
+    """Return bytes and hashes of the files of an export; a text in place of the hash for a foreign file."""
     home = folder.resolve()
     found: dict[str, Any] = {name: {"sha256": "no file"} for name in claimed}
     known = {*WRITTEN, *(file for name, graph in registry.graphs().items() for file in (name, graph.weights))}
@@ -131,7 +131,7 @@ def _differences(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accepted(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[str, Any], scores: Any) -> dict[str, Any]:
-    """Return the sentence where every word was measured and holds, else what is wrong; and numbers that are derived."""
+    """Return the sentence if every word was measured and holds, else the error; and numbers that are derived."""
     try:
         wanted = limits(told["sentence"])
     except ValueError as error:

@@ -129,7 +129,7 @@ def _show_counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) 
         found["eager_ms"] = outputs.cpu_ms[EAGER]
         most, exact = _allowed(outputs.outputs[EAGER]), [name for name in found["parity"] if name in EXACT]
         if all(outputs.difference(name) <= most for name in exact):
-            own = told["config.json"]  # another network, or other means, would answer otherwise
+            own = told["config.json"]  # another network, or other means, would give other outputs
             pixels = {key: own["pretrained_cfg"][key] for key in ("mean", "std") if key in own["pretrained_cfg"]}
             named = {key: own[key] for key in ("architecture", "model_args") if key in own}
             known.show(IMAGES, {"config.json": {**named, "pretrained_cfg": pixels}})
@@ -198,7 +198,7 @@ def _show_scores(known: Claims, outputs: GraphOutputs, task: Task) -> None:
 
 
 def _show_promises(known: Claims, outputs: GraphOutputs, task: Task, classes: Sequence[str]) -> None:
-    """Choose thresholds again, and count what the promises of `sure` are worth."""
+    """Choose thresholds again, and count how well `sure` keeps its promises."""
     told, found = known.claimed["output"], dict[str, Any]()
     if told.get("thresholds"):
         found["thresholds"] = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
@@ -213,7 +213,7 @@ def _show_promises(known: Claims, outputs: GraphOutputs, task: Task, classes: Se
 
 
 def _show_speed(known: Claims, folder: Path, outputs: GraphOutputs) -> None:
-    """Ask `kd-serve` again, with as many threads as this machine has at most."""
+    """Time `kd-serve` again, with as many threads as this machine has at most."""
     told, accepted = known.claimed.get("variants", {}), known.claimed.get("accepted", {"file": "", "found": {}})
     name = accepted["file"] if "ms" in accepted["found"] else ""
     timed = {one: outputs.cpu_ms[one] for one in outputs.outputs if one and (one in told or one == name)}

@@ -60,14 +60,14 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found of an export."""
+    """Findings on an export."""
 
     manifest: dict[str, Any]
     rows: list[Row]
 
     @property
     def lines(self) -> list[str]:
-        """The chain and the licences that it claims, a table of what was found, and the last line."""
+        """The chain and the licences that it claims, a table of findings, and the last line."""
         stated: list[str] = []
         with suppress(*DAMAGE):  # there is a row about that
             stated = [*chain_lines(self.manifest), "", *licence_lines(self.manifest), ""]

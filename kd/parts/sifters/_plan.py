@@ -76,7 +76,7 @@ def full_plan(context: SiftContext, epoch: int) -> Plan:
 
 
 def balanced_plan(context: SiftContext, epoch: int) -> Plan:
-    """Plan the share `context.balance` of the images, as many of each class as far as a class has so many.
+    """Plan the share `context.balance` of the images, balanced over the classes as far as each has enough.
 
     No image is drawn twice: within an epoch both would have the same pixels.
     """
