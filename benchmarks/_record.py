@@ -17,6 +17,7 @@ import torch
 from kd.core.host import processor
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"  # a folder per subject
 
 
 def hardware() -> str:
@@ -42,12 +43,18 @@ def commit() -> str:
 
 def newest(theme: str) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the head and the rows, numbers read, of the newest CSV of a theme on this hardware; empty without one."""
-    files = sorted(HERE.glob(f"{theme}_{hardware()}_*.csv"))
+    files = sorted(RESULTS.rglob(f"{theme}_{hardware()}_*.csv"), key=lambda path: path.name)
     text = files[-1].read_text().splitlines() if files else []
     head = [line for line in text if line.startswith("# ")]
     return head, [
         {k: v if k == "commit" else number(v) for k, v in row.items()} for row in csv.DictReader(text[len(head) :])
     ]
+
+
+def folder_of(theme: str) -> Path:
+    """Return the folder of a theme's earlier CSVs, or of those with its first word; without any, `RESULTS`."""
+    earlier = (sorted(RESULTS.rglob(f"{name}_*.csv")) for name in (theme, theme.partition("_")[0]))
+    return next((files[0].parent for files in earlier if files), RESULTS)
 
 
 def number(text: str) -> int | float | str:
@@ -64,10 +71,10 @@ def write(theme: str, command: str, rows: list[dict[str, Any]], folder: Path | N
     """Write `theme_hardware_date.csv`: command, commit, hardware, versions and date as comments, then the rows.
 
     What people wrote in the head of the file before it (what, note, show) is carried over. `folder`: by default the one
-    that the variable OUT names, else this one.
+    that the variable OUT names, else that of the subject.
     """
     date = datetime.date.today().isoformat()
-    path = (folder or Path(os.environ.get("OUT") or HERE)) / f"{theme}_{hardware()}_{date}.csv"
+    path = (folder or Path(os.environ.get("OUT") or folder_of(theme))) / f"{theme}_{hardware()}_{date}.csv"
     facts = {
         "command": command,
         "commit": commit(),

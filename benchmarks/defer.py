@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from _record import HERE, hardware, write
+from _record import HERE, folder_of, hardware, write
 from kd.core.intervals import paired, wilson
 from kd.deploy.export.defer import Rule
 from kd.files.run_dir import RunDir
@@ -146,7 +146,8 @@ def main() -> None:
     parser.add_argument("--export", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    path = Path(os.environ.get("OUT") or HERE) / f"defer_{hardware()}_{datetime.date.today().isoformat()}.csv"
+    name = f"defer_{hardware()}_{datetime.date.today().isoformat()}.csv"
+    path = Path(os.environ.get("OUT") or folder_of("defer")) / name
     rows: list[dict[str, Any]] = []
     if path.is_file():
         with path.open() as file:

@@ -37,7 +37,7 @@ from typing import Any
 import yaml
 from patience import plot
 
-from _record import HERE, commit, write
+from _record import RESULTS, commit, write
 from kd.core.intervals import wilson
 from kd.core.text import table
 
@@ -189,10 +189,10 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def earlier(options: argparse.Namespace, theme: str) -> list[Row]:
-    """Return the rows that were made before with this teacher: in this folder, and in the CSVs beside this file."""
+    """Return the rows that were made before with this teacher: in this folder, and in the committed CSVs."""
     file = options.work / f"{theme}.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    for path in HERE.glob(f"{theme}_*.csv"):
+    for path in RESULTS.rglob(f"{theme}_*.csv"):
         with path.open() as opened:
             lines = csv.DictReader(line for line in opened if not line.startswith("#"))
             rows += [{key: text if key in TEXTS else json.loads(text) for key, text in line.items()} for line in lines]

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when the on
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's forward of 16 images took
-0.97 s with the first on two cores of an AMD EPYC, and 3.6 s in float32 on one without (`benchmarks/mfu_*.csv`)."""
+0.97 s with the first on two cores of an AMD EPYC, and 3.6 s in float32 on one without (`results/speed/mfu_*.csv`)."""
 MOST_CONVOLVED, MOST_DEPTHWISE = 0.2, {True: 0.03, False: 0.1}
 """Shares of multiplications, in convolutions and in depthwise ones, up to which AVX-512 gains by bfloat16. A step took
 on two threads, float32 = 1: XCiT of vit_food (share 0.40) 3.8, ResNet-18 (1.0) 2.6, ConvNeXt 1.2; on one, by the
@@ -75,7 +75,7 @@ def bf16_pays(convolved: float, depthwise: float, trained: bool, threads: int, r
     """Return whether bfloat16 is faster than float32 for a network here, on a processor with units for it.
 
     `convolved`: share of its multiplications in convolutions; `depthwise`: in those of one channel each; `trained`: its
-    backward runs too. Where AVX-512 alone has bfloat16, see `benchmarks/precision_*.csv`; others were not measured.
+    backward runs too. Where AVX-512 alone has bfloat16, see `results/speed/precision_*.csv`; others were not measured.
     """
     if bf16_units(root) != {"avx512_bf16"}:
         return True

@@ -27,11 +27,11 @@ from kd.study.sifting import sifting_text
 
 FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 """What a compiled or exported form costs at each start of a run. Training steps of nine networks compile in 29 to 203 s
-on one busy core (`benchmarks/compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
+on one busy core (`results/speed/compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
 WORTH = 4.0
 """Time such a form only if the run's work on it is this many times its start-up cost: it must then save a quarter."""
 LATER_MIB = 100
-"""What evaluations, checkpoints, a teacher's export and the report add to first steps (`benchmarks/forecast_*.csv`)."""
+"""What evaluation, checkpoints, export and report add to first steps (`results/speed/forecast_*.csv`)."""
 MARGIN = 0.05
 """Share of the time that a candidate must save in all turns but one: less is noise of a shared machine."""
 

@@ -81,7 +81,7 @@ def test_the_proof_goes_seed_by_seed_and_has_one_ceiling(tmp_path):
 
 def test_committed_rows_come_back_as_they_were_written(tmp_path, monkeypatch):
     rows = [{"arm": "soft, a third", "seed": 1, "accuracy": 46.9, "commit": "59e10202"}]
-    monkeypatch.setattr(_record, "HERE", tmp_path)
+    monkeypatch.setattr(_record, "RESULTS", tmp_path)
     path = _record.write("theme", "command", rows, tmp_path)
     path.write_text(path.read_text().replace("arm,seed", "# note: by hand\narm,seed"))
     assert _record.newest("theme")[1] == rows

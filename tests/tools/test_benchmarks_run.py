@@ -51,7 +51,7 @@ def header(path: Path) -> dict[str, str]:
 def columns(theme: str) -> set[str]:
     """Return the columns of a committed file that results.md shows."""
     theme = {"defer": "defer_seeds"}.get(theme, theme)  # which part of it a name says
-    (path,) = (one for maker in ("amd", "intel") for one in ROOT.glob(f"benchmarks/{theme}_{maker}-*.csv"))
+    (path,) = (one for maker in ("amd", "intel") for one in ROOT.glob(f"benchmarks/results/*/{theme}_{maker}-*.csv"))
     shown, _, only = header(path)["show"].partition(" | ")
     names = {name.strip("+:") for name in shown.split()} - {"all"}
     return names | ({only.partition("=")[0]} if only else set())

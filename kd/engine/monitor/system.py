@@ -110,7 +110,7 @@ def _load(process: psutil.Process) -> float:
 
 
 class Gpus:
-    """NVIDIA GPUs of this machine, by nvidia-ml-py and a driver. Run on one H200 (benchmarks/gpu_*.csv)."""
+    """NVIDIA GPUs of this machine, by nvidia-ml-py and a driver. Run on one H200 (results/speed/gpu_*.csv)."""
 
     def __init__(self) -> None:
         self._nvml: Any = None

@@ -49,7 +49,7 @@ class DDPBackend:
 
     @property
     def auto_mode(self) -> str:
-        """bfloat16 where units multiply it. Attention: `benchmarks/mfu_*.csv` for CPUs, torch's own choice for GPUs."""
+        """bfloat16 where units multiply it. Attention: `results/speed/mfu_*.csv` for CPUs, torch's choice for GPUs."""
         if self.device.type == "cuda":
             return "bf16+fused" if torch.cuda.get_device_capability(self.device) >= (8, 0) else "fp32+fused"
         return "bf16+unfused" if bf16_units() else "fp32+unfused"

@@ -43,11 +43,11 @@ class OpenVINO(Exporter):
         from kd.models.runtimes import has_bf16
 
         if not installed("openvino"):
-            return "openvino is not installed: pip install 'kd[openvino]'"
+            return "openvino is not installed: pip install 'PATH/kd[openvino]'"
         if file == BF16 and not has_bf16():
             return "OpenVINO finds no bfloat16 units in this processor"
         if file == STATIC and write and not installed("nncf"):
-            return "nncf is not installed: pip install 'kd[nncf]'"
+            return "nncf is not installed: pip install 'PATH/kd[nncf]'"
         return ""
 
     def write(self, path: Path, network: Network) -> None:
@@ -128,7 +128,7 @@ def _nncf() -> Iterator[Any]:
     os.environ.setdefault("NNCF_CI", "1")  # nothing is sent to Intel: NNCF's telemetry is off
     level = logging.getLogger("nncf").level
     with signal_stack(), quiet(), redirect_stdout(io.StringIO()):
-        yield needed("nncf", "--int8", "nncf is not installed", "pip install 'kd[nncf]'")
+        yield needed("nncf", "--int8", "nncf is not installed", "pip install 'PATH/kd[nncf]'")
     logging.getLogger("nncf").setLevel(level)
 
 
