@@ -297,7 +297,9 @@ def test_a_run_that_failed_lets_go_of_its_folder(written, refused, command, copi
 
 
 def test_a_loss_that_diverges(written, refused, tmp_path):
-    path = written(run={"epochs": 4, "every": {"log": 2}}, optimizer={"lr": 1e30, "warmup": 0.0, "clip": 0.0})
+    path = written(
+        run={"epochs": 4, "every": {"log": 2}}, optimizer={"lr": 1e30, "warmup_ratio": 0.0, "clip_grad_norm": 0.0}
+    )
     told = refused("train", path)
     assert "became NaN or infinite in step" in told
     assert told.startswith(("losses: ", "optimizer: "))

@@ -75,7 +75,7 @@ def distill(teacher: nn.Module, student: nn.Module, train: object, **changes: ob
             "losses": [{"kind": "kl", "temperature": 2.0}, {"kind": "ce", "weight": 0.5}],
             "epochs": 3,
             "batch_size": 16,
-            "optimizer": {"lr": 1e-2, "schedule": "constant", "warmup": 0.0},
+            "optimizer": {"lr": 1e-2, "schedule": "constant", "warmup_ratio": 0.0},
             "backend": CPU,
             "progress": False,
             **changes,
@@ -186,7 +186,7 @@ def test_a_dataset_may_keep_the_number_of_its_classes_in_their_place():
 def test_ema_hands_back_the_average():
     plain, averaged = network(4, 2), network(4, 2)
     distill(network(16, 1), plain, data(70, 3))
-    result = distill(network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema": 0.9})
+    result = distill(network(16, 1), averaged, data(70, 3), optimizer={"lr": 1e-2, "ema_decay": 0.9})
     assert not torch.equal(plain[1].weight, averaged[1].weight)
     image, label = data(33, 9).tensors
     with torch.no_grad():
