@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from kd.core.errors import in_short
 from kd.deploy.serve.limits import Limits, Problem
+from kd.deploy.serve.self_check import UNREADABLE, SelfCheckError
 from kd.deploy.shift import Measures, measure
 from kd.files import pixels
 from kd.files.pixels import HEIF, MARGIN, Beyond, centre_crop, count_scans, least_of_centre, load, reduce
@@ -105,8 +107,11 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
     """Load the decoders. Pillow imports each of them with the first image of its format."""
     for kind in FORMATS:
         file = io.BytesIO()
-        Image.new("RGB", (64, 48)).save(file, kind)
-        prepare(file.getvalue(), size, crop, limits)
+        try:
+            Image.new("RGB", (64, 48)).save(file, kind)
+            prepare(file.getvalue(), size, crop, limits)
+        except (OSError, Problem) as error:
+            raise SelfCheckError("export", f"a {kind} {UNREADABLE} ({in_short(error)})") from error
 
 
 def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:

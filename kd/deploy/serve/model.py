@@ -85,6 +85,8 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         recorded = manifest.get("validation", {}).get(file)
         reference = Reference.read(recorded, labels) if recorded else None
         told = manifest.get(self_check.KEY, {}).get(file)
+        if told is None and self_check.FILE in files:
+            raise ValueError(f"it has no {self_check.KEY} of {file}")
         check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed") if told is not None else None
         least = _text(told["least"], f"{self_check.KEY}.least") if told is not None else "0"
         installed = manifest.get("environment", {}).get("packages", {})
@@ -287,6 +289,10 @@ class LoadedGraph(Description):
         content = read_verified(self.folder, self_check.FILE, self.files)
         try:
             found = self_check.differences(self_check.read(content), self.file, self.pixels, self.engine)
+        except self_check.SelfCheckError:
+            raise
+        except KeyError as error:
+            raise invalid_export(f"'{self_check.FILE}' has no array {error}") from error
         except Exception as error:  # runtimes have their own, unrelated error types
             raise invalid_export(f"the self-check cannot be made ({in_short(error)})") from error
         self_check.require(self.file, found, self.check, self.packages)

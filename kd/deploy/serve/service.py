@@ -43,10 +43,10 @@ class Service:
     def load(self) -> None:
         """Load the model, warm up every thread, and check the outputs; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
-        warm_up(model.size, model.crop, self.limits)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
             warming.result()
         try:
+            warm_up(model.size, model.crop, self.limits)
             self.metrics.self_check = self._pool.submit(model.check_itself).result()
         except SelfCheckError as error:
             self.metrics.self_check, self.reason = False, f"{error}"

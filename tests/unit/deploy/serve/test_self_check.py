@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,6 +158,17 @@ def blue_first(self: Image.Image, *rest, real=Image.Image.resize, **more) -> Ima
     return Image.fromarray(np.asarray(real(self, *rest, **more))[..., ::-1])
 
 
+def brighter(self: Image.Image, *rest, real=Image.Image.resize, **more) -> Image.Image:
+    """Add one level: far below what another filter changes, and everywhere."""
+    return real(self, *rest, **more).point(lambda value: min(255, value + 1))
+
+
+def inverted(self: Image.Image, mode: str, *rest, real=Image.Image.convert, **more) -> Image.Image:
+    """Convert CMYK as if its inks were inverted."""
+    inks = self.point(lambda value: 255 - value) if self.mode == "CMYK" else self
+    return real(inks, mode, *rest, **more)
+
+
 def on_black(mode: str, size: tuple[int, int], color: object = 0, real=Image.new) -> Image.Image:
     return real(mode, size, "black")
 
@@ -166,6 +178,8 @@ DECODERS = {
     "nearest for bicubic": (Image.Image, "resize", resized(Image.Resampling.NEAREST)),
     "EXIF is ignored": (ImageOps, "exif_transpose", lambda image, in_place=False: None),
     "a decoder of BGR": (Image.Image, "resize", blue_first),
+    "one level brighter": (Image.Image, "resize", brighter),
+    "CMYK is inverted": (Image.Image, "convert", inverted),
     "transparent on black": (Image, "new", on_black),
     "a JPEG is not reduced": (JpegImagePlugin.JpegImageFile, "draft", lambda self, mode, size: None),
 }
@@ -176,6 +190,75 @@ def test_another_decoder_is_found(fault, honest, monkeypatch):
     monkeypatch.setattr(*DECODERS[fault])
     with pytest.raises(SelfCheckError, match=f"{DECODES} {DIFFER}.* Pillow"):
         kd.load(honest)
+
+
+def no_decoder(mode: str, name: str, args: object, extra: object = (), real=Image._getdecoder) -> object:
+    if name == "jpeg":
+        raise OSError("decoder jpeg not available")
+    return real(mode, name, args, extra)
+
+
+def test_a_machine_that_cannot_decode_a_picture_is_named_and_not_the_export(honest, monkeypatch):
+    monkeypatch.setattr(Image, "_getdecoder", no_decoder)
+    with pytest.raises(SelfCheckError, match=r"picture 0 of the self-check cannot be decoded on this machine"):
+        kd.load(honest)
+    service = Service(describe(honest), Limits(), slots=1, threads=1)
+    service.load()
+    problem = service.admission_error()
+    assert not service.ready
+    assert problem is not None
+    assert "a JPEG cannot be decoded on this machine" in problem.detail
+    service.close()
+    row = next(row for row in verify(VerifyOptions(export=honest)).rows if "on self_check" in row.what)
+    assert row.verdict == "WRONG"
+
+
+def stored(folder: Path, **arrays: np.ndarray) -> Path:
+    """Return an export whose self-check has other arrays, resealed."""
+    liar = Liar(folder)
+    found = dict(np.load(folder / FILE))
+    np.savez(folder / FILE, **{**found, **arrays})
+    liar.reseal()
+    return folder
+
+
+def bomb() -> np.ndarray:
+    file = io.BytesIO()
+    Image.new("L", (16_000, 10_000)).save(file, "PNG")
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+@pytest.mark.parametrize("picture", [np.frombuffer(b"no picture", np.uint8), bomb()], ids=["text", "160 megapixels"])
+def test_a_strangers_picture_is_a_wrong_row_of_kd_verify(picture, honest, tmp_path):
+    folder = stored(shutil.copytree(honest, tmp_path / "export"), picture0=picture)
+    rows = [row for row in verify(VerifyOptions(export=folder)).rows if "on self_check" in row.what]
+    assert {row.verdict for row in rows} == {"WRONG"}
+    with pytest.raises(SelfCheckError, match="picture 0 of the self-check cannot be decoded"):
+        kd.load(folder)
+
+
+def test_a_header_of_petabytes_is_refused(honest, tmp_path):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (10**15,)})
+    folder = shutil.copytree(honest, tmp_path / "export")
+    with zipfile.ZipFile(honest / FILE) as old, zipfile.ZipFile(folder / FILE, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, header.getvalue() if name == "pixels.npy" else old.read(name))
+    Liar(folder).reseal()
+    with pytest.raises(ModelError, match="the self-check cannot be made"):
+        kd.load(folder)
+    assert any(row.verdict == "WRONG" for row in verify(VerifyOptions(export=folder)).rows if FILE in row.what)
+
+
+@pytest.mark.parametrize("gone", ["self_check", "self_check/model.onnx"])
+def test_an_export_with_pictures_and_without_their_entry_is_damaged_and_not_old(gone, honest, tmp_path):
+    liar = Liar(shutil.copytree(honest, tmp_path / "export"))
+    section, _, graph = gone.partition("/")
+    del (liar.manifest[section] if graph else liar.manifest)[graph or section]
+    liar.reseal()
+    with pytest.raises(ModelError, match=r"it has no self_check of model.onnx"):
+        kd.load(liar.folder)
+    assert any(row.verdict == "WRONG" for row in verify(VerifyOptions(export=liar.folder)).rows)
 
 
 def test_another_crop_is_found_and_what_has_another_hash_is_not_read(honest, tmp_path):
@@ -277,7 +360,8 @@ def test_the_pictures(size):
     files = self_check.pictures(size)
     assert files == self_check.pictures(size)
     opened = [Image.open(io.BytesIO(file)) for file in files]
-    assert [(one.format, one.mode) for one in opened] == [("JPEG", "RGB")] * 2 + [("PNG", "RGB"), ("PNG", "RGBA")]
+    kinds = [("JPEG", "RGB"), ("JPEG", "CMYK"), ("WEBP", "RGB"), ("PNG", "RGBA")]
+    assert [(one.format, one.mode) for one in opened] == kinds
     assert opened[1].getexif()[0x0112] == 6
     assert opened[0].width > 4 * size
     assert all(np.asarray(one.convert("RGB")).std() > 20 for one in opened)
