@@ -1,9 +1,9 @@
 """The protocols between the parts of kd. Read this first; those of a task are in `kd/core/evaluation.py`.
 
 The engine depends on these protocols only. A part is one file in the folder of its contract (`tasks/`, `losses/`,
-`sifters/`, `datasets/`, `networks/`, `backends/`). It has two public names: `Options`, a frozen dataclass whose fields
-are its YAML keys, with a docstring under each, and `build(options, ...)`. Where others must know something of the
-options, `facts(options)` returns it as a value of `kd.core.facts`, or `facts` is that value for all of them.
+`sifters/`, `datasets/`, `networks/`, `backends/`; `exporters/` has its own). It has two public names: `Options`, a
+frozen dataclass whose fields are its YAML keys, with a docstring under each, and `build(options, ...)`. Where others
+must know something of the options, `facts(options)` returns it as a value of `kd.core.facts`, or `facts` is that value.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 """

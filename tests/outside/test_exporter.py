@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from subjects import CLASSES, PIXELS, small_subject
+from subjects import CLASSES, PIXELS, measure_briefly, small_subject
 
 import kd
 import kd.parts.exporters
@@ -68,6 +68,14 @@ def test_what_is_said_without_executorch(tmp_path):
     with pytest.raises(KdError, match=r"^--formats executorch: executorch is not installed.*pip install executorch"):
         write(small_subject(tmp_path), tmp_path / "export", ExportOptions(formats="executorch"))
     assert not (tmp_path / "export").exists()
+
+
+def test_what_no_endpoint_loads_is_not_accepted(tmp_path, monkeypatch):
+    measure_briefly(monkeypatch)
+    options = ExportOptions(pt2=True, accept="drop<=100 mb<=9", calibrate=False)
+    told = write(small_subject(tmp_path), tmp_path / "export", options).manifest
+    assert [*told["parity"]] == ["model.pt2", "model.onnx"]
+    assert told["accepted"]["file"] == "model.onnx"
 
 
 def test_an_unknown_format_is_one_line(tmp_path):

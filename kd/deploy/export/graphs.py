@@ -150,18 +150,16 @@ class _Workbench:
         for name in self.known:
             if self.options.wants(name):
                 registry.exporter(name).write(self.folder / name, self.network)
-                names.append(name)
-            elif (
-                self.options.compare and name in self.candidates and not self._missing(name) and not self._failed(name)
-            ):
-                names.append(name)
+            elif not self.options.compare or name not in self.candidates or self._missing(name) or self._failed(name):
+                continue
+            names.append(name)
         self._compare(names)
 
     @property
     def candidates(self) -> list[str]:
-        """The graphs that may be written though no flag names them, or are."""
-        every = self.known.items()
-        return [name for name, one in every if self.options.wants(name) or not (one.code or one.named)]
+        """The graphs that an endpoint serves, without those that no flag names and only a flag may."""
+        served = ((name, one) for name, one in self.known.items() if not one.code)
+        return [name for name, one in served if self.options.wants(name) or not one.named]
 
     def _missing(self, name: str) -> str:
         return registry.exporter(name).missing(name, True)
@@ -186,15 +184,13 @@ class _Workbench:
 
     def _compare(self, names: Sequence[str]) -> None:
         """Run PyTorch and the graphs on the images, require that exact ones are exact, and record the predictions."""
-        eager, runners = (
-            parity.eager_runner(self.subject.student),
-            {name: open_graph(self.folder / name) for name in names},
-        )
-        found = parity.compare(eager, runners, self.images(self.options.images))
+        eager = parity.eager_runner(self.subject.student)
+        opened = {name: open_graph(self.folder / name) for name in names}
+        found = parity.compare(eager, opened, self.images(self.options.images))
         first = not self.made.eager_ms
         self.outputs = found if first else self.outputs.joined(found)
         self.made.eager_ms = found.cpu_ms[EAGER]
-        for name in runners:
+        for name in names:
             self._judge(name)
 
     def _judge(self, name: str) -> None:
