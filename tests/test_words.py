@@ -1,7 +1,8 @@
-"""The pages are in plain words: the phrases of tests/words.py are not in them."""
+"""Pages, and the strings and docstrings of kd/, are in plain words: the phrases of tests/words.py are not in them."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_no_phrase_that_readers_stop_at(page):
     assert not faults(prose(page.read_text()))
+
+
+def test_the_strings_and_docstrings_of_kd_have_none():
+    found = {}
+    for path in sorted((ROOT / "kd").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and (wrong := faults(node.value)):
+                found[f"{path.relative_to(ROOT)}:{node.lineno}"] = wrong
+    assert not found
 
 
 @pytest.mark.parametrize(

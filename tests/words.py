@@ -1,6 +1,5 @@
-"""Phrases at which readers stop, and what to write instead. `tests/test_words.py` keeps them out.
-
-Now over README.md and docs/; strings and docstrings of kd/ can be added there (`PAGES`).
+"""Phrases at which readers stop, and what to write instead. `tests/test_words.py` keeps them out. They are searched
+in the pages, and in the strings and docstrings of kd/.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
     `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val",
-    or "test" where `facts(options).test` names a key. `classes` is None for the training split, which defines the class
-    order. Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class
-    that training does not know, is a DataError. `recognizes(folder)`, where a module has it, returns the keys of `data`
+    or "test" where `facts(options).test` names a key. The training split gets no `classes` and defines their order.
+    Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class that
+    training does not know, is a DataError. `recognizes(folder)`, where a module has it, returns the keys of `data`
     for a folder of its layout, or None: `kd init` asks all kinds.
     """
 

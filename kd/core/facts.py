@@ -85,7 +85,7 @@ class Network(NamedTuple):
     """What a graph of an export is made of."""
 
     program: Callable[[int], Any]
-    """(batch) -> the ExportedProgram for so many images, 0: any number. uint8 [B, 3, S, S] to logits or vectors."""
+    """(batch) -> the ExportedProgram for that many images, 0: any number. uint8 [B, 3, S, S] to logits or vectors."""
     onnx: Path  # model.onnx of the same export, if it has one
     views: Callable[[int], Any]  # (number) -> batches of so many training views, each (uint8 [B, 3, S, S], ...)
     output: str  # its name: "logits" or "embedding"

@@ -24,7 +24,7 @@ CONTAINERS = (  # limit, use, and which line of which file counts pages of files
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of malloc.h: more free bytes at the top of the heap than this are returned (2**17 by default); so many blocks may
+"""Of malloc.h: more free bytes at the top of the heap than this are returned (2**17 by default); this many blocks may
 have a map of their own (2**16)."""
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 TOGETHER = 1.0  # seconds in which two signals count as one: a launcher passes on what its whole group has received too
@@ -117,7 +117,7 @@ def process_stat(pid: int | str = "self") -> list[str]:
 
 
 def command_seconds() -> float:
-    """Return for how long this process, or the torchrun that began with it, has run; 0.0 where nobody knows."""
+    """Return for how long this process, or the torchrun that began with it, has run; 0.0 where unknown."""
     began = process_stat()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
         began = process_stat(began[1]) or began  # field 4 is the parent

@@ -151,7 +151,7 @@ class LocalLoader:
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
-        """Kill the remaining workers, and keep torch's signal handler from raising again because of it."""
+        """Kill the remaining workers, and keep torch's signal handler from raising again for that."""
         iterator, processes = self._batches._iterator, self.processes()
         if iterator is None:
             return

@@ -1,4 +1,4 @@
-"""manifest.json of an export: checksums of it and of its files. Imports nothing of kd."""
+"""manifest.json of an export: its checksum and those of its files. Imports nothing of kd."""
 
 import hashlib
 import json

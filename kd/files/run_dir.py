@@ -62,7 +62,7 @@ class RunDir:
         return self.config_file.read_text(encoding="utf-8", errors="replace") if self.config_file.is_file() else None
 
     def step(self) -> int:
-        """Return the step of the newest checkpoint; 0 where there is none."""
+        """Return the step of the newest checkpoint; 0 if there is no checkpoint."""
         return max((int(folder.name.rpartition("_")[2]) for folder in self._folders()), default=0)
 
     def manifest(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 
 
 def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
-    """Time what keys at `auto` and `off` leave open, and return lines for a person."""
+    """Time what keys at `auto` and `off` leave open, and return lines of text."""
     facts, made, run = bench.backend.facts, list[Found](), bench.planned(bench.recipe)
     with ExitStack() as stack:
         if not facts.compiles:
@@ -140,7 +140,7 @@ def compare_threads(most: int, works: Sequence[Work]) -> tuple[int, list[str]]:
 
 
 def stepping(threads: int, works: Sequence[Work]) -> Work:
-    """Return what makes a step on so many threads."""
+    """Return the function that makes a step on `threads` threads."""
 
     def step() -> torch.Tensor:
         torch.set_num_threads(threads)

@@ -81,7 +81,7 @@ def reparameterized(model: Classifier) -> Classifier:
 
 
 def export_program(model: Classifier, size: int, images: int = 0) -> torch.export.ExportedProgram:
-    """Trace a classifier for so many images; 0: with a dynamic batch dimension."""
+    """Trace a classifier for that many images; 0: with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
     # Traced with two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(images or 2, 3, size, size, dtype=torch.uint8),)
@@ -186,7 +186,7 @@ def graph_files(path: Path, where: str) -> list[Path]:
         if outside or not file.is_file():
             place = "outside its folder" if outside else "no regular file"
             wrong = f"'{path}' has weights in {name!r}, which is {place}"
-            allowed = "Regular files in the folder of the graph, by relative names and without links out of it"
+            allowed = "Regular files in the folder of the graph, by relative names, without links that leave it"
             raise ModelError(where, wrong, allowed, "Put them there, or export it anew")
         files.append(file)
     return files

@@ -118,7 +118,7 @@ def _files(folder: str, names: Sequence[str]) -> ImageList:
 
 
 def _stamp(path: str) -> str:
-    """Return the size and time of a file; "" if there is none."""
+    """Return the size and time of a file; "" if there is no file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):  # ValueError: a name with a zero byte

@@ -151,7 +151,7 @@ def _from_base64(text: Any) -> bytes:
 
 
 def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
-    """Split a form. Each file of it is an image, whatever its name; text fields and empty inputs are not images."""
+    """Split a form. Each file is an image, whatever its name; text fields and empty inputs are not images."""
     boundary = re.search(r'boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header)
     if boundary is None:
         raise Problem(400, "The content-type has no valid boundary.")

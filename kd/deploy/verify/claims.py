@@ -29,7 +29,7 @@ FLIPS, OTHER_FLIPS = 0.002, 0.02
 """Share of the images, beside one, that may get another prediction than at the export: processors differ in last bits
 (threads), on another int8 is rounded otherwise without VNNI. What lies between is `not checked`."""
 TRAINED_FLIPS = 0.005
-"""The same of the score that training counted, in bfloat16 perhaps: of 2,000 images 20 change their prediction and the
+"""The same for the score that training counted, in bfloat16 perhaps: of 2,000 images 20 change their prediction and the
 numbers of gains and losses differ by 3 standard deviations of sqrt(20), 14."""
 ALIKE, SLOWER, HOPELESS = 1.5, 4.0, 100.0
 """Times the claimed cost that are right; that are wrong, on the same processor with nothing else to do; and that are

@@ -33,7 +33,7 @@ class Facts:
 
     @property
     def room(self) -> int:
-        """Data workers that leave the step a core; none on a CPU of two cores, where any takes from the step."""
+        """Data workers that leave one core to the step; none on a CPU of two cores, where any takes from the step."""
         return 0 if self.device == "cpu" and self.share <= 2 else max(1, self.share - 1)
 
     @property

@@ -118,7 +118,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the encoded bytes of every row's image, int64 [N], -1 where there is none, and stamps, uint64 [N]."""
+    """Return the encoded bytes of every row's image, int64 [N], -1 where it is missing, and stamps, uint64 [N]."""
     # No image is read for it.
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 

@@ -52,7 +52,7 @@ def answers(
             vouched.check_models({**teacher.members, "student": student})
             model = load_fitted(teacher, data).model
             if not data.labelled:
-                raise RunError("data.labels", "is none: predictions are counted by label", "Labelled images", "")
+                raise RunError("data.labels", "has no label: predictions are counted by label", "Labelled images", "")
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             best, _ = best_student(folder, student, data.plan, data.classes)
             models: dict[str, Any] = {"student": best.to(device).eval()}
