@@ -1,4 +1,4 @@
-"""ExecuTorch's .pte, float32 over XNNPACK, for phones and boards: `--formats executorch`, which installs nothing else.
+"""ExecuTorch's .pte, float32 over XNNPACK, for phones and boards: `--formats executorch`.
 
 Needs `pip install executorch`. An image is computed alone, on as many threads as ExecuTorch chooses.
 """
