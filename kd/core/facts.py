@@ -97,11 +97,11 @@ class GraphFile:
 
     runtime: str  # the package that runs it
     precision: str  # "float32", which must compute what PyTorch computes, "bf16" or "int8", which may lose a little
-    option: str = ""  # of `kd-export`, that writes it; "": all do
+    option: str = ""  # of `kd-export`, that writes it; "": all do. A new format: "--formats NAME" and `named`
     weights: str = ""  # a second file, with its weights
     integer: bool = False  # its activations are integers too, so that sums are equal on all processors
     code: bool = False  # loading it may run code that it holds: no endpoint does, kd-verify with --trust
-    cost: int = 0  # `--accept` tries cheap ones first
+    cost: int = 9  # `--accept` tries cheap ones first; model.onnx, the reference of the self-check, has 1
     named: bool = False  # written only where `--formats` names it
     kind: str = ""  # the part that knows it; the registry adds it
 

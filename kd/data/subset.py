@@ -134,7 +134,7 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
             note = f"data.exclude: {out.sum()} of {len(source)} images of the split '{split}' are left out"
             rest[split] = subset(source, np.flatnonzero(~out), note)
     if missing:
-        first, more = min(missing), f"; {len(missing)} of {len(wanted)} names are none" if len(missing) > 1 else ""
+        first, more = min(missing), f"; {len(missing)} of {len(wanted)} names are missing" if len(missing) > 1 else ""
         few = sum(map(len, splits.values())) < 10_000
         near = did_you_mean(first, {one.name(id) for one in splits.values() for id in range(len(one))}) if few else ""
         wrong, remedy = f"'{file}' names '{first}', which is no image{more}", near or "Correct the list"

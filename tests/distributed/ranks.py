@@ -40,7 +40,12 @@ def environment() -> dict[str, str]:
     """Return the environment for a child: no launcher's variables, one thread, the repository importable."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "KD_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests' / 'helpers'}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def free_port() -> int:

@@ -93,5 +93,5 @@ def test_lies_that_the_run_tells(distilled, photos, command, tmp_path):
 def test_bad_input(refused, command, exported, distilled, photos, tmp_path):
     answer = command("verify", distilled, "--data", photos)
     assert answer.code == 3
-    assert "is not an export: it has no manifest.json of one" in answer.err
+    assert "is not an export: manifest.json is missing" in answer.err
     assert refused("verify", exported, "--data", photos, "--run", tmp_path).startswith("run: ")

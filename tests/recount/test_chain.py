@@ -47,7 +47,7 @@ def test_the_chain_counts_records_and_not_their_places(made):
     found = sum(whole_records(folder / f"answers/view_{view:04d}.logits", str(view), size) for view in range(2))
     assert found == 64 < 2 * 36
     assert json.loads((exported / "manifest.json").read_text())["chain"]["answers"]["count"] == found
-    assert f"answers  {found} in the cache" in (exported / "README.md").read_text()
+    assert f"outputs  {found} in the cache" in (exported / "README.md").read_text()
 
 
 def test_the_card_says_of_which_images_a_score_against_the_teacher_is(made):

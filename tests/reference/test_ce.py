@@ -85,3 +85,10 @@ def test_what_is_no_weight_is_refused(wrong):
 def test_weights_of_other_classes_are_refused(wrong, words):
     with pytest.raises(ConfigError, match=rf"^losses\[\]\.class_weights: .*{words}"):
         ce.build(ce.Options(class_weights=wrong), Dims(4, 0, 0, classes=NAMES, labels=lambda: torch.arange(4)))
+
+
+def test_balanced_weights_have_the_mean_1_over_the_images_with_a_label():
+    """scikit-learn's formula N / (C n_c): 8 / (2 x 6) and 8 / (2 x 2); 8 further images have no label."""
+    label_N = torch.tensor([0] * 6 + [1] * 2 + [-1] * 8)
+    found = ce.class_weights("balanced", Dims(2, 0, 0, classes=("a", "b"), labels=lambda: label_N))
+    assert torch.allclose(found, torch.tensor([2 / 3, 2.0]))

@@ -129,6 +129,9 @@ class ExportOptions:
         """Refuse what does not go together, before minutes of work."""
         for name in filter(None, self.formats.split(",")):
             registry.find("exporters", name, "--formats")
+            if name not in registry.names("exporters"):  # a module of one's own, which writes nothing
+                allowed = ", ".join(registry.names("exporters"))
+                raise ConfigError("--formats", f"'{name}' lies outside kd/parts/exporters", f"One of: {allowed}")
         if not self.onnx and (self.int8 or self.openvino or self.measures):
             raise ConfigError("--no-onnx", "all other graphs are made from model.onnx", "", "Leave out --no-onnx")
         if self.measures and not 1 <= self.threads <= cores():

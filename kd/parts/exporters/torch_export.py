@@ -8,7 +8,7 @@ from kd.core.facts import ExporterFacts, GraphFile, Network
 from kd.core.facts import NoOptions as Options
 from kd.parts.exporters._exporter import Engine, Exporter
 
-facts = ExporterFacts(graphs={"model.pt2": GraphFile("torch", "float32", option="--pt2", code=True)})
+facts = ExporterFacts(graphs={"model.pt2": GraphFile("torch", "float32", option="--pt2", code=True, cost=0)})
 
 
 class TorchExport(Exporter):

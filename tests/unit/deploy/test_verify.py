@@ -547,7 +547,7 @@ def test_what_cannot_be_verified(honest, tmp_path):
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
     for folder, data, code, said in (
-        (bare, images, 3, "is not an export: it has no manifest.json"),
+        (bare, images, 3, "is not an export: manifest.json is missing"),
         (export, tmp_path / "none", 2, "--data: no images in"),
         (export, tmp_path / "gone", 2, "--data: .* does not exist"),
         (export, other / "images", 2, "--data: .* holds 0 of the 120 images"),

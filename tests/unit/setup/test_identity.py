@@ -21,7 +21,7 @@ from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.open_cache import cache_codec, cache_identity
 from kd.setup.open_store import keep_rules
-from kd.setup.recipe import TeacherPlan, fit_folders, is_free, resolve
+from kd.setup.recipe import TeacherPlan, fit_folders, is_free, resolve, split_teachers
 
 SETTINGS = {
     "run": {"name": "tiny"},
@@ -395,3 +395,10 @@ def test_a_store_has_the_same_pixels_in_memory_and_on_a_disk_for_a_cache_and_for
     disk, ram, none = (found(f"data.store={where}") for where in ("disk", "ram", "none"))
     assert disk["C"] == ram["C"] != none["C"]
     assert disk["F"] == ram["F"] != none["F"]
+
+
+def test_each_of_several_teachers_has_a_licence_of_its_own():
+    also = [{"model": "vit_small_patch16_224", "license": "mit"}]
+    teacher = {"model": "vit_tiny_patch16_224", "license": "apache-2.0", "also": also}
+    found = split_teachers(config.load({**SETTINGS, "teacher": teacher}).teacher)
+    assert {where: one.license for where, one in found.items()} == {"teacher": "apache-2.0", "teacher.also[0]": "mit"}

@@ -205,7 +205,7 @@ def test_what_is_named_and_cannot_be_run():
 
     mode = ExecutionMode("fp32", "fused", compiled=True)
     with pytest.raises(
-        ModelError, match=r"^student\.compile: 'fp32\+fused\+compiled' is asked for, but .*compiler here and"
+        ModelError, match=r"^student\.compile: 'fp32\+fused\+compiled' is requested, but .*compiler here and"
     ):
         require(fails, "student.compile", mode)
 
@@ -265,7 +265,7 @@ def test_a_teacher_that_cannot_be_exported(built):
     odd = Classifier(Asks(), 3, 0)
     change = lambda teachers: replace(teachers, model=odd, members=[odd])  # noqa: E731
     with pytest.raises(
-        ModelError, match=r"^teacher\.runtime: 'fp32\+onnxruntime' is asked for, but torch\.export cannot"
+        ModelError, match=r"^teacher\.runtime: 'fp32\+onnxruntime' is requested, but torch\.export cannot"
     ):
         built("teacher.runtime=onnxruntime", change=change)
 
@@ -278,7 +278,7 @@ def test_without_a_compiler(written, tmp_path):
     done = subprocess.run(argv, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("teacher.compile: 'fp32+unfused+compiled' is asked for, but InductorError")
+    assert last.startswith("teacher.compile: 'fp32+unfused+compiled' is requested, but InductorError")
 
 
 @pytest.mark.slow

@@ -254,7 +254,7 @@ def test_pipes_and_sockets_get_a_row_with_an_error(exported, pictures, expected,
     rows = jsonl(run(exported, folder, tmp_path / "rows.jsonl"))
     assert rows.pop("0.jpg") == expected["0.jpg"]
     assert rows.keys() == {"pipe.jpg", "zero.png", "socket.webp"}
-    assert all("no file" in row["error"] for row in rows.values())
+    assert all("not a regular file" in row["error"] for row in rows.values())
 
 
 def test_sigterm_ends_it_while_a_storage_does_not_answer(exported, tmp_path):

@@ -366,3 +366,12 @@ def test_the_pictures(size):
     assert opened[0].width > 4 * size
     assert all(np.asarray(one.convert("RGB")).std() > 20 for one in opened)
     assert sum(map(len, files)) < 400_000
+
+
+def test_the_bound_of_a_graph_is_twice_its_distance_from_float32(tmp_path):
+    def returning(value: float) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda pixels: np.full((len(pixels), 3), value, np.float32)
+
+    engines = {"model.onnx": [returning(1.0)] * 2, "model.int8.onnx": [returning(1.5)] * 2}
+    found = self_check.write(tmp_path, SIZE, lambda file: np.zeros((3, SIZE, SIZE), np.uint8), engines)
+    assert {name: one["allowed"] for name, one in found.items()} == {"model.onnx": 1e-4, "model.int8.onnx": 1.0}

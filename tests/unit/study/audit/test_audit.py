@@ -1,6 +1,7 @@
 """`kd-evaluate RUN --audit`: labels that the teacher doubts, and repeats that its answers find."""
 
 import csv
+import json
 import shutil
 from pathlib import Path
 
@@ -179,3 +180,11 @@ def test_only_an_image_of_another_split_is_a_leak(distilled, tmp_path):
     rest = [value for i, value in enumerate(right) if i not in found.leaked]
     assert f"{100 * sum(right) / 13:.1f} %" in found.without_leaks()
     assert f"{100 * sum(rest) / 12:.1f} %" in found.without_leaks()
+    seen = []
+    for images in (7, 6, 5):  # of a part of the images `leaked` holds places, not ids
+        some = read(folder, images).answers
+        ids = json.loads((folder / "answers.json").read_text())["ids"]
+        assert some is not None
+        assert [ids[i] for i in some.leaked] == [id for id in ids if id == found.leaked[0]]
+        seen += [i for i in some.leaked if i != found.leaked[0]]
+    assert seen
