@@ -56,7 +56,7 @@ async def ask(url: str, images: Sequence[Path], clients: int) -> tuple[list[str]
 def rows(export: Path, images: Sequence[Path], clients: int, threads: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each graph."""
     manifest = json.loads((export / "manifest.json").read_text())
-    for file in (name for name in registry.graphs() if name in manifest["files"]):
+    for file in (name for name, graph in registry.graphs().items() if name in manifest["files"] and not graph.code):
         server = kd_serve(export, "--file", file, "--threads", str(threads))
         try:
             labels, took, seconds = asyncio.run(ask(server.url, images, clients))
