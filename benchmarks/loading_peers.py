@@ -35,7 +35,7 @@ from _record import write
 from kd.core.host import keep_freed_memory
 from kd.core.types import Plan
 from kd.data.loader import LocalLoader, Share
-from kd.data.views import Train, Views
+from kd.data.views import TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
 SIZE, CROP, BATCH = 224, 0.35, 32
@@ -44,7 +44,7 @@ Epoch = Callable[[int], Iterable[Any]]
 
 def ours(root: Path, jitter: float, workers: int) -> Epoch:
     """Return kd's loader."""
-    views = Views(build(Options(root=str(root)), "train", None), Train(SIZE, CROP, 0.5, jitter), SIZE, 0)
+    views = Views(build(Options(root=str(root)), "train", None), TrainTransform(SIZE, CROP, 0.5, jitter), SIZE, 0)
     loader = LocalLoader(views, Share(min(BATCH, len(views)), 1, 0, 1), workers)
     plan = Plan(torch.arange(len(views)), torch.ones(len(views)))
     return lambda number: loader.epoch(plan, number)

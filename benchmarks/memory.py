@@ -46,7 +46,7 @@ def recipe(batch: int, precision: str, attention: str, teacher: str, student: st
 
 def models(plan: Any, classes: int, small: bool = False) -> tuple[Any, Any]:
     """Return (distillation, teacher) of random weights."""
-    from kd.engine.criterion import Distillation
+    from kd.engine.criterion import StudentWithLoss
     from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.setup.student import build_criterion
@@ -55,7 +55,7 @@ def models(plan: Any, classes: int, small: bool = False) -> tuple[Any, Any]:
     depth = {"depth": 1} if small else {}
     teacher = load(Spec("teacher", plan.teacher.model, depth, names), 224)
     student = load(Spec("student", plan.student.model, depth, names), 224)
-    return Distillation(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher  # pyright: ignore[reportArgumentType]
+    return StudentWithLoss(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher  # pyright: ignore[reportArgumentType]
 
 
 def status(name: str) -> int:

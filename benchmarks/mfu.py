@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from _record import write
 from kd.core.types import Batch, Outputs
-from kd.engine.criterion import Criterion, Distillation
+from kd.engine.criterion import Criterion, StudentWithLoss
 from kd.models.classifier import set_attention
 from kd.models.compiled import compile_forward
 from kd.models.live_teacher import LiveTeacher
@@ -66,7 +66,7 @@ class Step:
         big = load(Spec("teacher", given.teacher, given.teacher_args, CLASSES), given.size)
         small = load(Spec("student", given.student, given.student_args, CLASSES), given.size)
         self.teacher = LiveTeacher(big, device, self.dtype)
-        self.module = Distillation(
+        self.module = StudentWithLoss(
             copy.deepcopy(small), Criterion([loss_term("kl", temperature=2.0)]), SingleLabel()
         ).to(device)
         for model in (self.teacher.model, self.module):

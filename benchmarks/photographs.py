@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 from _record import write
-from kd.data.views import Train
+from kd.data.views import TrainTransform
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
@@ -68,7 +68,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 def costs(model: Any, path: Path, rounds: int) -> list[dict[str, Any]]:
     """Time a request and a training view of one photograph in all sizes."""
-    train, rows = Train(224, 0.35, 0.5, 0.0), []
+    train, rows = TrainTransform(224, 0.35, 0.5, 0.0), []
     for name, sides in SIDES.items():
         data = enlarged(path, sides)
 

@@ -33,7 +33,7 @@ from kd.cluster.hosts import LocalJob, marked, signal_all
 from kd.cluster.remote import RemoteLoader
 from kd.core.types import TENSORS, Batch, Plan, Sample
 from kd.data.loader import LocalLoader, Share
-from kd.data.views import Train, Views
+from kd.data.views import TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
 BATCH, WAITED, STEP = 32, 0.020, 0.001
@@ -98,7 +98,7 @@ def epoch(batches: Iterator[Batch], step: float = 0.0) -> tuple[float, float]:
 def inside(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure in the trainer of the job."""
     source = build(Options(root=given.data), "train", None)
-    views = Views(source, Train(given.size, 0.35, 0.5, 0.3), given.size, 0)
+    views = Views(source, TrainTransform(given.size, 0.35, 0.5, 0.3), given.size, 0)
     datasets = [views, Waiting(views)]
     pool = Pool(datasets, 0, 1, 3.0)
     while len(pool.trusted()) < 3:

@@ -174,7 +174,7 @@ class Recount:
         self.columns = [*self.manifest["scores"]["own"], *self.manifest["scores"]["pair"]]
         self.config = (run / "config.yaml").read_text()
         labelled = self.columns[0]["key"] in self.val[0]
-        self.decides = self.columns[0] if labelled else self.manifest["scores"]["pair"][0]
+        self.selection_metric = self.columns[0] if labelled else self.manifest["scores"]["pair"][0]
         self.right: list[str] = []
         self.wrong: list[str] = []
         self.left: dict[str, str] = {}
@@ -276,7 +276,7 @@ class Recount:
         return share, full + (len(found) - full) * share
 
     def sentence(self, line: str) -> bool:
-        key, decides = self.decides["key"], self.decides
+        key, decides = self.selection_metric["key"], self.selection_metric
         best = max(self.val, key=lambda row: row[key])
         if found := re.match(r"- (.+?) against (.+?): (.+?) ([+-][\d.]+)", line):
             difference = self.model(found[1]).minus(self.model(found[2]), key)
@@ -334,7 +334,7 @@ class Recount:
         return True
 
     def points(self, difference: tuple[float, float, float]) -> str:
-        of_percent = self.decides["unit"] == "%"
+        of_percent = self.selection_metric["unit"] == "%"
         one, low, high = (f"{100 * x:+.1f}" if of_percent else f"{x:+.4f}" for x in difference)
         return f"{one}{' points' if of_percent else ''} ({low} to {high})"
 
@@ -354,7 +354,7 @@ class Recount:
 
     def verdict(self, line: str) -> None:
         """Compare the last sentence: the difference, and the time of each part where its rows are known."""
-        difference = self.model("student").minus(self.model("labels only"), self.decides["key"])
+        difference = self.model("student").minus(self.model("labels only"), self.selection_metric["key"])
         assert difference is not None
         alone, last, expected = rows_of(self.alone, "train")[-1], self.train[-1], [self.points(difference)]
         if "cpu_seconds" in alone and "CPU time" in line:

@@ -82,7 +82,7 @@ class Stamped(Protocol):
 
 
 @runtime_checkable
-class Noted(Protocol):
+class HasWarnings(Protocol):
     """A source or a teacher's model with warnings to show before training, such as files that are no images."""
 
     notes: Sequence[str]  # a line each; `--check` and the first lines of a run show them

@@ -46,7 +46,7 @@ class Evaluator(Protocol):
     """Scores student and teacher on the validation split; a task builds it."""
 
     loader: Loader
-    decides: str  # the key of the value that the best checkpoint has the most of
+    selection_metric: str  # the key of the value that the best checkpoint has the most of
     labelled: bool  # whether models are scored against labels
     chance: float  # the value that decides, of a model that guesses; 0: unknown
 

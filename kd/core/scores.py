@@ -58,13 +58,13 @@ class Scores:
     pair: tuple[Column, ...]  # of the student against its teacher. The first decides where there are no labels.
     note: str = ""  # how the own scores are computed, one sentence for the model card; empty: everybody knows
 
-    def decides(self, labelled: bool) -> Column:
+    def selection_metric(self, labelled: bool) -> Column:
         """Return the column that decides which checkpoint is the best."""
         return (self.own if labelled else self.pair)[0]
 
     def deciding(self, row: Mapping[str, Any]) -> Column:
         """Return the column that decides, as a validation row shows it."""
-        return self.decides(self.own[0].key in row or not self.pair)
+        return self.selection_metric(self.own[0].key in row or not self.pair)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -206,7 +206,7 @@ class GraphScores:
     """Predictions of an exported graph beside PyTorch's, on the same images."""
 
     facts: dict[str, float]  # for manifest.json of an export, by name
-    decides: str  # the name in `facts` of the score that a quantized graph may lose a little of
+    selection_metric: str  # the name in `facts` of the score that a quantized graph may lose a little of
     title: str  # of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
     others: int = 0  # images with another prediction

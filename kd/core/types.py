@@ -269,7 +269,7 @@ class State:
     images: int = 0  # images trained on, over all ranks
     seconds: float = 0.0  # training time so far, without evaluation and checkpoints
     cpu_seconds: float = 0.0  # CPU time of the same, over all ranks and their worker processes
-    best: float = -1.0  # the best value that decides (`Evaluator.decides`) so far; -1: none
+    best: float = -1.0  # the best value that decides (`Evaluator.selection_metric`) so far; -1: none
     no_better: int = 0  # evaluations in a row, up to the last one, that were no better than the best before
     unevaluated: bool = False  # stopped before a due evaluation; a resumed run makes it first
     skipped: int = 0  # steps in a row, up to this one, that were not applied because their gradient was not finite

@@ -28,7 +28,7 @@ from kd.core.contracts import Source, Stamped
 from kd.core.errors import CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Label, Loading, Sample
 from kd.data.subset import decoded
-from kd.data.views import Evaluate, Views
+from kd.data.views import EvalTransform, Views
 from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import log, on_disk, open_folder
@@ -115,7 +115,7 @@ class Stored:
     # wide that have more pixels than a slot. Where the source is not `Stamped`, an image replaced by one of the same
     # size is noticed by `refresh` only, in a sample.
 
-    def __init__(self, source: Source, keep: Shrunk | Evaluate, slots: Slots | None = None) -> None:
+    def __init__(self, source: Source, keep: Shrunk | EvalTransform, slots: Slots | None = None) -> None:
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint

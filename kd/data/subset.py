@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from kd.core.contracts import Noted, Reducing, Source, Stamped
+from kd.core.contracts import HasWarnings, Reducing, Source, Stamped
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
 from kd.core.text import names_of, nfc
@@ -38,7 +38,7 @@ class Subset:
 
     def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
         self.source, self.ids, self.classes = source, ids, source.classes
-        self.notes: Sequence[str] = (*(source.notes if isinstance(source, Noted) else ()), *notes)
+        self.notes: Sequence[str] = (*(source.notes if isinstance(source, HasWarnings) else ()), *notes)
         content = source.fingerprint.encode() + ids.astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
 

@@ -28,11 +28,13 @@ MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375
 ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's least and greatest aspect
 ONES = np.ones(784, np.float32)
 GREY = 0.299, 0.587, 0.114  # shares of red, green and blue (ITU-R 601), as in Pillow
-FORMAT = 2  # raised with every change of what `Train` makes of an image; caches of another format are filled anew
+FORMAT = (
+    2  # raised with every change of what `TrainTransform` makes of an image; caches of another format are filled anew
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Mixing:
+class MixupCutmix:
     """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a function of (seed, view, id)."""
 
     # The partner is drawn from the whole dataset, not from the batch, so that a mixed image does not depend on its
@@ -54,7 +56,7 @@ class Views:
         transform: Callable[[Image.Image, random.Random], Image.Image],
         size: int,
         seed: int,
-        mixing: Mixing | None = None,
+        mixing: MixupCutmix | None = None,
         on_corrupt: str = "error",
         drawn: int = 0,
     ) -> None:
@@ -97,7 +99,7 @@ class Views:
             raise
         end = time.perf_counter()
         decoding, whole = end - begin, least is not None and could_reduce(image, least)
-        if isinstance(self.transform, Train):
+        if isinstance(self.transform, TrainTransform):
             image = self.transform.cut(image, rng)
             resizing = time.perf_counter() - end
             image = self.transform.change(image, rng)
@@ -108,7 +110,7 @@ class Views:
         return torch.frombuffer(planes, dtype=torch.uint8).view(3, image.height, image.width), crc
 
 
-def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random, drawn: int = 0) -> tuple[Tensor, float]:
+def mix(pixels: Tensor, other: Tensor, mixing: MixupCutmix, rng: random.Random, drawn: int = 0) -> tuple[Tensor, float]:
     """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one.
 
     `drawn`: side of the image in which a box is drawn; 0: that of these.
@@ -137,7 +139,7 @@ def mix(pixels: Tensor, other: Tensor, mixing: Mixing, rng: random.Random, drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class TrainTransform:
     """Random resized crop, flip, colour jitter, a timm auto-augment policy if one is named, and random erasing."""
 
     size: int  # side of the result, pixels
@@ -166,7 +168,7 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluate:
+class EvalTransform:
     """Centre crop and resize; nothing random. A store keeps validation images so."""
 
     size: int

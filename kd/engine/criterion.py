@@ -80,7 +80,7 @@ class Criterion(nn.Module):
             return next((term.loss.projected(student) for term in able), None)
 
 
-class Distillation(nn.Module):
+class StudentWithLoss(nn.Module):
     """Student and criterion as one module: DDP wraps it, and so reduces learned parameters of losses too."""
 
     def __init__(

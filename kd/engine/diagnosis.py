@@ -15,7 +15,7 @@ from kd.engine.meter import Diverged
 from kd.engine.run import Run
 
 
-def located(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
+def locate_nonfinite(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
     """Return the error with the first layer that is not finite on this rank. All ranks must call it."""
     run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
     frozen = run.distillation.frozen

@@ -23,11 +23,11 @@ def train(run: Run) -> State:
     try:
         return _train(run)
     except Diverged as error:  # the data of the epoch is closed by now
-        from kd.engine.diagnosis import located  # most runs stay finite
+        from kd.engine.diagnosis import locate_nonfinite  # most runs stay finite
 
         state, plan = error.at
         with closing(steps_of(run, plan, state)) as again:
-            raise located(run, error, next(again, [])) from None
+            raise locate_nonfinite(run, error, next(again, [])) from None
 
 
 def _train(run: Run) -> State:
@@ -35,7 +35,7 @@ def _train(run: Run) -> State:
     state = restore(run)
     run.distillation.train()
     if state.unevaluated:
-        state = conclude(run, state, stop, evaluating=True, checkpointing=True)
+        state = evaluate_and_checkpoint(run, state, stop, evaluating=True, checkpointing=True)
     meter, planned = Meter(run, state), length.steps or sum(length.planned(run.sifter))
     while not length.finished(state):
         with run.span("sifting"):
@@ -57,7 +57,7 @@ def _train(run: Run) -> State:
                     state = meter.flush(state, lr)
                 if state.step_in_epoch == 0:
                     meter.log_epoch(state, plan, steps_in_epoch)
-                state = conclude(run, state, stop, evaluating, checkpointing)
+                state = evaluate_and_checkpoint(run, state, stop, evaluating, checkpointing)
                 meter.resume()
                 if length.finished(state):
                     break
@@ -121,7 +121,7 @@ def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
     return [(b, b.clone()) for name, b in buffers if name in saved and b.is_floating_point()]
 
 
-def conclude(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
+def evaluate_and_checkpoint(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
     """Evaluate and write a checkpoint after a step if due; raise Interrupted if any rank was asked to stop."""
     improved = False
     if evaluating or checkpointing or stop.agreed:
@@ -146,7 +146,7 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
     stop.restart()
     if not values:
         return replace(state, unevaluated=True), False
-    decisive = values[run.evaluator.decides]
+    decisive = values[run.evaluator.selection_metric]
     improved = decisive > state.best
     small = run.length.share(state) < run.length.small_until  # `patience` begins where images have their size
     no_better = 0 if improved or small else state.no_better + 1

@@ -16,7 +16,7 @@ from kd.core.errors import ModelError, in_short
 from kd.core.evaluation import Evaluator
 from kd.core.facts import Intervals
 from kd.core.types import Batch, Plan, State, TeacherOutputs
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.engine.optim import EMA, Schedule
 
 STOP_SECONDS = 1.0  # about how long a rank waits before it tells the others. torchrun kills 30 s after its signal.
@@ -133,7 +133,7 @@ class Run:
     max_norm: float
     backend: Backend
     module: nn.Module  # `distillation` as the backend wrapped it
-    distillation: Distillation
+    distillation: StudentWithLoss
     teacher: Teacher
     loader: Loader
     sifter: Sifter

@@ -16,7 +16,7 @@ from kd.core.contracts import Backend
 from kd.core.errors import ModelError
 from kd.core.types import Outputs
 from kd.data.views import Views
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import Pick, Preprocessing, feature_shapes
 from kd.models.live_teacher import FAILURES, LiveTeacher
 from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
@@ -35,7 +35,7 @@ class Checked:
     teachers: Teachers  # those without a checkpoint have no weights
     split: BatchSplit
     phases: Mapping[str, Recipe]  # the run as "distillation", and the fits that come before it
-    modules: Mapping[str, Distillation]  # what each of them trains, without weights
+    modules: Mapping[str, StudentWithLoss]  # what each of them trains, without weights
     cache: str  # what the teacher's whole cache takes; "" without one
 
 

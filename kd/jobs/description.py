@@ -17,7 +17,7 @@ from kd.core.contracts import TeacherModel
 from kd.core.errors import NotPrepared
 from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.jobs.check import Checked, check, compare
 from kd.models.classifier import set_attention
 from kd.models.live_teacher import FAILURES, NoTeacher, count_parameters, on_meta
@@ -190,7 +190,7 @@ class Live(TorchDispatchMode):
         self.bytes -= size
 
 
-def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> int:
+def held_bytes(recipe: Recipe, distillation: StudentWithLoss, num_ranks: int) -> int:
     """Return the bytes of a student's weights, their average and its optimizer, without gradients."""
     section = recipe.loop.optimizer
     moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
@@ -200,7 +200,7 @@ def held_bytes(recipe: Recipe, distillation: Distillation, num_ranks: int) -> in
 
 
 def step_bytes(
-    recipe: Recipe, distillation: Distillation, teacher: Any, images: int, reduced: bool, scored: int = 0
+    recipe: Recipe, distillation: StudentWithLoss, teacher: Any, images: int, reduced: bool, scored: int = 0
 ) -> int:
     """Return the peak bytes of a step of `images`, without the weights and with gradients.
 

@@ -52,10 +52,12 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
                 folder.record(before=check_before(recipe.teacher, run, teachers, console))
             with signals.training():
                 state = train(replace(run, stop=signals.requested))
-        observer.conclude(title, timed=bool(final) and not record.path.name.startswith(BASELINE))  # one table a command
+        observer.evaluate_and_checkpoint(
+            title, timed=bool(final) and not record.path.name.startswith(BASELINE)
+        )  # one table a command
         for line in epilogue(recipe, run, state, teachers.data, folder):
             console.info(f"{title}: {line}")
-        scored = conclude(built, folder, final == "test") if final else None
+        scored = evaluate_and_checkpoint(built, folder, final == "test") if final else None
         console.info(f"{title}: {scores.conclusion(scored)}" if scored is not None else "")
     return Trained(
         folder=folder.path,
@@ -159,7 +161,7 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
         require_teacher("teacher", alone["teacher"], plan, run)
         for where, member in zip(plan.members, teachers.members, strict=True):  # one may have another order of classes
             live = LiveTeacher(member, run.backend.device, inference=run.backend.facts.inference).validation()
-            alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.decides}"]
+            alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.selection_metric}"]
     for where, value in alone.items():
         if len(alone) > 1:
             console.info(f"{where}: '{plan.members[where].model}' alone {column.text(value)}")
@@ -194,7 +196,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
     """Return lines on skipped, abandoned, saved and unreadable work of an ended run."""
     known, lines = folder.manifest(), [skipped_text(state.skipped_in_all, state.step)]
     if run.length.gave_up(state):
-        best = f"{run.evaluator.decides} {state.best:.4g}"
+        best = f"{run.evaluator.selection_metric} {state.best:.4g}"
         lines.append(
             f"ended after step {state.step}: {state.no_better} evaluations in a row were no better than {best}"
         )
@@ -246,7 +248,7 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 
 
 @torch.no_grad()
-def conclude(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
+def evaluate_and_checkpoint(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
     """Score the best checkpoint of a run that has ended and write scored.json; earlier scores are read.
 
     `test`: of the test images, where there are some. The student has the weights of that checkpoint afterwards. Where
@@ -280,6 +282,6 @@ def score(built: Built, step: int, evaluations: int, test: bool) -> Scored:
     assert source is not None
     row = evaluator(built.run.distillation.student)
     samples = evaluator.samples() if isinstance(evaluator, Sampled) else {}
-    right = samples[evaluator.decides].right if evaluator.decides in samples else None
+    right = samples[evaluator.selection_metric].right if evaluator.selection_metric in samples else None
     images = len(source) if right is None else len(right)
     return Scored("test" if test else "val", step, source.fingerprint, images, evaluations, row, samples)

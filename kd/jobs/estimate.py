@@ -23,7 +23,7 @@ from kd.core.host import cores
 from kd.core.seeds import evenly_spaced
 from kd.core.text import clock, money
 from kd.core.types import Costs, Dims
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import Classifier
 from kd.models.live_teacher import NoTeacher
 from kd.parts import registry
@@ -58,7 +58,7 @@ class Bench:
     split: BatchSplit
     teachers: Teachers
     live: Teacher
-    distillation: Distillation
+    distillation: StudentWithLoss
     images: int = CPU_TRIAL  # of a trial
 
     @classmethod
@@ -84,7 +84,7 @@ class Bench:
                     return bench
         return replace(bench, images=split.micro_batch)
 
-    def trial(self, module: Distillation | None = None, live: Teacher | None = None, size: int = 0) -> Trial:
+    def trial(self, module: StudentWithLoss | None = None, live: Teacher | None = None, size: int = 0) -> Trial:
         size = size or self.teachers.data.plan.image_size
         return Trial(module or self.distillation, live or self.live, self.backend, size, self.images)
 
@@ -154,7 +154,7 @@ def measure(bench: Bench) -> dict[str, float]:
             ce = LossSection(kind="ce", options=registry.default_options("losses", "ce"))  # bce costs as much
             criterion = build_criterion([ce], [Dims(model.num_classes, 0, 0)], plan.loop.seed)
             task = build_task(TaskSection(kind="single_label"))
-            fitted = Distillation(copy.deepcopy(model), criterion, task).to(bench.backend.device)
+            fitted = StudentWithLoss(copy.deepcopy(model), criterion, task).to(bench.backend.device)
             work["fit"] = partial(stack.enter_context(bench.trial(fitted, NoTeacher())).step, _adamw(fitted))
         table = fastest(work, 0.0, rounds=2, budget_seconds=BUDGET_SECONDS)[1]
     ms = {name: table.get(name, 0.0) / bench.images for name in ("step", "small step", "score", "teacher", "fit")}

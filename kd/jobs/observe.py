@@ -119,7 +119,7 @@ class Observer:
         samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
         return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
 
-    def conclude(self, title: str, timed: bool = True) -> None:
+    def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
         """Report findings, and where the time went if `timed`, after the context. All ranks must call it."""
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:

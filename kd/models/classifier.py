@@ -37,7 +37,7 @@ class Classifier(nn.Module):
 
     runtime, reads_ids = "torch", False
     preprocessing: Preprocessing | None = None  # None: it came without preprocessing
-    notes: Sequence[str] = ()  # see `kd.core.contracts.Noted`
+    notes: Sequence[str] = ()  # see `kd.core.contracts.HasWarnings`
 
     def __init__(
         self,

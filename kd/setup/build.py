@@ -15,7 +15,7 @@ from kd.core.seeds import evenly_spaced
 from kd.core.types import SiftContext
 from kd.data.loader import evaluation_plan
 from kd.data.workers import worker_error
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.engine.monitor.timeline import region
 from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Logger, Run, RunStore
@@ -55,7 +55,7 @@ def build_backend(section: BackendSection) -> Backend:
     return made
 
 
-def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> torch.optim.Optimizer:
+def build_optimizer(plan: LoopPlan, module: StudentWithLoss, backend: Backend) -> torch.optim.Optimizer:
     """Build the optimizer with fused kernels where the device has them."""
     section = plan.optimizer
     parameters = parameter_groups(plan.tuning, section.weight_decay, module)
@@ -72,7 +72,7 @@ def build_optimizer(plan: LoopPlan, module: Distillation, backend: Backend) -> t
     return backend.optimizer(parameters, cls, section.zero, lr=section.lr, **options)
 
 
-def settings_of(plan: LoopPlan, distillation: Distillation, backend: Backend) -> dict[str, Any]:
+def settings_of(plan: LoopPlan, distillation: StudentWithLoss, backend: Backend) -> dict[str, Any]:
     """Return the fields of a `Run` that follow from its plan; the module is on the device of the backend, set up."""
     section = plan.optimizer
     return {
@@ -155,7 +155,7 @@ def build_run(
 def found_out(setting: Setting, task: Task, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
     """Return the findings of a set-up, for the manifest: what runs, and how; `mode` is the student's."""
     facts = {
-        "decides": run.evaluator.decides,
+        "decides": run.evaluator.selection_metric,
         "task": task.name,
         "scores": task.scores.record(),
         "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from kd.config.schema import BackendSection, TeacherSection
-from kd.core.contracts import Backend, Noted, Source, TeacherModel
+from kd.core.contracts import Backend, HasWarnings, Source, TeacherModel
 from kd.core.errors import CorruptImage, ModelError, RunError
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
@@ -49,7 +49,7 @@ class Teachers:
     @property
     def notes(self) -> list[str]:
         """Notes for the user about them, a line each."""
-        notes = [note for model in self.members if isinstance(model, Noted) for note in model.notes]
+        notes = [note for model in self.members if isinstance(model, HasWarnings) for note in model.notes]
         given = self.data.plan.image_size
         for own in (getattr(model, "input_size", 0) or given for model in self.members):
             times = f"{(own / given) ** 2:.2g} times the arithmetic"

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kd.config.schema import Augment, DataSection
-from kd.core.contracts import Backend, Dataset, Noted, Source
+from kd.core.contracts import Backend, Dataset, HasWarnings, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
 from kd.core.text import class_order
 from kd.data.loader import LocalLoader, Share
-from kd.data.views import FORMAT, Evaluate, Mixing, Train, Views, build_policy
+from kd.data.views import FORMAT, EvalTransform, MixupCutmix, TrainTransform, Views, build_policy
 from kd.data.workers import require_shared_memory
 from kd.files.pixels import MARGIN
 from kd.models.spec import DatasetSpec
@@ -72,7 +72,7 @@ class Data:
     @property
     def notes(self) -> list[str]:
         """Files that the listings left out, a line each."""
-        notes = [note for one in self.splits.values() if isinstance(one, Noted) for note in one.notes]
+        notes = [note for one in self.splits.values() if isinstance(one, HasWarnings) for note in one.notes]
         names = self.train.classes
         if list(names) != sorted(names) and list(names) == class_order(names):
             both = (", ".join(order[:3]) for order in (names, sorted(names)))
@@ -128,8 +128,8 @@ class Data:
         plan = replace(self.plan, labels="all", labels_per_class=0)
         return replace(self, plan=plan, train=subset(self.train, ids), stored=stored)
 
-    def evaluate(self) -> Evaluate:
-        return Evaluate(self.plan.image_size, self.plan.crop_pct)
+    def evaluate(self) -> EvalTransform:
+        return EvalTransform(self.plan.image_size, self.plan.crop_pct)
 
     def shown(self, source: Source, on_corrupt: str = "") -> Views:
         """Return the images of a split as evaluation shows them, from their files; `on_corrupt` "": as configured."""
@@ -139,14 +139,14 @@ class Data:
     def views(self) -> tuple[Views, Views]:
         """Return the views of both splits, of the stored pixels where there is a store."""
         plan, val = self.plan, self.stored[1] if self.stored else self.val
-        crop = Evaluate(plan.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
+        crop = EvalTransform(plan.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
         train = self._training(plan.image_size)
         train.small = self._training(plan.progressive.size) if plan.progressive.size else None
         return train, Views(val, crop, plan.image_size, plan.seed, on_corrupt=plan.on_corrupt)
 
     def _training(self, size: int) -> Views:
         plan, augment = self.plan, self.plan.augment
-        mixing = Mixing(augment.mixup, augment.cutmix, augment.mix_probability) if augment.mixes else None
+        mixing = MixupCutmix(augment.mixup, augment.cutmix, augment.mix_probability) if augment.mixes else None
         shown = replace(train_transform(size, augment), drawn=plan.image_size)
         train = self.stored[0] if self.stored else self.train
         return Views(train, shown, size, plan.seed, mixing, plan.on_corrupt, plan.image_size)
@@ -215,7 +215,7 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data 
     return replace(data, stored=open_store(plan, (data.train, data.val), plan.folder, backend, fill))
 
 
-def train_transform(size: int, augment: Augment, where: str = "data.augment") -> Train:
+def train_transform(size: int, augment: Augment, where: str = "data.augment") -> TrainTransform:
     """Build what happens to a training image; `where`: the config path of its section."""
     if augment.policy:
         try:
@@ -223,7 +223,7 @@ def train_transform(size: int, augment: Augment, where: str = "data.augment") ->
         except ValueError as error:
             remedy = "Try rand-m9-mstd0.5, or leave it empty"
             raise ConfigError(f"{where}.policy", str(error), "A timm policy", remedy) from error
-    return Train(size, augment.crop_scale, augment.flip, augment.jitter, augment.policy, augment.erase)
+    return TrainTransform(size, augment.crop_scale, augment.flip, augment.jitter, augment.policy, augment.erase)
 
 
 # ---------------------------------------------------------------------------------- the batch, divided, and the loaders

@@ -15,7 +15,7 @@ from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import KdError, ModelError, named
 from kd.core.types import Batch, Outputs
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import count_attention
 
 log = logging.getLogger("kd")
@@ -129,7 +129,7 @@ class Trial:
     """Training steps on noise, as the loop makes them; its end restores gradients, statistics and training mode."""
 
     def __init__(
-        self, distillation: Distillation, teacher: Teacher, backend: Backend, image_size: int, images: int
+        self, distillation: StudentWithLoss, teacher: Teacher, backend: Backend, image_size: int, images: int
     ) -> None:
         """Prepare steps; nothing is computed yet."""
         self.distillation, self.teacher, self.backend = distillation, teacher, backend

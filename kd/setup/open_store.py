@@ -23,7 +23,7 @@ from kd.data.store import (
     slot_bytes,
     view_bytes,
 )
-from kd.data.views import Evaluate, Views
+from kd.data.views import EvalTransform, Views
 from kd.files.records import record_bytes
 from kd.files.storage import hashed_folder, log
 
@@ -31,10 +31,10 @@ SAMPLE = 16  # training images that are decoded to estimate the size of a store
 Splits = tuple[Source, Source]  # training and validation images
 
 
-def keep_rules(section: DataSection) -> tuple[Shrunk, Evaluate]:
+def keep_rules(section: DataSection) -> tuple[Shrunk, EvalTransform]:
     """Return the stored form of training and validation images."""
     side, crop = (section.store_size, 1.0) if section.store_size else (section.image_size, section.augment.crop_scale)
-    return Shrunk(side, crop), Evaluate(section.image_size, section.crop_pct)
+    return Shrunk(side, crop), EvalTransform(section.image_size, section.crop_pct)
 
 
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
@@ -59,7 +59,7 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
 
 
 def _require_room(
-    splits: Splits, rules: tuple[Shrunk, Evaluate], ram: bool, folders: list[Path], backend: Backend
+    splits: Splits, rules: tuple[Shrunk, EvalTransform], ram: bool, folders: list[Path], backend: Backend
 ) -> None:
     ranks, folder = backend.local_world_size, folders[0].parents[1]
     train, val = splits

@@ -18,7 +18,7 @@ from kd.core.errors import ModelError, raised
 from kd.core.host import environment
 from kd.core.seeds import seed_from
 from kd.core.types import Dims
-from kd.engine.criterion import Criterion, Distillation, Term, at_size
+from kd.engine.criterion import Criterion, StudentWithLoss, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
 from kd.files.run_dir import RunDir
 from kd.models.classifier import (
@@ -117,7 +117,7 @@ def build_criterion(
     return Criterion(terms, labelled)
 
 
-def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False) -> Distillation:
+def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False) -> StudentWithLoss:
     """Build student and criterion as one nn.Module; `meta`: the student without values, but for a file's."""
     data = teachers.data
     with torch.device("meta") if meta else nullcontext():
@@ -128,7 +128,7 @@ def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
     criterion = build_criterion(plan.losses, dims, plan.seed, shares, data.labelled_share())
-    return Distillation(student, criterion, plan.task, frozen, data.plan.image_size)
+    return StudentWithLoss(student, criterion, plan.task, frozen, data.plan.image_size)
 
 
 def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> None:
@@ -155,7 +155,9 @@ def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> Non
     student.train(training)
 
 
-def choose_student(setting: Setting, distillation: Distillation, plan: StudentPlan, teacher: Teacher) -> ExecutionMode:
+def choose_student(
+    setting: Setting, distillation: StudentWithLoss, plan: StudentPlan, teacher: Teacher
+) -> ExecutionMode:
     """Return how the student is executed. `distillation` is on the device and not wrapped yet."""
     backend = setting.backend
     mode = torch_mode(setting.machine.precision, plan.attention, plan.compile == "on", distillation, backend)
@@ -167,7 +169,7 @@ def choose_student(setting: Setting, distillation: Distillation, plan: StudentPl
     return mode
 
 
-def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> None:
+def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -> None:
     """Let student and backend compute in a mode."""
     backend.autocast_dtype = torch.bfloat16 if mode.precision == "bf16" else None
     set_attention(module, mode.kernel == "fused")
@@ -177,7 +179,7 @@ def apply_mode(mode: ExecutionMode, module: Distillation, backend: Backend) -> N
         compile_forward(module.student)  # inside of DDP's wrapper, whose hooks stay outside of the graph
 
 
-def load_distillation(distillation: Distillation, tensors: dict[str, torch.Tensor]) -> None:
+def load_distillation(distillation: StudentWithLoss, tensors: dict[str, torch.Tensor]) -> None:
     """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
     prefix = "model."
     distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
@@ -240,7 +242,7 @@ def _asked(key: str, model: str, method: str) -> Iterator[None]:
         raise ModelError(key, wrong, "A method as timm's", f"Correct it, or set {key}=1") from error
 
 
-def parameter_groups(tuning: Tuning, weight_decay: float, module: Distillation) -> list[dict[str, Any]]:
+def parameter_groups(tuning: Tuning, weight_decay: float, module: StudentWithLoss) -> list[dict[str, Any]]:
     """Return the parameter groups of student and criterion for a torch optimizer."""
     network: nn.Module = getattr(module.student, "network", module.student)  # it knows what must not decay
     if tuning.layer_decay < 1:

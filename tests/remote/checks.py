@@ -23,7 +23,7 @@ from kd.cluster.remote import RemoteLoader
 from kd.core.errors import KdError
 from kd.core.types import TENSORS, Batch, Plan
 from kd.data.loader import LocalLoader, Share
-from kd.data.views import Mixing, Train, Views
+from kd.data.views import MixupCutmix, TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
 DEADLINE = 2.0
@@ -46,9 +46,9 @@ def broken(photos, tmp_path_factory) -> Path:
 def datasets(photos, broken) -> list:
     """What the decoders of this module read: mixed, with unreadable images, refusing them, slow, absent, stale."""
     source, torn = (build(Options(root=str(root)), "train", None) for root in (photos, broken))
-    seen = Train(16, 0.35, 0.5, 0.3)
-    views = Views(source, seen, size=16, seed=3, mixing=Mixing(0.8, 1.0, 0.7))
-    skip, refuse = (Views(torn, Train(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how) for how in ("skip", "error"))
+    seen = TrainTransform(16, 0.35, 0.5, 0.3)
+    views = Views(source, seen, size=16, seed=3, mixing=MixupCutmix(0.8, 1.0, 0.7))
+    skip, refuse = (Views(torn, TrainTransform(16, 0.35, 0.5, 0.3), 16, 3, on_corrupt=how) for how in ("skip", "error"))
     return [views, skip, refuse, Slow(views, 0.02), Absent(views), Stale(views)]
 
 

@@ -64,7 +64,7 @@ class GraphOutputs:
     def score(self, name: str, task: Task, picks: Any = slice(None)) -> float:
         """Return the score that decides, on all images or on the picked ones."""
         found = task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks])
-        return found.facts[found.decides]
+        return found.facts[found.selection_metric]
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of the score that decides: Wilson for shares, else the bootstrap."""

@@ -43,7 +43,7 @@ def size(path: Path) -> int:
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
     """Return how accurate a graph is as JSON values; `drop` and `agreement` are against the student as trained."""
     scores = outputs.scores(name, task)
-    value, images = scores.facts[scores.decides], len(outputs.labels)
+    value, images = scores.facts[scores.selection_metric], len(outputs.labels)
     return {
         "title": scores.title,
         "unit": next((one.unit for one in task.scores.own if one.title == scores.title), ""),

@@ -19,7 +19,7 @@ from kd.core.evaluation import Evaluation, Split
 from kd.core.host import environment
 from kd.core.types import Dims
 from kd.data.loader import evaluation_plan
-from kd.engine.criterion import Criterion, Distillation
+from kd.engine.criterion import Criterion, StudentWithLoss
 from kd.engine.loop import train as engine_train
 from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import Run
@@ -167,7 +167,7 @@ def _run(
         labelled = (known() >= 0).float().mean().item() if labels == "some" else 1.0
         dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
         criterion = build_criterion(recipe.student.losses, [dims], seed, labelled=labelled)
-    distillation = Distillation(student, criterion, task).to(world.device)
+    distillation = StudentWithLoss(student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
@@ -185,7 +185,7 @@ def _run(
             **facts,
             images=len(train),
             classes=classes,
-            decides=task.scores.decides(labels != "none").key,
+            selection_metric=task.scores.selection_metric(labels != "none").key,
             task=task.name,
             scores=task.scores.record(),
             batch=str(batch_size),

@@ -46,7 +46,7 @@ class LogitsEvaluator(Evaluator):
     def __init__(self, setting: Evaluation, scores: Scores) -> None:
         self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
         self.teacher, self.num_classes, self.labelled = setting.teacher, setting.num_classes, setting.labelled
-        self.decides = scores.decides(self.labelled).key
+        self.selection_metric = scores.selection_metric(self.labelled).key
         self.chance = 1 / max(1, self.num_classes)
         self._answers = Answers(_logits_of(self.teacher), self.backend)
         self._last: list[dict[str, Tensor]] = []

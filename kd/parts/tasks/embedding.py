@@ -99,7 +99,7 @@ class EmbeddingEvaluator(Evaluator):
         known = setting.labelled and setting.num_classes > 1
         self.bank = setting.bank() if known and setting.bank is not None else None
         self.labelled = self.bank is not None  # whether neighbours and the probe are scored
-        self.decides = scores.decides(self.labelled).key
+        self.selection_metric = scores.selection_metric(self.labelled).key
         self._searched: dict[str, Tensor] = {}  # the teachers' vectors of the bank
         self._right: dict[str, Tensor] = {}  # of the last evaluation: which images are right, bool [M] by key
 

@@ -83,7 +83,7 @@ def short_model(name: object) -> str:
 
 def _tiles(run: RunRecord) -> str:
     """Show six numbers, each with its interval, and a table of the others."""
-    decides = run.decides
+    decides = run.selection_metric
     pair, sizes = run.scores.pair_in(run.counted), run.manifest.get("parameters", {})
     shown, rest = _scores(run, decides), [one for own in run.scores.own if own != decides for one in _scores(run, own)]
     pairs = [(one.text(run.counted[one.key]), one.title, "" if i else one.meaning) for i, one in enumerate(pair)]

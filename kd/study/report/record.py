@@ -106,13 +106,13 @@ class RunRecord:
     notes: Sequence[str] = ()  # why something is missing
 
     @property
-    def decides(self) -> Column:
+    def selection_metric(self) -> Column:
         return self.scores.deciding(self.val[0] if self.val else {})
 
     @property
     def best(self) -> Mapping[str, Any]:
         """The validation row with the highest score, the first of several; empty before an evaluation."""
-        key = self.decides.key
+        key = self.selection_metric.key
         return max(self.val, key=lambda row: row.get(key, -math.inf), default={})
 
     @property
@@ -313,8 +313,8 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
         samples = run.scored.of(against)
         if other is not None:
             samples = other.samples if other.scored and run.scored.same_images(other.scored) else {}
-        if text := run.scored.against(samples, run.decides):
-            lines.append(f"{name} against {against}: {run.decides.title} {text}")
+        if text := run.scored.against(samples, run.selection_metric):
+            lines.append(f"{name} against {against}: {run.selection_metric.title} {text}")
     return lines
 
 
@@ -327,7 +327,7 @@ def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     costs = [run.per_hour * run.seconds / 3600 for run in runs]
     rows, first = [], next((number for number, cost in enumerate(costs) if cost), 0)
     for number, (run, own) in enumerate(zip(runs, costs, strict=True)):
-        score, epochs = run.decides, len(run.epochs) or (run.train[-1]["epoch"] if run.train else 0)
+        score, epochs = run.selection_metric, len(run.epochs) or (run.train[-1]["epoch"] if run.train else 0)
         value = float(run.counted.get(score.key, 0.0))
         gained = 100 * value if score.unit == "%" else 0.0
         rows.append(

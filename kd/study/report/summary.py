@@ -54,8 +54,8 @@ def described(run: RunRecord) -> list[str]:
     lines += [text] if (text := sifted(run.epochs, run.train, run.manifest)) else []
     lines += [scored.note, ""] if scored is not None else []
     lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
-    key, seed = run.decides.key, run.keys.get("run.seed", 0)
-    best = f"Best of the evaluations on the validation split by {run.decides.with_title(run.best[key])}; seed {seed}"
+    column, seed = run.selection_metric, run.keys.get("run.seed", 0)
+    best = f"Best of the evaluations on the validation split by {column.with_title(run.best[column.key])}; seed {seed}"
     lines += [f"{best}; {clock(run.seconds)} of training.", ""]
     return lines + ([text, ""] if (text := verdict(run)) else [])
 
@@ -94,7 +94,7 @@ def verdict(run: RunRecord) -> str:
     A fitted teacher costs its fit too, one that was at hand only its outputs. Labels alone with less than that show
     nothing, so that the difference is said without a verdict. "": a score has no samples.
     """
-    alone, column = run.baseline, run.decides
+    alone, column = run.baseline, run.selection_metric
     own, other = run.samples.get(column.key), alone.samples.get(column.key) if alone is not None else None
     if alone is None or own is None or other is None:
         return ""

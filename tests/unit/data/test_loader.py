@@ -11,7 +11,7 @@ import torch
 from kd.core.errors import DataError
 from kd.core.types import Batch, Loading, Plan, Sample
 from kd.data.loader import LocalLoader, Share, evaluation_plan
-from kd.data.views import Mixing, Train, Views
+from kd.data.views import MixupCutmix, TrainTransform, Views
 from kd.parts.datasets.imagefolder import Options, build
 
 FIELDS = ("ids", "image", "label", "partner_label", "lam", "weight")
@@ -109,9 +109,9 @@ def test_an_epoch_goes_on_where_it_was_left(start):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_give_what_this_process_gives(photos, workers, augment):
     source = build(Options(root=str(photos)), "train", None)
-    mixing = Mixing(0.8, 1.0, 0.7) if augment == "mixed" else None
+    mixing = MixupCutmix(0.8, 1.0, 0.7) if augment == "mixed" else None
     policy = "rand-m9-mstd0.5" if augment == "mixed" else ""
-    views = Views(source, Train(16, 0.35, 0.5, 0.3, policy), size=16, seed=3, mixing=mixing)
+    views = Views(source, TrainTransform(16, 0.35, 0.5, 0.3, policy), size=16, seed=3, mixing=mixing)
     plan = Plan(ids=torch.randperm(36), weights=torch.ones(36))
     here = LocalLoader(views, Share(12, 2, 0, 1), workers=0)
     there = LocalLoader(views, Share(12, 2, 0, 1), workers=workers)

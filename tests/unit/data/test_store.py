@@ -18,7 +18,7 @@ from kd.core.errors import ConfigError, CorruptImage, DataError, RunError
 from kd.core.types import Decoded, Loading, Plan
 from kd.data.loader import LocalLoader, Share
 from kd.data.store import PIXELS, Shrunk, Slots, Stored, StoredViews, open_disk, open_ram
-from kd.data.views import Evaluate, Mixing, Train, Views, random_box
+from kd.data.views import EvalTransform, MixupCutmix, TrainTransform, Views, random_box
 from kd.files.records import Records
 from kd.parts.datasets import imagefolder
 from kd.setup.build import build_backend
@@ -118,14 +118,14 @@ def test_an_image_is_the_same_from_its_slot_and_decoded_once(tmp_path, kind):
     assert (stored.classes, stored.fingerprint) == (source.classes, source.fingerprint)
 
 
-@pytest.mark.parametrize("mixing", [None, Mixing(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
+@pytest.mark.parametrize("mixing", [None, MixupCutmix(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_views_of_small_images_are_those_without_a_store(photos, tmp_path, kind, mixing):
     """What is not larger than training needs is not touched: bit-identical views, from the first time on."""
     source = imagefolder.build(imagefolder.Options(root=str(photos)), "train", None)
     rule = Shrunk(16, 0.35)
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
-    plain, kept = (Views(each, Train(16, 0.35, 0.5, 0.3), 16, 7, mixing) for each in (source, stored))
+    plain, kept = (Views(each, TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing) for each in (source, stored))
     for view in range(2):
         for id in range(len(source)):
             one, other = plain.load(id, view), kept.load(id, view)
@@ -136,9 +136,9 @@ def test_views_of_small_images_are_those_without_a_store(photos, tmp_path, kind,
 @pytest.mark.parametrize("crop", [1.0, 0.9, 0.6])
 def test_evaluation_is_bit_identical_whatever_the_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
-    rule = Evaluate(16, crop)
+    rule = EvalTransform(16, crop)
     stored = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
-    plain, kept = Views(source, Evaluate(16, crop), 16, 0), Views(stored, Evaluate(16, 1.0), 16, 0)
+    plain, kept = Views(source, EvalTransform(16, crop), 16, 0), Views(stored, EvalTransform(16, 1.0), 16, 0)
     for _ in range(2):
         assert all(torch.equal(plain.load(id, 0).pixels, kept.load(id, 0).pixels) for id in range(len(source)))
 
@@ -155,10 +155,14 @@ def test_workers_share_what_they_decode(tmp_path, kind):
     stored = Stored(source, rule, opened(kind, tmp_path, len(source), rule.most))
     plan = Plan(torch.arange(24), torch.ones(24))
     filled = list(
-        LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=2).epoch(plan, 0)
+        LocalLoader(Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=2).epoch(
+            plan, 0
+        )
     )
     again = list(
-        LocalLoader(Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=0).epoch(plan, 0)
+        LocalLoader(Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 1), Share(6, 1, 0, 1), workers=0).epoch(
+            plan, 0
+        )
     )
     assert source.decoded == 0  # not in this process, though all of them are here
     assert all(torch.equal(one.image, other.image) for one, other in zip(filled, again, strict=True))
@@ -241,7 +245,7 @@ def test_a_corrupt_image_is_what_it_was_without_a_store(tmp_path, kind):
     for _ in range(2):
         with pytest.raises(DataError, match=r"data\.root: noise/3: the image is truncated"):
             stored.decode(3)
-        sample = Views(stored, Train(16, 0.5, 0.5, 0.0), 16, 0, on_corrupt="skip").load(3, 0)
+        sample = Views(stored, TrainTransform(16, 0.5, 0.5, 0.0), 16, 0, on_corrupt="skip").load(3, 0)
         assert not sample.readable
         assert sample.pixels.unique().tolist() == [127]
     assert stored.slots is not None
@@ -301,7 +305,7 @@ def test_files_of_one_size_that_were_exchanged_are_decoded_again(tmp_path, caplo
     def seen() -> tuple[str, dict[str, bytes]]:
         source = listed(root)
         kept = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
-        loader = LocalLoader(Views(kept, Evaluate(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers)
+        loader = LocalLoader(Views(kept, EvalTransform(16, 1.0), 16, 0), Share(2, 1, 0, 1), workers)
         plan = Plan(torch.arange(len(source)), torch.ones(len(source)))
         for _ in range(2):
             batches = list(loader.epoch(plan, 0))
@@ -402,11 +406,13 @@ def samples(dataset, workers: int, epochs: int = 4, views: int = 2) -> list:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("mixing", [None, Mixing(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
+@pytest.mark.parametrize("mixing", [None, MixupCutmix(0.8, 1.0, 0.7)], ids=["plain", "mixed"])
 @pytest.mark.parametrize("kind", [Pictures, Sets])
 def test_stored_views_are_those_that_are_made(kind, mixing, workers):
     """Pixels, labels, weights and checksums; each view is made once, whoever makes it."""
-    made, kept = (Views(kind([(40, 30), (20, 60)], length=12), Train(16, 0.35, 0.5, 0.3), 16, 7, mixing) for _ in "ab")
+    made, kept = (
+        Views(kind([(40, 30), (20, 60)], length=12), TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, mixing) for _ in "ab"
+    )
     stored = StoredViews(kept, 2)
     for one, other in zip(samples(made, workers), samples(stored, workers), strict=True):
         for name in ("ids", "image", "label", "partner_label", "lam", "weight"):
@@ -422,7 +428,9 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
 
 
 def test_a_stored_view_that_is_not_whole_is_made_again_and_a_corrupt_image_asked_for_each_time():
-    views = Views(Pictures([(40, 30)], broken=True, length=4), Train(16, 0.35, 0.5, 0.3), 16, 7, on_corrupt="skip")
+    views = Views(
+        Pictures([(40, 30)], broken=True, length=4), TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, on_corrupt="skip"
+    )
     stored = StoredViews(views, 1)
     assert [stored.load(3, 0).readable for _ in range(2)] == [False, False]
     first, decoded = stored.load(1, 0).pixels, views.source.decoded
@@ -434,13 +442,13 @@ def test_a_stored_view_that_is_not_whole_is_made_again_and_a_corrupt_image_asked
 
 def test_stored_views_need_room_and_views_that_repeat(chosen, caplog):
     backend = build_backend(chosen.backend)
-    views = Views(Pictures([(40, 30)], length=10**9), Train(64, 0.35, 0.5, 0.3), 64, 7)
+    views = Views(Pictures([(40, 30)], length=10**9), TrainTransform(64, 0.35, 0.5, 0.3), 64, 7)
     with pytest.raises(
         RunError, match=r"^data\.store: is views, and 900 views of 1000000000 .* GiB of memory are left"
     ):
         store_views(views, 900, backend)
     with caplog.at_level("INFO", "kd"):
-        store_views(Views(Pictures([(40, 30)]), Train(64, 0.35, 0.5, 0.3), 64, 7), 8, backend)
+        store_views(Views(Pictures([(40, 30)]), TrainTransform(64, 0.35, 0.5, 0.3), 64, 7), 8, backend)
     assert "0.1 MiB of views in memory, once all 8 of each image are made" in caplog.text
     with pytest.raises(ConfigError, match=r"^data\.store: is views, but no view is shown twice"):
         config.load({"data": {"kind": "imagefolder", "root": "x"}}, ["data.store=views", "student.model=resnet18"])

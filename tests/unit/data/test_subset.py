@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from pieces import names
 
-from kd.core.contracts import Noted, Source, Stamped
+from kd.core.contracts import HasWarnings, Source, Stamped
 from kd.core.errors import DataError
 from kd.data.subset import decoded, keep_labels, set_aside
 
@@ -65,7 +65,7 @@ def test_it_is_what_its_source_is():
     assert isinstance(plain, Source)
     assert not isinstance(plain, Stamped)
     assert isinstance(files, Stamped)
-    assert isinstance(files, Noted)
+    assert isinstance(files, HasWarnings)
     assert files.notes == Files.notes
     again = pickle.loads(pickle.dumps(files))  # data workers get a copy
     assert [again.stamp(id) for id in range(len(again))] == [100 + "abcdefgh".index(name) for name in names(files)]

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter
 from timm.data.random_erasing import RandomErasing
 
-from kd.data.views import Evaluate, Train, build_policy, cut, erase, jitter, random_box
+from kd.data.views import EvalTransform, TrainTransform, build_policy, cut, erase, jitter, random_box
 
 POLICIES = [
     "rand-m9-mstd0.5",
@@ -68,7 +68,7 @@ def test_no_random_crop_takes_everything():
 def test_any_image_becomes_a_square(width, height):
     image = noise(width, height)
     for seed in range(20):
-        for transform in (Train(16, 0.1, 0.5, 0.5), Evaluate(16, 0.3), Evaluate(16, 1.0)):
+        for transform in (TrainTransform(16, 0.1, 0.5, 0.5), EvalTransform(16, 0.3), EvalTransform(16, 1.0)):
             result = transform(image, random.Random(seed))
             assert (result.size, result.mode) == ((16, 16), "RGB")
 
@@ -76,23 +76,23 @@ def test_any_image_becomes_a_square(width, height):
 def test_evaluation_crops_the_centre():
     image = Image.new("RGB", (60, 40))
     image.paste((255, 255, 255), (20, 10, 40, 30))  # the middle 20 x 20: half of the shorter side
-    inner = np.asarray(Evaluate(10, 0.5)(image, random.Random()))
+    inner = np.asarray(EvalTransform(10, 0.5)(image, random.Random()))
     assert inner.min() > 200
-    whole = np.asarray(Evaluate(40, 1.0)(image, random.Random()))[..., 0]
+    whole = np.asarray(EvalTransform(40, 1.0)(image, random.Random()))[..., 0]
     assert np.array_equal(whole, np.asarray(image)[:, 10:50, 0])  # same size: nothing is resampled
 
 
 def test_flip_happens_as_often_as_told():
     image = noise(8, 8)
     plain, turned = image.tobytes(), image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
-    results = [Train(8, 1.0, 0.3, 0.0)(image, random.Random(seed)).tobytes() for seed in range(1000)]
+    results = [TrainTransform(8, 1.0, 0.3, 0.0)(image, random.Random(seed)).tobytes() for seed in range(1000)]
     assert set(results) == {plain, turned}
     assert results.count(turned) / 1000 == pytest.approx(0.3, abs=0.06)  # 4 deviations
 
 
 def test_jitter_changes_colours_within_its_strength():
     grey = Image.new("RGB", (4, 4), (100, 100, 100))  # contrast and saturation do not change a grey plane
-    values = {Train(4, 1.0, 0.0, 0.2)(grey, random.Random(seed)).getpixel((0, 0))[0] for seed in range(300)}
+    values = {TrainTransform(4, 1.0, 0.0, 0.2)(grey, random.Random(seed)).getpixel((0, 0))[0] for seed in range(300)}
     assert min(values) == pytest.approx(80, abs=2)
     assert max(values) == pytest.approx(120, abs=2)
     assert len(values) > 20
@@ -124,7 +124,7 @@ def test_a_cut_is_the_resized_box(size):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_run_and_are_a_function_of_the_generator(policy):
     image = noise(24, 24)
-    transform = Train(24, 0.5, 0.5, 0.0, policy)
+    transform = TrainTransform(24, 0.5, 0.5, 0.0, policy)
     first = []
     for seed in range(25):  # enough draws for Posterize to be asked for 0 bits, which Pillow 13 refuses
         random.seed(seed + 1000)
@@ -189,7 +189,7 @@ def rectangle(erased: np.ndarray) -> tuple[int, int, int, int]:
 
 def test_erasing_is_a_function_of_the_generator_and_leaves_other_draws_alone():
     picture = noise(64, 48)
-    plain, some, every = (Train(32, 0.35, 0.5, 0.3, erase=share) for share in (0.0, 0.5, 1.0))
+    plain, some, every = (TrainTransform(32, 0.35, 0.5, 0.3, erase=share) for share in (0.0, 0.5, 1.0))
     erased = 0
     for seed in range(40):
         images = [np.asarray(each(picture, random.Random(seed))) for each in (plain, some, some, every)]

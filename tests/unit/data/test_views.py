@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 
 from kd.core.types import Loading
-from kd.data.views import Evaluate, Mixing, Train, Views, erase, mix
+from kd.data.views import EvalTransform, MixupCutmix, TrainTransform, Views, erase, mix
 from kd.parts.datasets.imagefolder import Options, build
 
 AUGMENTS = {
-    "plain": (Train(16, 0.35, 0.5, 0.3), None),
-    "policy": (Train(16, 0.35, 0.5, 0.3, "rand-m9-mstd0.5"), None),
-    "mixup": (Train(16, 0.35, 0.5, 0.3), Mixing(0.8, 0.0, 1.0)),
-    "cutmix": (Train(16, 0.35, 0.5, 0.3), Mixing(0.0, 1.0, 1.0)),
-    "both": (Train(16, 0.35, 0.5, 0.0), Mixing(0.8, 1.0, 0.5)),
+    "plain": (TrainTransform(16, 0.35, 0.5, 0.3), None),
+    "policy": (TrainTransform(16, 0.35, 0.5, 0.3, "rand-m9-mstd0.5"), None),
+    "mixup": (TrainTransform(16, 0.35, 0.5, 0.3), MixupCutmix(0.8, 0.0, 1.0)),
+    "cutmix": (TrainTransform(16, 0.35, 0.5, 0.3), MixupCutmix(0.0, 1.0, 1.0)),
+    "both": (TrainTransform(16, 0.35, 0.5, 0.0), MixupCutmix(0.8, 1.0, 0.5)),
 }
 
 
@@ -112,7 +112,9 @@ def test_what_loading_takes_is_told_apart(tmp_path, kind):
     for name in ("train/a/1", "train/b/2"):
         (tmp_path / name).parent.mkdir(parents=True)
         Image.effect_noise((400, 300), 40).convert("RGB").save(tmp_path / f"{name}.{kind.lower()}")
-    found = Views(build(Options(root=str(tmp_path)), "train", None), Train(16, 0.35, 0.5, 0.3), size=16, seed=7)
+    found = Views(
+        build(Options(root=str(tmp_path)), "train", None), TrainTransform(16, 0.35, 0.5, 0.3), size=16, seed=7
+    )
     assert found.spent == Loading()
     found.load(0, 0)
     one = found.spent
@@ -135,7 +137,7 @@ def test_seed_view_and_id_each_change_the_pixels(source):
 
 
 def test_pixels_are_the_decoded_image(source):
-    val = Views(source, Evaluate(20, 1.0), size=20, seed=0)  # image 0 is 20 x 20: nothing is resampled
+    val = Views(source, EvalTransform(20, 1.0), size=20, seed=0)  # image 0 is 20 x 20: nothing is resampled
     expected = np.asarray(source.decode(0).image).transpose(2, 0, 1)
     assert np.array_equal(val.load(0, 0).pixels.numpy(), expected)
 
@@ -149,7 +151,7 @@ def planes(size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 def test_mixup_is_the_weighted_mean_of_the_pixels():
     one, other = planes()
     for seed in range(50):
-        mixed, lam = mix(one, other, Mixing(0.8, 0.0, 1.0), random.Random(seed))
+        mixed, lam = mix(one, other, MixupCutmix(0.8, 0.0, 1.0), random.Random(seed))
         expected = lam * one.numpy().astype(np.float64) + (1 - lam) * other.numpy().astype(np.float64)
         assert mixed.dtype == torch.uint8
         assert 0 <= lam <= 1
@@ -160,7 +162,7 @@ def test_cutmix_pastes_a_box_whose_share_is_one_minus_lam():
     one, other = torch.zeros(3, 16, 12, dtype=torch.uint8), torch.full((3, 16, 12), 255, dtype=torch.uint8)
     lams = []
     for seed in range(300):
-        mixed, lam = mix(one, other, Mixing(0.0, 1.0, 1.0), random.Random(seed))
+        mixed, lam = mix(one, other, MixupCutmix(0.0, 1.0, 1.0), random.Random(seed))
         kept = (mixed == 0).float().mean().item()
         assert lam == pytest.approx(kept, abs=1e-6)
         rows, columns = (mixed[0] > 0).any(1).nonzero(), (mixed[0] > 0).any(0).nonzero()
@@ -179,7 +181,7 @@ def test_with_both_on_each_gets_about_half():
     one, other = torch.zeros(3, 8, 8, dtype=torch.uint8), torch.full((3, 8, 8), 255, dtype=torch.uint8)
     cut = 0
     for seed in range(400):
-        mixed, lam = mix(one, other, Mixing(1.0, 1.0, 1.0), random.Random(seed))
+        mixed, lam = mix(one, other, MixupCutmix(1.0, 1.0, 1.0), random.Random(seed))
         cut += set(mixed.unique().tolist()) <= {0, 255} and 0.01 < lam < 0.99
     assert 140 < cut < 240
 
@@ -188,7 +190,7 @@ def test_with_both_on_each_gets_about_half():
 def test_any_alpha_gives_a_share(alpha):
     one, other = planes(4)
     for cut in (False, True):
-        mixing = Mixing(0.0, alpha, 1.0) if cut else Mixing(alpha, 0.0, 1.0)
+        mixing = MixupCutmix(0.0, alpha, 1.0) if cut else MixupCutmix(alpha, 0.0, 1.0)
         for seed in range(100):
             mixed, lam = mix(one, other, mixing, random.Random(seed))
             assert 0.0 <= lam <= 1.0
@@ -197,8 +199,8 @@ def test_any_alpha_gives_a_share(alpha):
 
 def test_the_partner_is_another_image_seen_through_the_transform(source):
     """Rebuild a mixed view from its parts: the own view, the partner's pixels and lam are all in the sample."""
-    mixed = Views(source, Evaluate(16, 1.0), size=16, seed=7, mixing=Mixing(1.0, 0.0, 1.0))
-    plain = Views(source, Evaluate(16, 1.0), size=16, seed=7)
+    mixed = Views(source, EvalTransform(16, 1.0), size=16, seed=7, mixing=MixupCutmix(1.0, 0.0, 1.0))
+    plain = Views(source, EvalTransform(16, 1.0), size=16, seed=7)
     for id in range(6):
         sample = mixed.load(id, 0)
         own = plain.load(id, 0).pixels.double()
@@ -212,10 +214,10 @@ def test_the_partner_is_another_image_seen_through_the_transform(source):
 
 
 def test_mix_probability(source):
-    some = Views(source, Evaluate(16, 1.0), size=16, seed=0, mixing=Mixing(1.0, 0.0, 0.25))
+    some = Views(source, EvalTransform(16, 1.0), size=16, seed=0, mixing=MixupCutmix(1.0, 0.0, 0.25))
     mixed = sum(some.load(id, view).lam < 1 for id in range(len(source)) for view in range(20))
     assert mixed / (20 * len(source)) == pytest.approx(0.25, abs=0.065)  # 4 deviations of 720 draws
-    assert Views(source, Evaluate(16, 1.0), 16, 0, Mixing(1.0, 0.0, 0.0)).load(0, 0).lam == 1.0
+    assert Views(source, EvalTransform(16, 1.0), 16, 0, MixupCutmix(1.0, 0.0, 0.0)).load(0, 0).lam == 1.0
 
 
 @pytest.fixture
@@ -231,15 +233,15 @@ def damaged(photos, tmp_path):
 
 
 def test_a_corrupt_image_is_grey_and_unreadable_where_skipped(damaged):
-    sample = Views(damaged, Evaluate(16, 1.0), 16, 0, on_corrupt="skip").load(2, 0)
+    sample = Views(damaged, EvalTransform(16, 1.0), 16, 0, on_corrupt="skip").load(2, 0)
     assert not sample.readable
     assert sample.label == 1
     assert sample.pixels.unique().tolist() == [127]
 
 
 def test_a_corrupt_partner_leaves_the_image_unmixed(damaged):
-    skipping = Views(damaged, Evaluate(16, 1.0), 16, 0, mixing=Mixing(1.0, 0.0, 1.0), on_corrupt="skip")
-    plain = Views(damaged, Evaluate(16, 1.0), 16, 0)
+    skipping = Views(damaged, EvalTransform(16, 1.0), 16, 0, mixing=MixupCutmix(1.0, 0.0, 1.0), on_corrupt="skip")
+    plain = Views(damaged, EvalTransform(16, 1.0), 16, 0)
     samples = [skipping.load(0, view) for view in range(60)]
     unmixed = [sample for sample in samples if sample.lam == 1.0]
     assert len(unmixed) == pytest.approx(15, abs=13)  # one partner in four cannot be read

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from kd import config
-from kd.core.contracts import Noted, Source, Stamped
+from kd.core.contracts import HasWarnings, Source, Stamped
 from kd.core.errors import CorruptImage, DataError
 from kd.jobs.scan_images import scan
 from kd.setup.data import open_sources
@@ -102,7 +102,7 @@ def test_what_is_left_is_a_source_with_other_ids(settings: dict, leaking: Path, 
     assert (len(data.train), len(data.val)) == (len(whole.train) - 1, len(whole.val) - 1)
     train = pickle.loads(pickle.dumps(data.train))
     assert isinstance(train, Source)
-    assert isinstance(train, Noted)
+    assert isinstance(train, HasWarnings)
     assert isinstance(train, Stamped)
     assert isinstance(whole.train, Stamped)
     for id in range(len(train)):

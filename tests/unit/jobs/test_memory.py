@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kd import config
-from kd.engine.criterion import Distillation
+from kd.engine.criterion import StudentWithLoss
 from kd.jobs.description import describe, held_bytes, step_bytes
 from kd.models.classifier import set_attention
 from kd.models.live_teacher import LiveTeacher, on_meta
@@ -35,11 +35,11 @@ def recipe(*overrides: str) -> Recipe:
     return resolve(config.load(settings, overrides))
 
 
-def models(plan: Recipe, name: str = "vit_tiny_patch16_224", **args: object) -> tuple[Distillation, torch.nn.Module]:
+def models(plan: Recipe, name: str = "vit_tiny_patch16_224", **args: object) -> tuple[StudentWithLoss, torch.nn.Module]:
     student, teacher = (
         load(Spec("student", name, VIT if name.startswith("vit") else args, ["a", "b", "c"]), SIZE) for _ in range(2)
     )
-    return Distillation(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher
+    return StudentWithLoss(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher
 
 
 def allocated(work) -> int:

@@ -76,7 +76,7 @@ def test_the_answers_of_a_graph_beside_pytorchs():
     answers = GraphOutputs(outputs, torch.tensor([1, 1]), [], {})
     found = answers.scores("model.onnx", task)
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
-    assert (found.others, found.facts[found.decides], found.title) == (1, 1.0, "accuracy")
+    assert (found.others, found.facts[found.selection_metric], found.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
     with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"):
         check_exact("model.onnx", found, 2.5, 3.0, 2)

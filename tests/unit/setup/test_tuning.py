@@ -20,7 +20,7 @@ from kd.config.tuning import Tuning
 from kd.core.errors import KdError, ModelError
 from kd.core.facts import LossFacts
 from kd.core.types import State
-from kd.engine.criterion import Criterion, Distillation, Term
+from kd.engine.criterion import Criterion, StudentWithLoss, Term
 from kd.engine.loop import train
 from kd.engine.optim import Frozen
 from kd.jobs.description import describe
@@ -40,8 +40,8 @@ NORM = ("student.model=xcit_nano_12_p8_224", "student.args={embed_dim: 24, depth
 FROZEN = "student.tuning.freeze=[patch_embed.*, blocks.0.*]"
 
 
-def distillation(network: nn.Module) -> Distillation:
-    return Distillation(
+def distillation(network: nn.Module) -> StudentWithLoss:
+    return StudentWithLoss(
         Classifier(network, 3, 16), Criterion([Term("extra", 1.0, Extra(), LossFacts())]), SingleLabel()
     )
 

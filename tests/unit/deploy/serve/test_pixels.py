@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from kd.core.errors import CorruptImage
-from kd.data.views import Evaluate
+from kd.data.views import EvalTransform
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits, Problem
 from kd.files.pixels import MARGIN
@@ -41,7 +41,7 @@ def file_of(width: int, height: int, mode: str = "RGB", kind: str = "PNG", **opt
 
 def evaluated(data: bytes, size: int, crop: float) -> np.ndarray:
     """Return what the validation split's view of this file is."""
-    shown = Evaluate(size, crop)
+    shown = EvalTransform(size, crop)
     image = shown(decode(data, "file", "data", shown.least).image, random.Random(0))
     return np.asarray(image).transpose(2, 0, 1)
 
@@ -86,7 +86,7 @@ def test_a_large_jpeg_is_reduced_as_it_is_decoded(mode, options, turn):
     apart = np.abs(found.pixels.astype(int) - whole.pixels.astype(int))
     assert 0 < apart.mean() < 1
     assert apart.max() <= 12
-    reduced = decode(data, "file", "data", Evaluate(96, 0.875).least).image.size
+    reduced = decode(data, "file", "data", EvalTransform(96, 0.875).least).image.size
     assert reduced == ((301, 225) if turn == 1 else (225, 301))
 
 
@@ -129,7 +129,7 @@ def test_a_bad_photograph_is_refused_in_one_line(case, large):
     """Training has its own limit on pixels: in a process that imports the endpoint, Pillow has none."""
     make, words, status = BAD[case]
     with pytest.raises(CorruptImage, match=words) as refused:
-        decode(make(large), "file 'a.jpg'", "data.root", Evaluate(64, 1.0).least)
+        decode(make(large), "file 'a.jpg'", "data.root", EvalTransform(64, 1.0).least)
     assert re.fullmatch(r"data\.root: file 'a\.jpg': .*\. Allowed: .*\. Replace or delete it.*", str(refused.value))
     with pytest.raises(Problem) as caught:
         prepare(make(large), 64, 1.0, Limits())

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from kd.core.errors import CorruptImage, DataError
-from kd.data.views import Evaluate, Views
+from kd.data.views import EvalTransform, Views
 from kd.files import storage
 from kd.parts.datasets.imagefolder import ImageFolder, Options, build
 
@@ -37,7 +37,7 @@ def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, 
 
     monkeypatch.setattr(storage, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(builtins, "open", fail)
-    views = Views(source, Evaluate(4, 1.0), 4, 0, on_corrupt="skip")
+    views = Views(source, EvalTransform(4, 1.0), 4, 0, on_corrupt="skip")
     with pytest.raises(DataError, match=r"data\.root: file 'train/apple/1\.png': .* the storage is away") as caught:
         views.load(0, 0)
     assert os.strerror(number) in str(caught.value)

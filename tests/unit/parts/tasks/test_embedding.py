@@ -51,7 +51,7 @@ def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
     assert criterion.names == ["cosine", "tokens", "cckd"]
     assert row["agreement"] > before["agreement"] + 0.1
     assert row["teacher_knn"] == before["teacher_knn"] > 0.6
-    assert made.run.evaluator.decides == "knn"
+    assert made.run.evaluator.selection_metric == "knn"
     assert state.best == max(row["knn"] for row in made.store.rows if row["kind"] == "val")
     assert "accuracy" not in made.store.rows[0]
 
@@ -77,7 +77,7 @@ def test_without_labels_agreement_decides(make):
     state = train(made.run)
     rows = [row for row in made.store.rows if row["kind"] == "val"]
     assert [sorted(row.keys() - {"kind", "step", "epoch", "images", "seconds"}) for row in rows] == [["agreement"]] * 2
-    assert made.run.evaluator.decides == "agreement"
+    assert made.run.evaluator.selection_metric == "agreement"
     assert state.best == max(row["agreement"] for row in rows)
 
 
@@ -107,7 +107,7 @@ def test_a_classifier_may_learn_from_the_features_of_a_teacher_without_classes(m
     train(made.run)
     row = made.store.rows[-1]
     assert made.run.distillation.student.num_classes == 3
-    assert made.run.evaluator.decides == "accuracy"
+    assert made.run.evaluator.selection_metric == "accuracy"
     assert "accuracy" in row
     assert "teacher_accuracy" not in row
 

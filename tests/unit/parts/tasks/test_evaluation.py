@@ -120,7 +120,7 @@ def test_without_labels_the_teacher_is_what_is_right():
     right = expected_of(student, teacher.argmax(1))
     expected = expected_together(student, teacher) | {"agreement_ece": right["ece"]}
     assert made(Table(student)) == pytest.approx(expected, rel=1e-5, abs=1e-7)
-    assert (made.decides, expected["agreement"]) == ("agreement", pytest.approx(right["accuracy"]))
+    assert (made.selection_metric, expected["agreement"]) == ("agreement", pytest.approx(right["accuracy"]))
 
 
 def test_another_teacher_is_scored_by_its_own_answers():

@@ -64,9 +64,9 @@ def test_best_is_the_first_of_the_highest_score():
     assert run().best["step"] == 10
     rows = [{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
     embedded = replace(run(), val=rows, scores=EMBEDDING)
-    assert (embedded.decides.key, embedded.best["step"]) == ("knn", 2)
+    assert (embedded.selection_metric.key, embedded.best["step"]) == ("knn", 2)
     unlabelled = replace(embedded, val=[{"step": 1, "agreement": -0.5}, {"step": 2, "agreement": -0.25}])
-    assert (unlabelled.decides.key, unlabelled.best["step"]) == ("agreement", 2)
+    assert (unlabelled.selection_metric.key, unlabelled.best["step"]) == ("agreement", 2)
     assert replace(run(), val=[]).best == {}
 
 
