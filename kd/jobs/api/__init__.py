@@ -185,7 +185,7 @@ def _run(
             **facts,
             images=len(train),
             classes=classes,
-            selection_metric=task.scores.selection_metric(labels != "none").key,
+            decides=task.scores.selection_metric(labels != "none").key,
             task=task.name,
             scores=task.scores.record(),
             batch=str(batch_size),
