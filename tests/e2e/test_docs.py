@@ -395,6 +395,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"pictures {mean(whole_first) - mean(alone_whole):.0f} points",
         f"its teacher|{over_seeds(first, 'teacher_accuracy')}|",
         f"reaches {mean(many[0]):.1f} % against {mean(many[1]):.1f} % on the labels alone: {against(*many)}.",
+        f"top class alone gives {mean(rows('proof_few_labels', arm='hard', labels='100')):.1f} %",
         f"{mean(whole):.1f} % against {mean(alone):.1f} %: {against(whole, alone)}",
         f"on the fruit {against(*fruit).removesuffix(' points')}, three seeds, which shows no difference (",
         f"took {float(folder['train_cpu_minutes']):.0f} minutes of CPU time",

@@ -121,7 +121,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         f"  image_size: {size}  # {found.sampled} sampled {found.endings} have {found.side} px (median); {machine}",
         f"  batch_size: {batch}",
         f"  {'# ' * (kept > RAM_SHARE * memory)}store: ram  # each image is decoded once: up to {kept:,.0f} MB",
-        f"  augment: {{crop: {crop}, jitter: 0.2}}  # flip: 0.0 where left and right differ, as in writing",
+        f"  augment: {{crop_scale: {crop}, jitter: 0.2}}  # flip: 0.0 where left and right differ, as in writing",
         *([f"  on_corrupt: skip  # {found.damaged} of {looked} sampled images are damaged"] if found.damaged else []),
         *([f"  max_skipped: {min(1, 2 * found.damaged / looked):.2f}"] if 100 * found.damaged > looked else []),
         *["  # balance: 0.5  # fewer images of frequent classes"] * (rare and found.labels == "all"),

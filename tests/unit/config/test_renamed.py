@@ -3,11 +3,13 @@
 import logging
 
 import pytest
+import yaml
 
 from kd import config
 from kd.config import renamed
 from kd.config.schema import Config
 from kd.config.tuning import types_of
+from kd.config.yaml_text import examples
 from kd.core.errors import ConfigErrors, KdError
 from kd.parts import registry
 
@@ -94,6 +96,12 @@ def test_each_old_name_is_said_once_and_not_for_the_record_of_a_run(caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == said == len(set(lines)) == 11  # ten places of keys, one kind
     assert any("optimizer.min_lr is now optimizer.min_lr_ratio" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", sorted(examples()))
+def test_no_configuration_of_our_own_has_an_old_name(name):
+    written = yaml.safe_load(examples()[name].read_text())
+    assert renamed.renamed(written, "", []) == written
 
 
 def test_new_names_are_keys_and_kinds_and_old_ones_are_not():
