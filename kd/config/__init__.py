@@ -1,4 +1,4 @@
-"""A YAML file and `key=value` overrides become one typed, checked `Config`, or all errors at once."""
+"""Build one typed, checked `Config` from a YAML file and `key=value` overrides, or report all errors at once."""
 
 from kd.config.load import dump, load, to_dict
 from kd.config.schema import Config

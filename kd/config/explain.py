@@ -11,7 +11,7 @@ from kd.parts import registry
 
 
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """List (key, allowed, default, meaning) of every key, the parts' own too, below a dotted prefix; or of a module."""
+    """List (key, allowed, default, meaning) of every key below a dotted prefix, or of a module outside kd."""
     if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in types_of(Config):  # a part from outside
         return list(_explain(registry.options_type("losses", prefix, prefix), ""))
     rows = list(_explain(Config, ""))
@@ -40,7 +40,7 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def kinds_of(config: Config) -> dict[str, set[str]]:
-    """Return the kinds of parts that a configuration uses, by section as keys name it: `data`, `losses[]`."""
+    """Return the kinds of parts that a configuration uses, by section: `data`, `losses[]`."""
     used: dict[str, set[str]] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)

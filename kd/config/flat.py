@@ -1,4 +1,4 @@
-"""A configuration as `key=value` texts, for a launcher that hands it to another machine."""
+"""Write a configuration as `key=value` texts, for a launcher that passes it to another machine."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from kd.core.references import written
 
 
 def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return the keys that a configuration sets, and no others, as {"section.key": text}.
+    """Return only the keys that a configuration sets, as {"section.key": text}.
 
     `load({}, ["key=text", ...])` gives the same configuration. References to the environment and to other keys stay.
     `run.name` is always among the keys.
@@ -34,15 +34,15 @@ def flat(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
 
 
 def plain(path: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a YAML file, or a copy of such, with the name of the run; references stay."""
+    """Return the contents of a YAML file, or a copy of given contents, with the name of the run; references stay."""
     found: Any = OmegaConf.to_container(read_yaml(path), resolve=False)
     own = {} if isinstance(path, dict) else {"name": Path(path).stem}
     run = found.get("run") or {}
-    return {**found, "run": {**own, **run} if isinstance(run, dict) else run}  # `load` says what a section is
+    return {**found, "run": {**own, **run} if isinstance(run, dict) else run}  # `load` reports what is allowed
 
 
 def alternatives(override: str) -> list[str]:
-    """Return the texts that `key=a,b,c` lists; a comma in brackets, quotes or beside a `${...}` separates nothing."""
+    """Return the texts that `key=a,b,c` lists. A comma inside brackets, quotes or `${...}` does not separate."""
     key, _, text = override.partition("=")
     if "," not in text or "${" in text:
         return [text]
@@ -52,7 +52,7 @@ def alternatives(override: str) -> list[str]:
     except (OmegaConfBaseException, yaml.YAMLError):
         texts = []
     if not texts or text.endswith(",") or len(set(texts)) < len(texts):
-        wrong = f"lists '{text}', where a value is missing or stands twice"
+        wrong = f"lists '{text}', where a value is missing or repeated"
         raise ConfigError(key, wrong, "Different values with a comma between two", "Correct the list")
     return texts if len(texts) > 1 else [text]
 
@@ -72,7 +72,7 @@ def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Yield key and text of each value. A list is one value."""
+    """Yield the key and the text of each value. A list is one value."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{where}.{key}" if where else str(key))
@@ -81,7 +81,7 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return the text behind `key=`: bare if it is read as the same value, else as JSON or YAML."""
+    """Return the text behind `key=`: bare if it parses to the same value, else as JSON or YAML."""
     candidates = [value] if isinstance(value, str) else []
     candidates += [json.dumps(value), yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).strip()]
     for text in candidates:

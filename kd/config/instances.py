@@ -1,10 +1,10 @@
-"""What an hour of a rented machine costs, USD.
+"""Prices of rented machines, USD per hour.
 
 On-demand list prices of SageMaker training in us-east-1 on 2026-09-27, from the AWS Price List API (`AmazonSageMaker`
-offer file) as a public notebook toolkit recorded them. `price.per_hour` of a configuration takes their place.
+offer file) as a public notebook toolkit recorded them. `price.per_hour` of a configuration overrides them.
 """
 
-PRICED_ON = "2026-09-27"  # the day of the prices
+PRICED_ON = "2026-09-27"  # date of the prices
 
 TABLE = {
     "ml.p5.48xlarge": 63.296,
@@ -28,5 +28,5 @@ TABLE = {
 
 
 def price_per_hour(name: str) -> float:
-    """Return the list price of a machine, named with or without the leading `ml.`; 0: the table has no such row."""
+    """Return the list price of a machine, named with or without `ml.`; 0: it is not in the table."""
     return TABLE.get(name) or TABLE.get(f"ml.{name}", 0.0)

@@ -1,4 +1,4 @@
-"""Resolve `${...}` in a configuration, and keep how a text was written where it depends on the environment."""
+"""Resolve `${...}` in a configuration. A value from the environment keeps its reference."""
 
 import re
 from typing import Any
@@ -12,19 +12,19 @@ from kd.core.references import Referenced
 _KEY = re.compile(r"\$\{([A-Za-z_][\w.\[\]-]*)\}")
 """A reference to another key of the configuration."""
 DEEPEST = 20
-"""References to references; more can only be a circle."""
+"""Largest depth of references to references; a deeper chain is circular."""
 
 
 def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
-    """Return an OmegaConf node as plain values; texts that come from a resolver (`oc.env`) are `Referenced`.
+    """Return an OmegaConf node as plain values; texts from a resolver (`oc.env`) become `Referenced`.
 
-    A reference that leads nowhere is an error; with `here=False`, for the record of a run made elsewhere, it stays.
+    A dangling reference is an error. With `here=False` it is left unresolved: the run was made on another machine.
     """
     return _Resolver(raw, errors, here).container(raw, OmegaConf.to_container(raw, resolve=False), "")
 
 
 class _Resolver:
-    """The walk over a configuration. `where` is the path of a node, for messages."""
+    """Walks over a configuration. `where` is the path of a node, for messages."""
 
     def __init__(self, root: Any, errors: list[KdError], here: bool) -> None:
         self.root, self.errors, self.here = root, errors, here
@@ -59,7 +59,7 @@ class _Resolver:
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:
-    """Replace references to other keys by their text, so that those to the environment are left."""
+    """Replace references to other keys by their text. References to the environment stay."""
     if depth > DEEPEST:
         raise RecursionError
     return _KEY.sub(lambda match: _target(match[0], match[1], root, depth), text)

@@ -1,4 +1,4 @@
-"""Read a configuration: YAML and overrides become one typed, checked `Config`, or all errors at once."""
+"""Read YAML and overrides as one typed, checked `Config`, or raise all errors at once."""
 
 import dataclasses
 import math
@@ -28,8 +28,9 @@ def load(
 ) -> Config:
     """Read a configuration: schema default < YAML < overrides.
 
-    `overrides` are `key=value`, the key dotted (`losses.0.weight=2`, `losses[0].weight=2`). `here`: require the
-    packages that it names; False for the record of a run made elsewhere. `cluster`: also require the cluster's address.
+    `overrides` are `key=value` with a dotted key (`losses.0.weight=2`, `losses[0].weight=2`). `here`: require the
+    packages that the configuration names; False for a run made on another machine. `cluster`: also require the
+    cluster's address.
     """
     errors: list[KdError] = []
     raw = resolve(apply_overrides(read_yaml(path), overrides, errors, say=here), errors, here)
@@ -49,7 +50,7 @@ def load(
 
 
 def to_dict(config: Any, values: bool = False) -> Any:
-    """Return a configuration as plain values, part options back beside their `kind`; valid input for `load`."""
+    """Return a configuration as plain values, with a part's options beside its `kind`; valid input for `load`."""
     if dataclasses.is_dataclass(config):
         found = {f.name: to_dict(getattr(config, f.name), values) for f in dataclasses.fields(config)}
         options = found.pop("options", None)
@@ -62,7 +63,7 @@ def to_dict(config: Any, values: bool = False) -> Any:
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as YAML, every key written out; references to the environment stay."""
+    """Return a configuration as YAML with every key; references to the environment stay."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
@@ -70,7 +71,8 @@ def dump(config: Config) -> str:
 
 
 def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], say: bool = False) -> Any:
-    """Return an OmegaConf node with `key=value` set in it, dotted keys at its top first, under present names.
+    """Return an OmegaConf node with the `key=value` overrides set. Dotted keys at its top are expanded first; old names
+    are replaced.
 
     Errors are added to `errors`. `say`: log one line for each old name of a key.
     """
@@ -89,13 +91,13 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
 
 
 OF_ANY_STUDENT = ("attention", "compile", "tuning")
-"""Keys of a student that say how it is trained, whichever network it is."""
+"""Keys of a student that control its training and apply to any network."""
 
 
 def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError], say: bool) -> None:
-    """Set a dotted key to a value that may be unreadable. A mapping is merged into what stands there.
+    """Set a dotted key to a value that may be unreadable. A mapping is merged into the present one.
 
-    Of a student that is another network than the one before only `OF_ANY_STUDENT` stay: no argument of that one.
+    If the override changes the student's network, only the keys `OF_ANY_STUDENT` are kept.
     """
     key = renamed_key(key, say)
     try:
@@ -144,7 +146,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
 
 
 def _construct(cls: type, values: dict[str, Any], where: str, errors: list[KdError]) -> Any:
-    """Build a dataclass whose values are checked; its own __post_init__ may still refuse them."""
+    """Build a dataclass from checked values; its own __post_init__ may still refuse them."""
     if any(value is _INVALID for value in values.values()):
         return None
     required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
@@ -178,14 +180,14 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
     try:
         if _fits(annotation, value):
             converted = value
-        else:  # a schema of the one key: merging into all of the section's costs ten times as much
+        else:  # a schema of this key alone: merging into the whole section's takes ten times as long
             node: Any = OmegaConf.merge(OmegaConf.structured(_alone(cls, key)), {key: _plain(value)}).get(key)  # type: ignore
             converted = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
-    except (OmegaConfBaseException, TypeError):  # a section where a list belongs is a TypeError
+    except (OmegaConfBaseException, TypeError):  # a section in place of a list is a TypeError
         errors.append(ConfigError(where, f"is {value!r}", allows(cls, key), "Change the value"))
         return _INVALID
     if annotation is str and isinstance(value, bool):
-        errors.append(ConfigError(where, f"is {value!r}: YAML reads a bare no, yes, on or off so", "Text", "Quote it"))
+        errors.append(ConfigError(where, f"is {value!r}: YAML reads a bare no or off as a boolean", "Text", "Quote it"))
         return _INVALID
     bounds = allows(cls, key) if _too_lenient(annotation, value, converted) else _out_of_range(cls, key, converted)
     if bounds:
@@ -195,7 +197,7 @@ def _value(cls: type, key: str, annotation: Any, value: Any, where: str, errors:
 
 
 def _fits(annotation: Any, value: Any) -> bool:
-    """Return whether OmegaConf would return the value as it is; dollars and question marks mean something to it."""
+    """Return whether OmegaConf would return the value unchanged; it interprets dollars and question marks."""
     if type(value) is str and not {"$", "?"}.isdisjoint(value):
         return False
     if get_origin(annotation) is Literal:
@@ -205,7 +207,7 @@ def _fits(annotation: Any, value: Any) -> bool:
 
 @cache
 def _alone(cls: type, key: str) -> type:
-    """Return a dataclass that has one field of another's."""
+    """Return a dataclass with a single field of another one."""
     return dataclasses.make_dataclass("Alone", [(key, types_of(cls)[key], dataclasses.field(default=MISSING))])
 
 
@@ -215,12 +217,12 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    # A value that looks like a reference is text: of an environment variable, or left as it is in the record of a run.
+    # A value that looks like a reference is text: it came from an environment variable or a recorded run.
     return value.replace("${", "\\${") if isinstance(value, Referenced) else value
 
 
 def _referenced(value: Any, converted: Any) -> Any:
-    """Return the converted value with the references of the texts in it. Numbers and words of a list need none."""
+    """Return the converted value with the references of its texts. Numbers and enumerated words need no reference."""
     if isinstance(value, dict) and isinstance(converted, dict):
         return {key: _referenced(value.get(key), item) for key, item in converted.items()}
     if isinstance(value, list) and isinstance(converted, (list, tuple)):
@@ -231,7 +233,7 @@ def _referenced(value: Any, converted: Any) -> Any:
 
 
 def _as_written(annotation: Any, value: Any) -> Any:
-    """Return the word that YAML took for something else: nothing (`key=`, `key:`), or a bare `off` (false)."""
+    """Return the word that YAML parsed as another type: an empty value (`key=`, `key:`) or a bare `off` (false)."""
     if value is None and annotation is str:
         return ""
     if isinstance(value, bool) and get_origin(annotation) is Literal:
@@ -241,7 +243,7 @@ def _as_written(annotation: Any, value: Any) -> Any:
 
 
 def _too_lenient(annotation: Any, value: Any, converted: Any) -> bool:
-    """Return whether OmegaConf accepted another type: a number as true or false, a list in a list, any text."""
+    """Return whether OmegaConf accepted a wrong type: a number as a boolean, a list in a list, any value as text."""
     if annotation == int | str:
         return isinstance(value, bool) or (isinstance(converted, str) and converted != "auto")
     if annotation is bool:
@@ -262,12 +264,12 @@ def _out_of_range(cls: type, key: str, value: Any) -> str:
 
 
 def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdError]) -> type | None:
-    """Return the Options type that the `kind` of a section names, or None where the section is no part."""
+    """Return the Options type of a section's `kind`, or None if the section is not a part."""
     field = next((f for f in dataclasses.fields(cls) if f.name == "kind" and "parts" in f.metadata), None)
     if field is None:
         return None
     kind, folder = raw.get("kind", field.default), field.metadata["parts"]
-    if kind == "auto" and folder in ("backends", "tasks"):  # the losses name the task later: no own one has options
+    if kind == "auto" and folder in ("backends", "tasks"):  # the losses choose the task; kd's have no options
         kind = _auto_backend() if folder == "backends" else registry.names(folder)[0]
     try:
         if not isinstance(kind, str) or not kind:
@@ -280,6 +282,6 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
 
 
 def _auto_backend() -> str:
-    import torch  # heavy: only when a configuration leaves the choice to us
+    import torch  # a slow import, needed only for `auto`
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""The model outputs that the losses of a run read, and the task that follows."""
+"""Find the model outputs that a run's losses read, and the task that fits them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from kd.parts import registry
 class Reads:
     """The outputs that the losses of a run read."""
 
-    teacher: bool  # whether a loss needs one
-    teacher_logits: bool  # False: the teacher needs no classes; its features are all that the losses read
-    features: tuple[str, ...]  # names, of both models
+    teacher: bool  # whether a loss needs a teacher
+    teacher_logits: bool  # False: the losses read only the teacher's features, so it needs no classes
+    features: tuple[str, ...]  # names of features, of both models
 
 
 def loss_facts(losses: Sequence[LossSection]) -> list[LossFacts]:
@@ -29,7 +29,7 @@ def reads(losses: Sequence[LossSection]) -> Reads:
     on_logits = [one for one in facts if one.logits]
     features = frozenset().union(*(one.features for one in facts))
     if not on_logits:
-        features |= {"pooled"}  # what is exported, and evaluated
+        features |= {"pooled"}  # the output that is exported and evaluated
     return Reads(
         teacher=any(one.teacher for one in facts),
         teacher_logits=any(one.teacher for one in on_logits) or not features,
@@ -38,7 +38,7 @@ def reads(losses: Sequence[LossSection]) -> Reads:
 
 
 def label_of(data: DataSection) -> str:
-    """Return the kind of an image's label, "class" or "set"; "" where images have none."""
+    """Return the kind of an image's label, "class" or "set"; "" for unlabelled images."""
     if data.labels == "none":
         return ""
     return registry.facts("datasets", data.kind, data.options, "data.kind").label
@@ -50,7 +50,7 @@ def build_task(section: TaskSection) -> Task:
 
 
 def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: DataSection) -> TaskSection:
-    """Return the task; `auto`: the built-in one that fits labels and losses, or else the losses alone."""
+    """Return the task. `auto`: the built-in task that fits labels and losses, else the one that fits the losses."""
     if section.kind != "auto":
         return section
     functions = [one.logits for one in loss_facts(losses) if one.logits] or [""]
@@ -59,6 +59,6 @@ def resolved_task(section: TaskSection, losses: Sequence[LossSection], data: Dat
         own = TaskSection(kind=name, options=registry.default_options("tasks", name))
         task = build_task(own)
         fits = bool(task.logits) == bool(functions[0]) and label in ("", task.label)
-        # a loss that does not fit the labels is wrong, not the task
+        # then the error names the loss that does not fit the labels, not the task
         found.append((fits and (bool(label) or task.logits == functions[0]), task.logits == functions[0], own))
     return max(found, key=lambda one: one[:2])[2]

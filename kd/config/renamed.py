@@ -1,4 +1,4 @@
-"""Keys and kinds that had another name until kd 0.3: the only list of old names."""
+"""The only list of keys and kinds that were renamed in kd 0.3."""
 
 import logging
 import re
@@ -30,9 +30,9 @@ def renamed_key(key: str, say: bool = False) -> str:
 
 
 def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) -> Any:
-    """Return plain values with present names throughout. `where`: the dotted key of `value`, empty for the whole.
+    """Return plain values with all names replaced by present ones. `where`: the dotted key of `value`; "" for the root.
 
-    A section that has a key under both names adds an error. `say`: log one line for each old name.
+    A section with both names of a key adds an error. `say`: log one line for each old name.
     """
     if isinstance(value, list):
         return [renamed(item, f"{where}.{i}", errors, say) for i, item in enumerate(value)]
@@ -48,7 +48,7 @@ def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) ->
         path = f"{where}.{key}" if where else str(key)
         new = renamed_key(path, say).rpartition(".")[2] if where else renamed_key(path, say)
         if new != str(key) and new in value:
-            wrong = f"is the old name of {new}, which stands beside it"
+            wrong = f"is the old name of {new}, which is set too"
             errors.append(ConfigError(path, wrong, "Use one name", f"Remove {key}"))
         else:
             made[new if new != str(key) else key] = renamed(item, path, errors, say)

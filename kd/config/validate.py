@@ -1,4 +1,4 @@
-"""The rules between keys: every contradiction of a well-formed configuration, all at once, before anything is built."""
+"""Report every contradiction between the keys of a well-formed configuration, before anything is built."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,10 @@ from kd.parts import registry
 
 
 def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterator[KdError]:
-    """Yield every rule that a configuration breaks; each of its keys is well-formed.
+    """Yield an error for every rule that a configuration breaks. Each key is well-formed already.
 
-    `here`: also the packages that the run imports on this machine. `cluster`: also the address of its Ray cluster.
+    `here`: also check the packages that the run imports on this machine. `cluster`: also check the address of its Ray
+    cluster.
     """
     needed = loss_facts(config.losses)
     read, task = reads(config.losses), build_task(config.task)
@@ -79,7 +80,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
 
 
 def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError]:
-    """Yield what does not go with small images first."""
+    """Yield options that are incompatible with data.progressive."""
     where, size, until = "data.progressive", data.progressive.size, data.progressive.until
     if not (size or until):
         return
@@ -131,7 +132,7 @@ def _losses(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError]:
 
 
 def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[KdError]:
-    """Yield where labels, losses and other keys do not fit the task."""
+    """Yield an error where labels, losses or other keys do not fit the task."""
     texts = {"class": "an image has one label", "set": "images have several labels", "": f"the task is {task.name}"}
     label = label_of(config.data)
     have, topk = texts[label], config.teacher.cache.topk
@@ -158,13 +159,13 @@ def _task(config: Config, needed: Sequence[LossFacts], task: Task) -> Iterator[K
 
 
 def _losses_where(test: Callable[[LossFacts], bool]) -> list[str]:
-    """Return the names of kd's losses with which, by their default options, something is so."""
+    """Return the names of kd's losses whose facts, with default options, pass a test."""
     defaults = {name: registry.default_options("losses", name) for name in registry.names("losses")}
     return [name for name, options in defaults.items() if test(registry.facts("losses", name, options, "losses"))]
 
 
 def _by_class(data: DataSection, sifter: str, sifted: bool, task: Task) -> Iterator[KdError]:
-    """Yield what does not go with drawing by class, of `data.balance` or of a sifter."""
+    """Yield options that are incompatible with drawing by class (`data.balance` or a sifter)."""
     if data.balance and sifter != "none":
         wrong = f"is {data.balance:g}, but sifter.kind is {sifter}, which chooses the images of an epoch too"
         yield ConfigError("data.balance", wrong, EXCLUSIVE, "Set sifter.kind=none or data.balance=0")
@@ -190,7 +191,7 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
         allowed = "The first and the last step, counted from 1"
         yield ConfigError("profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]")
     if price.instance and not price.per_hour:
-        from kd.config.instances import TABLE, price_per_hour  # only where a machine is named
+        from kd.config.instances import TABLE, price_per_hour  # only if a machine is named
 
         if price_per_hour(price.instance):
             return
@@ -258,7 +259,7 @@ def _several(teacher: TeacherSection) -> Iterator[KdError]:
             yield ConfigError(f"{where}.model", "is missing", "A timm model name, a folder or a hub id", "Add it")
         elif key in seen and (member.checkpoint or not teacher.fit.length or member.kind not in TRAINED):
             allowed = "Each teacher once; one that is to be fitted may come again, with another seed"
-            yield ConfigError(where, "is a teacher that is there already", allowed, "Change its weight")
+            yield ConfigError(where, "repeats an earlier teacher", allowed, "Change its weight")
         seen.append(key)
 
 
@@ -277,7 +278,7 @@ def _optimizer(config: Config, facts: BackendFacts) -> Iterator[KdError]:
 
 
 def _divided(teacher: TeacherSection) -> Iterator[KdError]:
-    """Yield what does not go with a teacher that is divided over the ranks."""
+    """Yield options that are incompatible with a teacher divided over the ranks."""
     if teacher.shard and teacher.pipeline:
         wrong = "is true, but teacher.pipeline divides the teacher already"
         yield ConfigError("teacher.shard", wrong, EXCLUSIVE, "Set teacher.pipeline=0 or teacher.shard=false")
@@ -299,7 +300,7 @@ def _divided(teacher: TeacherSection) -> Iterator[KdError]:
         yield ConfigError("teacher.cache.views", wrong, allowed, "Leave one of them out")
 
 
-# ----------------------------------------------------------------------------------- how the models are executed
+# ----------------------------------------------------------------------------------- execution of the models
 
 
 def _execution(

@@ -1,4 +1,4 @@
-"""Configurations as YAML text: files, kd's own examples, the values of overrides, keys as they are written."""
+"""Read configurations as YAML text: files, kd's own examples, values of overrides, keys as written."""
 
 import io
 import re
@@ -14,11 +14,11 @@ from kd.config.tuning import types_of
 from kd.core.errors import ConfigError, did_you_mean, in_short
 
 _ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
-"""A key that YAML may take for something other than a text."""
+"""A key that YAML may not read as text."""
 
 
 def examples() -> dict[str, Path]:
-    """Return kd's own configurations by name: in a wheel they lie in the package, in a checkout beside it."""
+    """Return kd's own configurations by name. A wheel has them in the package, a checkout beside it."""
     package = Path(__file__).parents[1]
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
@@ -52,7 +52,7 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
 
 
 def keys_as_written(text: str) -> str:
-    """Return YAML whose keys are texts as they are written: a class may be called no, null, 1e3 or 007."""
+    """Return YAML whose keys are read as text: a class may be called no, null, 1e3 or 007."""
     if not _ODD_KEY.search(text):
         return text
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -71,7 +71,7 @@ def keys_as_written(text: str) -> str:
 
 
 def parse_value(override: str) -> Any:
-    """Parse the value of `key=value` as YAML; references in it are left."""
+    """Parse the value of `key=value` as YAML; references in it stay."""
     if override.endswith("=[]"):
         return []
     text = keys_as_written(override.partition("=")[2])

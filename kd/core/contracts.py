@@ -1,9 +1,10 @@
-"""The protocols between the parts of kd. Read this first; those of a task are in `kd/core/evaluation.py`.
+"""The protocols between the parts of kd. Read this first; a task's protocols are in `kd/core/evaluation.py`.
 
 The engine depends on these protocols only. A part is one file in the folder of its contract (`tasks/`, `losses/`,
 `sifters/`, `datasets/`, `networks/`, `backends/`; `exporters/` has its own). It has two public names: `Options`, a
-frozen dataclass whose fields are its YAML keys, with a docstring under each, and `build(options, ...)`. Where others
-must know something of the options, `facts(options)` returns it as a value of `kd.core.facts`, or `facts` is that value.
+frozen dataclass whose fields are its YAML keys, with a docstring under each, and `build(options, ...)`. If other rooms
+must know something about the options, `facts(options)` returns it as a value of `kd.core.facts`, or `facts` is that
+value.
 
 Shape legend: B images of a batch, C classes, D feature width, H W pixels.
 """
@@ -24,18 +25,18 @@ from kd.core.types import Batch, Costs, Decoded, Label, Outputs, Plan, Sample, S
 class Source(Protocol):
     """Images, with labels or without: `datasets/NAME.py: build(options, split, classes, labels="all") -> Source`.
 
-    `labels` is `data.labels`: "all", "some" or "none"; it is passed where it is not "all". `split` is "train" or "val",
-    or "test" where `facts(options).test` names a key. The training split gets no `classes` and defines their order.
-    Other splits get these and must use them, even where they lack some. What cannot be listed, or has a class that
-    training does not know, is a DataError. `recognizes(folder)`, where a module has it, returns the keys of `data`
-    for a folder of its layout, or None: `kd init` asks all kinds.
+    `labels` is `data.labels`: "all", "some" or "none"; it is passed unless it is "all". `split` is "train" or "val", or
+    "test" where `facts(options).test` names a key. The training split gets no `classes` and defines their order. Other
+    splits get its classes and must use them, even if they lack some. An unlistable folder, or a class that training
+    does not have, is a DataError. `recognizes(folder)`, where a module has it, returns the keys of `data` for a folder
+    of its layout, or None: `kd init` tries all kinds.
     """
 
-    fingerprint: str  # a hash of the listing (names, labels, the sizes of all files), wherever the data lies
+    fingerprint: str  # a hash of the listing (names, labels, sizes of all files), independent of the folder's path
 
     @property
     def classes(self) -> Sequence[str]:
-        """Class names; the position is the label. Empty without labels."""
+        """Class names; the position is the label. Empty if images are unlabelled."""
         ...
 
     def __len__(self) -> int: ...
@@ -49,35 +50,35 @@ class Source(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Create missing images (render, unpack), on rank 0 before any is decoded; listing must work without it."""
+        """Create missing images (render, unpack) on rank 0, before any is decoded. Listing must work without it."""
         ...
 
     def decode(self, id: int) -> Decoded:
         """Return the image as RGB, 8 bits a channel, and the CRC-32 of its encoded bytes.
 
         Raises:
-            CorruptImage: the bytes were read whole and cannot be decoded; `data.on_corrupt` decides.
-            NotPrepared: `prepare` makes them, and has not yet; `--check` then looks at no image.
-            DataError: they cannot be read. It ends the run.
+            CorruptImage: all bytes were read and cannot be decoded; `data.on_corrupt` decides.
+            NotPrepared: `prepare` has not made them yet; `--check` then looks at no image.
+            DataError: the bytes cannot be read; the run ends.
         """
         ...
 
 
 @runtime_checkable
 class Reducing(Protocol):
-    """A source that leaves out unneeded pixels of a large JPEG, as `kd.files.pixels.reduce` does."""
+    """A source that decodes a large JPEG at reduced size, as `kd.files.pixels.reduce` does."""
 
     def decode_reduced(self, id: int, least: Callable[[int, int], float] | None) -> Decoded:
-        """Return the same as `Source.decode`, with at least the share `least(width, height)` of the sides."""
+        """Like `Source.decode`, but keep only the share `least(width, height)` of the sides, or more."""
         ...
 
 
 @runtime_checkable
 class Stamped(Protocol):
-    """A source of files that tells which of them may have changed. Of any other source a store compares a sample."""
+    """A source that tells which files may have changed. For any other source a store compares a sample of images."""
 
     def stamp(self, id: int) -> int:
-        """Return 64 bits made of the times of the image's file when it was listed: a hint to read and compare it."""
+        """Return 64 bits made of the file times at listing. A changed stamp is a hint to read the file and compare."""
         ...
 
 
@@ -85,12 +86,12 @@ class Stamped(Protocol):
 class HasWarnings(Protocol):
     """A source or a teacher's model with warnings to show before training, such as files that are no images."""
 
-    notes: Sequence[str]  # a line each; `--check` and the first lines of a run show them
+    notes: Sequence[str]  # one line each; shown by `--check` and in a run's first lines
 
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Views of a source. Pure: the same (id, view) gives the same bits in any process and any order."""
+    """Views of a source. Pure: equal (id, view) give equal bits in any process and any order."""
 
     classes: Sequence[str]
 
@@ -113,17 +114,17 @@ class Score(Protocol):
     """The scoring pass that the engine gives to a sifter: eval mode, no gradients, deterministic."""
 
     def __call__(self, batches: Sequence[Batch], shrink: int = 1) -> tuple[Tensor, list[Batch]]:
-        """Return the unweighted losses of one step's worth of images, of which `batches` are this rank's micro-batches.
+        """Return the unweighted losses of all images of one step; `batches` are this rank's micro-batches.
 
-        The student sees images of 1 / `shrink` of the sides. The batches that come back have all pixels.
+        The student sees images whose sides are divided by `shrink`; the returned batches have all pixels.
 
-        They are those of all ranks, float32 [global batch] on their device, in the plan's order. The batches come back
-        with the teacher's outputs, so that the step reuses them.
+        The losses of all ranks are float32 [global batch] in the plan's order. The returned batches carry the teacher's
+        outputs, which the step reuses.
         """
         ...
 
     def cut(self) -> None:
-        """Mark the end of the computation that assembles batches; XLA cuts its graph here."""
+        """Mark the end of assembling batches; XLA cuts its graph here."""
         ...
 
 
@@ -143,7 +144,7 @@ class Sifter(Protocol):
         ...
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
-        """Yield full batches of one shape from `batches`, equally many on every rank.
+        """Yield full batches of one shape from `batches`, the same number on every rank.
 
         `batches` are this rank's micro-batches of the plan, from step `first(start)` on; `start` optimizer steps of the
         epoch are already done.
@@ -151,7 +152,7 @@ class Sifter(Protocol):
         ...
 
     def first(self, start: int) -> int:
-        """Return the step of the plan at which the loader must begin, for optimizer step `start` of the epoch."""
+        """Return the step of the plan at which the loader must begin so that training begins at step `start`."""
         ...
 
     def cost(self, costs: Costs) -> float:
@@ -159,7 +160,7 @@ class Sifter(Protocol):
         ...
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
-        """Record the unweighted losses [B] of a step; must not wait for the device."""
+        """Record the unweighted losses [B] of a step without waiting for the device."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -180,8 +181,8 @@ class TeacherModel(Protocol):
     """"torch" if precision, kernel and compiler can be chosen, else the runtime that executes it as it is, such as
     "onnxruntime"."""
     reads_ids: bool
-    """Whether outputs are looked up by image id: forward takes `(image, ids, view)`, and its `validation(test)` is that
-    for ids of the validation split, or of the test split."""
+    """Whether outputs are looked up by image id: forward takes `(image, ids, view)`, and `validation(test)` returns the
+    module for ids of the validation or test split."""
 
     @property
     def network(self) -> nn.Module:
@@ -190,7 +191,7 @@ class TeacherModel(Protocol):
 
     @property
     def classes(self) -> Sequence[str]:
-        """Class names, in the order of the logits; empty: it has no classes, only features."""
+        """Class names in the order of the logits; empty: it has features only."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -198,16 +199,16 @@ class TeacherModel(Protocol):
         ...
 
     def __call__(self, image: Tensor) -> Outputs:
-        """Predict uint8 images [B, 3, H, W], as the data delivers them."""
+        """Predict uint8 images [B, 3, H, W] as they come from the data pipeline."""
         ...
 
 
 class Teacher(Protocol):
-    """Outputs for a batch, live or cached, of one model or several. Not trained, not checkpointed, outside DDP."""
+    """Outputs of one or several models for a batch, live or cached. Not trained, not checkpointed, outside DDP."""
 
     @property
     def images(self) -> int:
-        """Number of images that its forward has run on, on this rank."""
+        """Number of images predicted by its forward on this rank."""
         ...
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -215,22 +216,22 @@ class Teacher(Protocol):
         ...
 
     def unanswered(self, view: int, ids: Tensor) -> Tensor:
-        """Return for which images [N] the forward must run, bool [N]."""
+        """Return which images [N] still need the forward, bool [N]."""
         ...
 
     def __call__(self, batch: Batch) -> Outputs: ...
 
     def flush(self) -> None:
-        """Store outputs that are still on the device; called where the loop waits for the device anyway."""
+        """Store outputs that are still on the device; called when the loop syncs with the device anyway."""
         ...
 
 
 class Loss(Protocol):
     """One loss term: `losses/NAME.py: build(options, dims) -> Loss`, an nn.Module; `facts(options) -> LossFacts`.
 
-    Inputs are the outputs of both models in any float dtype. The result is float32 [B], one value per image, to which
-    weights are applied and which a sifter reads; a divergence is in nats. Where the formula is a mean over the batch,
-    the mean over B is the paper's value. Only the student gets gradients.
+    Inputs are the outputs of both models in any float dtype. The result is float32 [B], one value per image: the engine
+    weights it and a sifter reads it. A divergence is in nats. If the paper's formula is a mean over the batch, it
+    equals the mean over B. Only the student gets gradients.
     """
 
     def __call__(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor: ...
@@ -251,11 +252,11 @@ class Backend(Protocol):
     world_size: int
     local_world_size: int  # ranks on this machine
     autocast_dtype: torch.dtype | None  # bfloat16, or None for float32
-    auto_mode: str  # what `auto` means on this device, `precision+attention`: a fact of its units, such as bf16+unfused
-    facts: BackendFacts  # what its module says of its options
+    auto_mode: str  # meaning of `auto` on this device, `precision+attention`, such as bf16+unfused
+    facts: BackendFacts  # the module's `facts`
 
     def bf16_pays(self, made_of: Callable[[], tuple[float, float]], trained: bool) -> bool:
-        """Return whether `auto_mode` holds for a network, where it names bf16; see `kd.core.host.bf16_pays`."""
+        """Return whether bf16 of `auto_mode` pays for a network; see `kd.core.host.bf16_pays`."""
         ...
 
     def setup(self) -> None:
@@ -279,7 +280,7 @@ class Backend(Protocol):
         ...
 
     def check_divided(self, stages: int) -> None:
-        """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0 stages: be sharded."""
+        """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0: if it cannot be sharded."""
         ...
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
@@ -303,10 +304,10 @@ class Backend(Protocol):
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip (0: do not), step, set gradients to None; return the norm before clipping, on the device.
+        """Clip (0: no clipping), step, set gradients to None; return the norm before clipping, on the device.
 
-        The norm is equal on all ranks. A step in which it is not finite changes neither weights nor state; the host
-        does not wait to find out.
+        The norm is equal on all ranks. A step with a non-finite norm changes neither weights nor state; the host does
+        not sync to find out.
         """
         ...
 
@@ -323,7 +324,7 @@ class Backend(Protocol):
         ...
 
     def communication_ms(self) -> float:
-        """Return how long backward waited for other ranks, ms, mean of a step since the last call; 0: unknown."""
+        """Return the mean time per step that backward waited for other ranks since the last call, ms; 0: unknown."""
         ...
 
     def end_step(self) -> None:
@@ -343,7 +344,7 @@ class Backend(Protocol):
     def barrier(self) -> None: ...
 
     def explain(self, error: Exception) -> KdError | None:
-        """Return a user's error for a failed collective (another rank has ended), or None for any other error."""
+        """Return a KdError for a failed collective (another rank has ended), or None for any other error."""
         ...
 
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
-"""The errors that a user can cause and fix; the command prints them without a traceback.
+"""Errors that a user can cause and fix; commands print them without a traceback.
 
-`Interrupted` is not an error and no KdError: the process was asked to stop.
+`Interrupted` is not a KdError: a signal asked the process to stop.
 
 Every message reads `<config path>: <what is wrong>. <what is allowed>. <what to do>`.
 """
@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-EXCLUSIVE = "They are mutually exclusive"  # what is allowed of two keys
+EXCLUSIVE = "They are mutually exclusive"  # "what is allowed" for two keys
 
 
 class KdError(Exception):
-    """A user's error in one line: what is wrong, what is allowed, what to do."""
+    """A user's error in one line: the fault, the allowed values, the remedy."""
 
     exit_code = 2
 
@@ -67,15 +67,15 @@ class DataError(KdError):
 
 
 class BadImage(KdError):
-    """A picture that a loaded export cannot predict."""
+    """A picture that an export refuses."""
 
 
 class CorruptImage(DataError):
-    """An image was read and cannot be decoded; `data.on_corrupt` decides. A failed read is a DataError instead."""
+    """An image that was read but cannot be decoded; `data.on_corrupt` decides. A failed read is a DataError instead."""
 
 
 class NotPrepared(DataError):
-    """Images that `Source.prepare` makes, and has not made yet."""
+    """Images that `Source.prepare` has not made yet."""
 
 
 class ModelError(KdError):
@@ -83,7 +83,7 @@ class ModelError(KdError):
 
 
 class BackendError(KdError):
-    """The processes or devices of this run are not as the launcher or the configuration requires."""
+    """The processes or devices do not match the launcher or the configuration."""
 
 
 class RunError(KdError):
@@ -104,17 +104,17 @@ class Interrupted(KeyboardInterrupt):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
-FOREIGN: set[str] = set()  # files of parts from outside the repository, wherever they are installed
+FOREIGN: set[str] = set()  # files of parts from outside kd, wherever they are installed
 
 
 def raised(error: BaseException) -> str:
-    """Return `TYPE: message (FILE, line N, in NAME)`, the place where `own_line` knows it."""
+    """Return `TYPE: message (FILE, line N, in NAME)`; the place only if `own_line` finds it."""
     text, line = named(error, 1000), own_line(error)
     return f"{text} ({line})" if line else text
 
 
-_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal: bold, colours
-_END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # of a sentence
+_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # terminal escapes: bold, colours
+_END = re.compile(r"(?<=[\w)'\"\]][.!?])\s+(?=[A-Z])|\s*\n\s*\n")  # end of a sentence
 
 
 def in_short(error: object, most: int = 200) -> str:
@@ -140,7 +140,7 @@ def needed(package: str, where: str, wrong: str, remedy: str) -> Any:
 
 
 def own_line(error: BaseException) -> str:
-    """Return the last line of code that an error went through and that is neither kd's nor an installed package's."""
+    """Return the last line of an error's traceback that is neither kd's nor an installed package's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(frame.filename)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 

@@ -1,4 +1,4 @@
-"""The contracts of a task: what a model predicts, and how it is scored. `kd/core/contracts.py` has all others.
+"""The contracts of a task: a model's predictions and their scores. `kd/core/contracts.py` has all others.
 
 Shape legend: B images of a batch, C classes, K teachers, N images of a split.
 """
@@ -20,7 +20,7 @@ from kd.core.types import Batch, Outputs, Plan
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The images of one split, as evaluation shows them."""
+    """The images of one split in evaluation's view."""
 
     loader: Loader
     plan: Plan  # of ascending ids, padded with weight 0
@@ -28,15 +28,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluator is made from."""
+    """The inputs of `Task.evaluator`."""
 
     backend: Backend
     val: Split
-    teacher: Teacher | None  # outputs for validation images; None where no loss needs a teacher
+    teacher: Teacher | None  # outputs for validation images; None if no loss needs a teacher
     num_classes: int
     labelled: bool = True  # whether validation images have labels, all or some
-    bank: Callable[[], Split] | None = None  # training images, in which neighbours are searched
-    bank_teacher: Teacher | None = None  # for training images, where outputs are looked up by id
+    bank: Callable[[], Split] | None = None  # training images: the k-NN index
+    bank_teacher: Teacher | None = None  # for training images, if outputs are looked up by id
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None  # (student, teacher) -> cosine [B]
     projected: Callable[[Outputs], Tensor | None] | None = None  # the student's vectors in the teacher's space
     members: int = 1  # number of teachers
@@ -46,12 +46,12 @@ class Evaluator(Protocol):
     """Scores student and teacher on the validation split; a task builds it."""
 
     loader: Loader
-    selection_metric: str  # the key of the value that the best checkpoint has the most of
+    selection_metric: str  # the key of the metric that chooses the best checkpoint; larger is better
     labelled: bool  # whether models are scored against labels
-    chance: float  # the value that decides, of a model that guesses; 0: unknown
+    chance: float  # that metric at chance level; 0: unknown
 
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = ...) -> dict[str, float]:
-        """Return a validation row (see `kd.core.scores`), empty where `stop`, called before each batch, ended it."""
+        """Return a validation row (see `kd.core.scores`); {} if `stop`, called before each batch, ended it."""
         ...
 
     def of(self, teacher: Teacher) -> Evaluator:
@@ -68,24 +68,24 @@ class Sampled(Protocol):
     """An evaluator that keeps the inputs of its last row. Evaluators without it get no confidence interval."""
 
     def samples(self) -> dict[str, Samples]:
-        """Return what scores of the last row, by their keys in it, were computed from. All ranks must call it."""
+        """Return the samples behind the scores of the last row, by key. All ranks must call it."""
         ...
 
 
 class Task(Protocol):
-    """What a model predicts, how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
+    """A model's prediction and how it is scored and shown: `tasks/NAME.py: build(options) -> Task`.
 
-    Whether images have labels, all, some or none, is a property of the data, not of the task. A task that derives from
-    this class inherits the methods of one of classes.
+    The data decides whether all, some or no images have labels, not the task. A task that derives from this class
+    inherits the methods of a classification task.
     """
 
     name: str
-    logits: str  # turns a logit into a prediction, as `LossFacts.logits`; "": an embedding model has none
-    label: str  # what an image's label is: "class" or "set"
-    problem_type: str  # kind of the logits, in the words of transformers; "": there are none
-    label_loss: str  # the loss that learns labels alone: a part of `losses/`
+    logits: str  # activation of the logits, as in `LossFacts.logits`; "": an embedding model
+    label: str  # kind of an image's label: "class" or "set"
+    problem_type: str  # transformers' `problem_type`; "": no logits
+    label_loss: str  # the loss for training on labels alone: a part of `losses/`
     scores: Scores
-    keeps_topk: bool  # whether the largest logits and the mass of the others are enough for its losses
+    keeps_topk: bool  # whether top-k logits and the mass of the rest are enough for its losses
 
     def evaluator(self, setting: Evaluation) -> Evaluator: ...
 
@@ -98,7 +98,7 @@ class Task(Protocol):
         return torch.zeros(images, dtype=torch.int64)
 
     def refuse(self, answer_BC: Tensor) -> str:
-        """Return an error in a teacher's first outputs, or ""."""
+        """Return the reason to refuse a teacher's first outputs, or ""."""
         return ""
 
     def are_probabilities(self, answer_BC: Tensor) -> bool: ...
@@ -112,5 +112,5 @@ class Task(Protocol):
         ...
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return for each class the probability from which it is predicted; {}: the class with the largest logit is."""
+        """Return each class's decision threshold, a probability; {}: predict the class with the largest logit."""
         return {}

@@ -1,4 +1,4 @@
-"""Static capabilities of a component: `facts` of its module. Options that name files."""
+"""Static capabilities of a component (`facts` of its module), and options that name files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intervals:
-    """How often things happen, in optimizer steps; each also happens at the last step. The section `run.every`."""
+    """Intervals in optimizer steps: the section `run.every`. Each action also happens at the last step."""
 
     log: int = field(default=20, metadata={"low": 1})
     """Write a row of training metrics, which waits for the device."""
@@ -25,70 +25,71 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
-    """Inputs and capabilities of a loss. A loss without `facts` is refused."""
+    """Inputs and capabilities of a loss; every loss must have `facts`."""
 
     teacher: bool = False
     labels: bool = False
-    unmixed: bool = False  # each image alone: mixup and cutmix are refused
+    unmixed: bool = False  # one label per image: mixup and cutmix are refused
     logits: str = ""
-    """The function under which it reads both models' logits: "softmax" (one label per image) or "sigmoid" (each class
-    alone). "": it reads none."""
-    features: frozenset[str] = frozenset()  # by the names of `Outputs.features`: "pooled", "tokens"
-    agreement: bool = False  # it has `agreement(student, teacher)`, -1 to 1 [B], which evaluation shows
+    """The activation that it applies to both models' logits: "softmax" (one label per image) or "sigmoid" (classes are
+    independent). "": it reads no logits."""
+    features: frozenset[str] = frozenset()  # names in `Outputs.features` that it reads: "pooled", "tokens"
+    agreement: bool = False  # it has `agreement(student, teacher)` [B], -1 to 1, which evaluation shows
     projects: bool = False  # it has `projected(student)` [B, D] in the teacher's space, by its module `project`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """What others must know of a dataset's options."""
+    """Static properties of a dataset's options."""
 
-    label: str = "class"  # what the label of an image is: "class", or "set" where it may have several
-    root: str = ""  # the folder whose files are the images; "": they do not lie in files of one folder
-    test: str = ""  # the key that names a test split, where it is set
+    label: str = "class"  # kind of an image's label: "class", or "set" if it may have several
+    root: str = ""  # the folder whose files are the images; "": the images are stored otherwise
+    test: str = ""  # the key that names a test split, if it is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """What others must know of a network's options."""
+    """Static properties of a network's options."""
 
-    runs_code: bool = False  # what `model` names is imported and called
-    trains: bool = False  # it builds an nn.Module with weights that can be trained: it may be a student too
+    runs_code: bool = False  # `model` names a function that is imported and called
+    trains: bool = False  # it builds a trainable nn.Module, so it may be a student too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifterFacts:
-    """What others must know of a sifter's options."""
+    """Static properties of a sifter's options."""
 
-    by_class: bool = False  # it reads the class of every image
-    delay: int = 0  # steps at the start of a run in which it visits everything
+    by_class: bool = False  # it reads each image's class
+    delay: int = 0  # first steps of a run, in which it visits all images
     answers: bool = False  # it reads the logits that the teacher's cache stores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:
-    """What others must know of a backend and its device, before it is built and after; `Backend.facts` has them."""
+    """Capabilities of a backend and its device, known before it is built; also in `Backend.facts`."""
 
     cpu: bool = False  # runs on the CPU, where onnxruntime and OpenVINO can run a teacher
     cuda: bool = False  # torch.cuda names its device, pins memory for it, times and profiles it
     compiles: bool = False  # compiles a graph for each shape: torch.compile is refused
-    complete: bool = False  # its device has all of torch: fused optimizers, float64, a sort
+    complete: bool = False  # its device supports all of torch: fused optimizers, float64, sorting
     inference: bool = True  # torch's inference mode works on its device
-    muon: bool = True  # the optimizer muon was tried on it
-    own_zero: str = ""  # a ZeRO of its own, by name, that applies every step and needs every gradient
+    muon: bool = True  # the optimizer muon was tested on it
+    own_zero: str = ""  # name of its own ZeRO, which applies every step and needs every gradient; "": torch's
     threads: int | None = None
-    """Of torch on each rank, by its key `threads`. 0: all cores divided by the ranks here. None: it has no such key."""
-    instances: tuple[str, ...] = ("",)  # how the names of SageMaker's instance types begin that it runs on
-    chosen_on: tuple[str, ...] = ()  # of these, those on which `backend.kind: auto` means it; the longest name decides
+    """CPU threads of torch per rank, from its key `threads`. 0: cores divided by the ranks here. None: it has no such
+    key."""
+    instances: tuple[str, ...] = ("",)  # prefixes of the SageMaker instance types that it runs on
+    chosen_on: tuple[str, ...] = ()  # prefixes for which `backend.kind: auto` chooses it; the longest match wins
 
 
 class Network(NamedTuple):
-    """What a graph of an export is made of."""
+    """The inputs of an exporter."""
 
     program: Callable[[int], Any]
-    """(batch) -> the ExportedProgram for that many images, 0: any number. uint8 [B, 3, S, S] to logits or vectors."""
+    """(batch) -> the ExportedProgram for this batch size (0: any). It maps uint8 [B, 3, S, S] to logits or vectors."""
     onnx: Path  # model.onnx of the same export, if it has one
-    views: Callable[[int], Any]  # (number) -> batches of so many training views, each (uint8 [B, 3, S, S], ...)
-    output: str  # its name: "logits" or "embedding"
+    views: Callable[[int], Any]  # (number) -> batches of that number of training views, each (uint8 [B, 3, S, S], ...)
+    output: str  # name of the output: "logits" or "embedding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,25 @@ class GraphFile:
     """A file of an export that holds a network."""
 
     runtime: str  # the package that runs it
-    precision: str  # "float32", which must compute what PyTorch computes, "bf16" or "int8", which may lose a little
-    option: str = ""  # of `kd-export`, that writes it; "": all do. A new format: "--formats NAME" and `named`
-    weights: str = ""  # a second file, with its weights
-    integer: bool = False  # its activations are integers too, so that sums are equal on all processors
-    code: bool = False  # loading it may run code that it holds: no endpoint does, kd-verify with --trust
-    cost: int = 9  # `--accept` tries cheap ones first; model.onnx, the reference of the self-check, has 1
+    precision: str  # "float32" (must equal PyTorch), or "bf16" or "int8" (may lose some accuracy)
+    option: str = ""  # flag of `kd-export` that writes it; "": always. A new format: "--formats NAME" and `named`
+    weights: str = ""  # a second file that holds its weights
+    integer: bool = False  # its activations are integers too, so sums are equal on all processors
+    code: bool = False  # loading it may run its code: no endpoint loads it; kd-verify only with --trust
+    cost: int = 9  # `--accept` tries cheaper files first; model.onnx, the self-check's reference, has 1
     named: bool = False  # written only where `--formats` names it
-    kind: str = ""  # the part that knows it; the registry adds it
+    kind: str = ""  # the exporter's name; the registry adds it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExporterFacts:
-    """What others must know of a format: its files."""
+    """The files of an export format."""
 
     graphs: Mapping[str, GraphFile] = field(default_factory=dict)
 
 
 def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:
-    """Declare an option that names files which a run reads, so that a launcher can bring them along; see `FileKey`."""
+    """Declare an option that names input files, so that a launcher can upload them; see `FileKey`."""
     metadata = {"files": within, "or_name": or_name}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
@@ -124,5 +125,5 @@ class FileKey(NamedTuple):
 
     key: str  # dotted: "teacher.also.0.model"
     value: str
-    within: str  # the key of the folder that a relative path starts from; "": the working folder
-    or_name: bool  # a value may also be a name that is looked up, such as a model's
+    within: str  # key of the folder that relative paths start from; "": the working folder
+    or_name: bool  # the value may also be a name, such as a model's

@@ -1,4 +1,4 @@
-"""Of this machine and process: cores and how busy a thread is on them, free memory, versions, signals."""
+"""Facts of this machine and process: cores, busy time of threads, free memory, versions, signals."""
 
 import ctypes
 import importlib.util
@@ -19,16 +19,15 @@ from typing import Any
 from kd.core.errors import Interrupted
 from kd.core.references import redact
 
-CONTAINERS = (  # limit, use, and which line of which file counts pages of files that can be dropped: cgroup v2, v1
+CONTAINERS = (  # files of limit and use, and file and line that count reclaimable page cache: cgroup v2, v1
     ("/sys/fs/cgroup/memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of malloc.h: more free bytes at the top of the heap than this are returned (2**17 by default); this many blocks may
-have a map of their own (2**16)."""
+"""malloc.h's limits of free bytes at the heap's top (default 2**17) and of mapped blocks (default 2**16)."""
 HANDLED = (signal.SIGTERM, signal.SIGINT)
-TOGETHER = 1.0  # seconds in which two signals count as one: a launcher passes on what its whole group has received too
-_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when the one that started it ends
+TOGETHER = 1.0  # seconds within which two signals count as one: a launcher forwards what its group received
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names for units that multiply bfloat16: two of x86, one of ARM. A ViT-B's forward of 16 images took
@@ -40,7 +39,7 @@ depthwise share: 0 0.61, 0.01 0.87 and 1.06, 0.055 1.07, 0.09 1.34, 0.13 1.92. A
 
 
 def bf16_units(root: Path = Path("/")) -> set[str]:
-    """Return this processor's units that multiply bfloat16; none where the system does not say. `root` holds /proc."""
+    """Return this processor's bfloat16 units; empty if the system does not report them. `root` holds /proc."""
     with suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             name, _, flags = line.partition(":")
@@ -55,27 +54,28 @@ def peak_mib() -> float:
         import psutil
 
         return psutil.Process().memory_info().peak_wset / 2**20
-    import resource  # Windows has none
+    import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process, its worker processes and those that have ended, user and system."""
+    """Return the CPU time (user and system) of this process and its worker processes, running or ended."""
     import psutil  # 10 ms of imports
 
     total = sum(os.times()[:4])
     for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it ends at this moment
+        with suppress(psutil.Error):  # it has just ended
             total += sum(child.cpu_times()[:2])
     return total
 
 
 def bf16_pays(convolved: float, depthwise: float, trained: bool, threads: int, root: Path = Path("/")) -> bool:
-    """Return whether bfloat16 is faster than float32 for a network here, on a processor with units for it.
+    """Return whether bfloat16 is faster than float32 for a network on this processor, which has bf16 units.
 
-    `convolved`: share of its multiplications in convolutions; `depthwise`: in those of one channel each; `trained`: its
-    backward runs too. Where AVX-512 alone has bfloat16, see `results/speed/precision_*.csv`; others were not measured.
+    `convolved`: share of its multiplications in convolutions; `depthwise`: in depthwise convolutions; `trained`: its
+    backward runs too. For processors with bfloat16 in AVX-512 only, see `results/speed/precision_*.csv`; others were
+    not measured.
     """
     if bf16_units(root) != {"avx512_bf16"}:
         return True
@@ -85,14 +85,14 @@ def bf16_pays(convolved: float, depthwise: float, trained: bool, threads: int, r
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use: its affinity, within cgroups. `root` holds /proc and /sys."""
+    """Return the number of cores that affinity and cgroups allow this process. `root` holds /proc and /sys."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min([allowed, *map(int, _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU quotas of this process's cgroup and its parents, in cores. Version 1 keeps the period elsewhere."""
+    """Yield the CPU quotas of this process's cgroup and its parents, in cores. In v1 the period has its own file."""
     for controller, top, file in (("", "sys/fs/cgroup", "cpu.max"), ("cpu", "sys/fs/cgroup/cpu", "cpu.cfs_quota_us")):
         group, top = "/", root / top
         with suppress(OSError, ValueError):
@@ -108,7 +108,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def process_stat(pid: int | str = "self") -> list[str]:
-    """Return the fields of a process from its state on (`man 5 proc`); empty where the system does not report them."""
+    """Return the fields of a process from its state on (`man 5 proc`); empty if the system does not report them."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -117,7 +117,7 @@ def process_stat(pid: int | str = "self") -> list[str]:
 
 
 def command_seconds() -> float:
-    """Return for how long this process, or the torchrun that began with it, has run; 0.0 where unknown."""
+    """Return the age of this process, or of the torchrun that started it, in seconds; 0.0 if unknown."""
     began = process_stat()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and began:
         began = process_stat(began[1]) or began  # field 4 is the parent
@@ -127,17 +127,17 @@ def command_seconds() -> float:
 
 
 class BusyClock:
-    """Seconds in which a thread has computed, or waited for a core. The rest of its time is waiting for bytes.
+    """Seconds in which a thread computed or waited for a core. In the rest of its time it waited for bytes.
 
-    On a machine with neighbours a thread that decodes may get a core for a fraction of its time. Its CPU time alone
-    would then look as if it waited for the disk. Linux counts the time in the queue of a core; other systems do not.
+    On a shared machine a decoding thread may get a core for a fraction of its time. Its CPU time alone would look like
+    waiting for the disk. Only Linux also counts the time in a core's queue.
     """
 
     def __init__(self) -> None:
         self._begin = self._now()
 
     def __call__(self) -> float:
-        """Return the seconds since it was made, in about 10 microseconds. Only the thread that made it may ask."""
+        """Return the seconds since its creation; a call takes 10 microseconds. Only the creating thread may call it."""
         return self._now() - self._begin
 
     @staticmethod
@@ -151,11 +151,11 @@ class BusyClock:
 
 
 def keep_freed_memory() -> bool:
-    """Keep the memory that this process frees, from now on; return whether that was set.
+    """Keep freed memory in this process from now on; return whether that was set.
 
-    glibc returns large blocks to the system and asks for them again at each step. The first write to each page of 4 KiB
-    is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Elsewhere, and where one of glibc's
-    own variables (MALLOC_..., GLIBC_TUNABLES) says what the user wants, nothing changes.
+    glibc returns large blocks to the system and requests them again at each step. The first write to each page of 4 KiB
+    is then a fault: 380,000 in one forward of ViT-B (`benchmarks/page_faults.py`). Nothing changes with other C
+    libraries, or if the user has set glibc's own variables (MALLOC_..., GLIBC_TUNABLES).
     """
     chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name[:7] == "MALLOC_" for name in os.environ)
     if chosen or platform.libc_ver()[0] != "glibc":
@@ -170,10 +170,11 @@ class _Stack(ctypes.Structure):
 
 @contextmanager
 def signal_stack() -> Iterator[None]:
-    """Put this thread's stack for signal handlers back at the end, after OpenVINO or what uses it was called.
+    """Restore this thread's signal stack after calls of OpenVINO or of code that uses it.
 
-    Each Core of OpenVINO sets a stack of its own with its first model, and when it goes it puts back the one before,
-    even if that has gone. Python's handlers run there: the next signal, such as SIGTERM, was then a segmentation fault.
+    Each Core of OpenVINO sets its own signal stack with its first model. When it is destroyed it restores the previous
+    one, even if that was freed. Python's handlers run there: the next signal, such as SIGTERM, was then a segmentation
+    fault.
     """
     if sys.platform != "linux":
         yield
@@ -187,7 +188,7 @@ def signal_stack() -> Iterator[None]:
 
 
 def end_with() -> Callable[[], None] | None:
-    """Return the `preexec_fn` of a process that gets SIGTERM when this one ends, killed or not; on Linux alone."""
+    """Return a `preexec_fn` by which a child gets SIGTERM when this process ends, killed or not; Linux only."""
     parent = os.getpid()
 
     def ask() -> None:
@@ -199,7 +200,7 @@ def end_with() -> Callable[[], None] | None:
 
 
 def free_mib() -> float:
-    """Return the MiB that processes may still allocate: the least of the machine's and the container's."""
+    """Return the MiB that processes may still allocate: the smaller of the machine's and the container's."""
     import psutil
 
     free = [float(psutil.virtual_memory().available)]
@@ -211,7 +212,7 @@ def free_mib() -> float:
 
 
 def _number(path: Path | str, name: str = "") -> float | None:
-    """Return the number after a name in a file of `NAME NUMBER` lines, or the first one; None: it is `max`, or none."""
+    """Return the number after a name in a file of `NAME NUMBER` lines, or the first number; None: `max` or missing."""
     try:
         lines = [line.split() for line in Path(path).read_text(encoding="ascii").splitlines()]
         value = float(next(words[-1] for words in lines if not name or words[0] == name))
@@ -221,7 +222,7 @@ def _number(path: Path | str, name: str = "") -> float | None:
 
 
 def shared_memory_mib(folder: str = "/dev/shm") -> float:
-    """Return the MiB that are free in the shared memory; infinity where the system has no folder for it."""
+    """Return the free MiB of shared memory; infinity if the system has no such folder."""
     try:
         status = os.statvfs(folder)
     except OSError:
@@ -240,7 +241,7 @@ def environment() -> dict[str, Any]:
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be found; nothing is imported: NNCF reads at its import whether it may report."""
+    """Return whether a package can be found, without importing it: NNCF reads its telemetry setting at import."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -256,7 +257,7 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the processor's name as the system reports it."""
+    """Return the processor's name from the system."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
@@ -266,17 +267,17 @@ def processor() -> str:
 
 
 class Signals:
-    """What this process was asked by SIGTERM and SIGINT, which are handled while a command runs.
+    """SIGTERM and SIGINT received by this process. They are handled while a command runs.
 
-    Training writes a checkpoint after its step; anything else ends at once. From Python, where no command installs
-    this, Ctrl-C stays a KeyboardInterrupt and SIGTERM ends the process.
+    Training writes a checkpoint after its step; anything else ends at once. In Python, without a command, Ctrl-C stays
+    a KeyboardInterrupt and SIGTERM ends the process.
     """
 
     _process, _training, _name, _first = 0, False, "", 0.0
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals here, if this is the main thread, and restore what was there."""
+        """Handle signals in this block if this is the main thread, then restore the previous handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -290,7 +291,7 @@ class Signals:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Remember a signal for `requested` here, instead of ending at once."""
+        """Record signals for `requested` in this block instead of ending at once."""
         self._training = True
         try:
             yield
@@ -303,7 +304,7 @@ class Signals:
         return bool(self._name)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a data worker, in the same group: it serves until its trainer ends
+        if os.getpid() != self._process:  # this is a data worker in the same group: it serves until its trainer ends
             return
         if self._name and time.monotonic() - self._first < TOGETHER:
             return
@@ -313,11 +314,11 @@ class Signals:
         self._name, self._first = signal.Signals(number).name, time.monotonic()
         if not self._training:
             raise Interrupted(self._message())
-        # not print: the signal may have come in the middle of one
+        # not print: the signal may have interrupted a print
         os.write(2, f"{self._name}: finishing the step and writing a checkpoint; a second signal ends now\n".encode())
 
     def _message(self) -> str:
         return f"stopped by {self._name}; the same command resumes"
 
 
-signals = Signals()  # of this process: it has only one set of handlers
+signals = Signals()  # one per process: it has only one set of handlers

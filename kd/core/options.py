@@ -1,4 +1,4 @@
-"""Options of a command, written once: a field of a dataclass is a flag, the string under it is the help."""
+"""Options of a command, declared once: a dataclass field is a flag, and the string under it is its help."""
 
 import ast
 import inspect
@@ -13,16 +13,16 @@ from typing import Any
 def option(
     default: Any = MISSING, metavar: str | None = None, parse: Callable[[str], Any] | None = None, flag: str = ""
 ) -> Any:
-    """Declare a field that a command has as an option; `kd.cli.command.add_fields` adds it.
+    """Declare a dataclass field that is a command-line option; `kd.cli.command.add_fields` adds it.
 
-    `metavar` stands for the value in the help, `parse` makes the value of the text, `flag` is another name than the
-    field's. A bool is a switch. Without a default it is an argument without a flag.
+    `metavar` names the value in the help, `parse` converts the text, `flag` replaces the field's name. A bool is a
+    switch. A field without a default is a positional argument.
     """
     return field(default=default, metadata={"option": {"metavar": metavar, "parse": parse, "flag": flag}})
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass, those of its bases too."""
+    """Return the string under each field of a dataclass and its bases."""
     bases = [field_docs(base) for base in reversed(cls.__bases__) if is_dataclass(base)]
     docs = {key: text for one in bases for key, text in one.items()}
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
-    """Return the parser of a whole number from `low` to `high`; ValueError: it is not one."""
+    """Return a parser of whole numbers from `low` to `high`; ValueError: anything else."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
@@ -44,23 +44,23 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """Return a number above 0; ValueError: it is not one."""
+    """Parse a number above 0; ValueError: anything else."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e15:  # false for NaN; beyond lie only typing errors
+    if not 0 < value < 1e15:  # false for NaN; larger numbers can only be typing errors
         raise ValueError(f"'{text}' is not a number above 0")
     return value
 
 
 def pixels(text: str) -> int:
-    """Return a number of pixels such as 25e6; ValueError: it is not one."""
+    """Parse a number of pixels such as 25e6; ValueError: anything else."""
     return int(positive(text))
 
 
 def size(text: str) -> int:
-    """Return a size such as 6MiB in bytes; ValueError: it is not one."""
+    """Parse a size such as 6MiB and return bytes; ValueError: anything else."""
     match = re.fullmatch(r"([0-9]{1,12})(|B|KiB|MiB|GiB)", text, re.IGNORECASE)
     if match is None or not int(match[1]):
         raise ValueError(f"'{text}' is not a size such as 6MiB, 512KiB or 1000000")
@@ -68,7 +68,7 @@ def size(text: str) -> int:
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Return the parser of one of some words; ValueError: another word."""
+    """Return a parser that accepts only these words; ValueError: another word."""
 
     def parse(text: str) -> str:
         if text not in words:

@@ -1,4 +1,4 @@
-"""The environment variables that a configuration refers to: their values stay out of files and messages."""
+"""Environment variables in a configuration: their values are kept out of files and messages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import re
 from typing import Any
 
-SHORTEST = 6  # characters of a value that is kept out of messages: shorter ones (a rank, a port) would match anywhere
+SHORTEST = 6  # shortest value kept out of messages, characters: shorter ones (a rank, a port) would match anywhere
 _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_]\w*)")
-_variables: set[str] = set()  # names of environment variables that a configuration of this process refers to
+_variables: set[str] = set()  # names of environment variables used by a configuration of this process
 
 
 class Referenced(str):
-    """The value of a reference such as `${oc.env:TOKEN}`. Its `repr` is the reference; so is what run folders hold."""
+    """The value of a reference such as `${oc.env:TOKEN}`. Its `repr`, and the text in run folders, is the reference."""
 
     reference: str
 
@@ -30,12 +30,12 @@ class Referenced(str):
 
 
 def written(value: Any) -> Any:
-    """Return the reference instead of its value; anything else as it is."""
+    """Return the reference in place of its value; return anything else unchanged."""
     return value.reference if isinstance(value, Referenced) else value
 
 
 def redact(text: str) -> str:
-    """Return a text with references for the values of variables of a configuration, paths and short ones apart."""
+    """Replace values of a configuration's environment variables by references, except paths and short values."""
     for name in sorted(_variables):
         value = os.environ.get(name, "")
         if len(value) >= SHORTEST and not os.path.isabs(value) and not os.path.exists(value):

@@ -1,7 +1,7 @@
-"""The columns of a validation row: which scores a task has, how each is shown, and which one decides.
+"""The columns of a validation row: a task's scores, their display, and the one that chooses the best checkpoint.
 
-A row holds the student's scores under their keys, a teacher's with `teacher_` before them (those of a second teacher
-with `_2` behind), and scores of the student against its teacher. Whatever shows a row draws from the columns.
+A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a second teacher's under
+`teacher_KEY_2`), and scores of the student against its teacher. Everything that shows a row uses the columns.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from kd.core.intervals import Samples, verdict
 from kd.core.text import percent
 
-TITLES = {"test": "test", "val": "validation"}  # of splits, as text
+TITLES = {"test": "test", "val": "validation"}  # names of splits as text
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """One score."""
 
-    key: str  # in a validation row
+    key: str  # key in a validation row
     title: str
-    unit: str = "%"  # "%": a share, 0 to 1, shown in percent. "nats" and "" are shown as numbers.
-    meaning: str = field(default="", compare=False)  # a noun phrase behind the value; empty: the title
+    unit: str = "%"  # "%": a share, 0 to 1, shown in percent. With "nats" and "" it is shown as a number.
+    meaning: str = field(default="", compare=False)  # noun phrase after the value; empty: the title
     smaller: bool = field(default=False, compare=False)  # whether smaller is better
 
     def text(self, value: float, samples: Samples | None = None) -> str:
-        """Return the value with its unit, and with its 95 % interval where that is known: `71.6 % (69.0 to 74.1)`."""
+        """Return the value with its unit, and its 95 % interval if it is known: `71.6 % (69.0 to 74.1)`."""
         text = percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
         ends = () if samples is None else samples.interval()
         ends = [min(1.0, max(0.0, end)) for end in ends] if self.unit == "%" else ends
@@ -39,11 +39,11 @@ class Column:
         return f"{self.title} {self.text(value, samples)}"
 
     def difference(self, one: Samples, other: Samples) -> str:
-        """Say how much better one model is than another, if it is: `-5.2 points (-7.9 to -2.4): worse`."""
+        """Describe the difference between two models: `-5.2 points (-7.9 to -2.4): worse`."""
         return self.differs(*one.minus(other))
 
     def differs(self, value: float, low: float, high: float) -> str:
-        """Return a difference and the ends of its interval in the same form."""
+        """Format a difference and the ends of its interval like `difference`."""
         points = [f"{100 * number:+.1f}" if self.unit == "%" else f"{number:+.4f}" for number in (value, low, high)]
         unit = " points" if self.unit == "%" else ""
         return f"{points[0]}{unit} ({points[1]} to {points[2]}): {verdict(low, high)}"
@@ -54,25 +54,25 @@ class Scores:
     """The columns of a task."""
 
     own: tuple[Column, ...]
-    """Of one model against the labels. The first decides which checkpoint is the best; larger is better."""
-    pair: tuple[Column, ...]  # of the student against its teacher. The first decides where there are no labels.
-    note: str = ""  # how the own scores are computed, one sentence for the model card; empty: everybody knows
+    """Scores of one model against the labels. The first one chooses the best checkpoint; larger is better."""
+    pair: tuple[Column, ...]  # scores of the student against its teacher. The first one decides if there are no labels.
+    note: str = ""  # how the own scores are computed, one sentence for the model card; empty: commonly known
 
     def selection_metric(self, labelled: bool) -> Column:
-        """Return the column that decides which checkpoint is the best."""
+        """Return the column that chooses the best checkpoint."""
         return (self.own if labelled else self.pair)[0]
 
     def deciding(self, row: Mapping[str, Any]) -> Column:
-        """Return the column that decides, as a validation row shows it."""
+        """Return the deciding column of a validation row."""
         return self.selection_metric(self.own[0].key in row or not self.pair)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of tables and charts: the own scores, and the first of the student against its teacher."""
+        """The columns of tables and charts: the own scores, and the first score of the student against its teacher."""
         return (*self.own, *self.pair[:1])
 
     def cells(self, row: Mapping[str, Any], samples: Mapping[str, Samples] | None = None) -> dict[str, str]:
-        """Return the values of `columns` that a row has as texts, by title; with intervals where there are samples."""
+        """Return a row's values of `columns` as texts by title, with intervals for the scores that have samples."""
         known = samples or {}
         return {one.title: one.text(row[one.key], known.get(one.key)) for one in self.columns if one.key in row}
 
@@ -87,11 +87,11 @@ class Scores:
         return ", ".join([text, *pair[:1]])
 
     def pair_in(self, row: Mapping[str, Any]) -> list[Column]:
-        """Return the columns of the student against its teacher that a row has."""
+        """Return a row's columns of the student against its teacher."""
         return [column for column in self.pair if column.key in row]
 
     def against_teacher(self, row: Mapping[str, Any], on: str = "") -> str:
-        """Return all scores of the student against its teacher, `on` which images, as a sentence; empty without any."""
+        """Return the scores of the student against its teacher as a sentence, or "". `on`: the images."""
         parts = [
             column.with_title(row[column.key]) + (f" ({column.meaning})" if column.meaning else "")
             for column in self.pair_in(row)
@@ -101,7 +101,7 @@ class Scores:
     def table(
         self, models: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Mapping[str, Samples]] | None = None
     ) -> list[dict[str, str]]:
-        """Return the own scores of models, by name, as rows of a table, with intervals where there are `samples`."""
+        """Return the own scores of models, by name, as rows of a table, with intervals from `samples`."""
         columns = [column for column in self.own if any(column.key in values for values in models.values())]
         rows, known = [], samples or {}
         for name, values in models.items():
@@ -113,7 +113,7 @@ class Scores:
         return rows
 
     def conclusion(self, scored: Scored) -> str:
-        """Return the last score of a run as one line, with intervals, and whether the student reaches its teacher."""
+        """Return the final score of a run as one line: with intervals, and whether the student reaches its teacher."""
         column = self.deciding(scored.row)
         text = f"{scored.title} {column.with_title(scored.row[column.key], scored.samples.get(column.key))}"
         if column not in self.own:
@@ -126,7 +126,7 @@ class Scores:
         return text + "".join(f"; {one.with_title(scored.row[one.key])}" for one in self.pair_in(scored.row)[:1])
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return the own scores of each teacher of a row, by its name ("teacher", "teacher 2")."""
+        """Return the own scores of each teacher in a row, by name ("teacher", "teacher 2")."""
         teachers, number = {}, 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""
@@ -149,15 +149,15 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The last score of a run: of its best checkpoint, on its test split where there is one."""
+    """The final score of a run: its best checkpoint on the test split, else on the validation split."""
 
-    split: str  # "test": nothing was chosen on it. "val": the best of `evaluations` was.
-    step: int  # of the checkpoint
-    data: str  # a hash of the listing of the split: where two runs have the same, their images are the same
-    images: int  # that were scored
+    split: str  # "test": nothing was chosen on it. "val": it chose the best of `evaluations`.
+    step: int  # step of the checkpoint
+    data: str  # a hash of the split's listing: equal hashes mean equal images
+    images: int  # number of scored images
     evaluations: int
     row: Mapping[str, float]  # as a validation row
-    samples: Mapping[str, Samples]  # of scores of `row`, by key; a missing one has no interval
+    samples: Mapping[str, Samples]  # samples of the scores in `row`, by key; a score without samples has no interval
 
     @property
     def title(self) -> str:
@@ -165,7 +165,7 @@ class Scored:
 
     @property
     def note(self) -> str:
-        """How far the number can be trusted, one sentence."""
+        """One sentence on how far the number can be trusted."""
         if self.split == "test":
             return f"Scored once, on {self.images:,} test images on which nothing was chosen."
         if self.evaluations == 1:
@@ -176,19 +176,19 @@ class Scored:
         )
 
     def of(self, teacher: str) -> Mapping[str, Samples]:
-        """Return the samples of a teacher by its name ("teacher", "teacher 2"), under the keys of own scores."""
+        """Return a teacher's samples ("teacher", "teacher 2") under the keys of the own scores."""
         end = teacher.removeprefix("teacher").replace(" ", "_")
         named = [key for key in self.samples if key.startswith("teacher_") and key.endswith(end)]
         return {key.removeprefix("teacher_").removesuffix(end): self.samples[key] for key in named}
 
     def against(self, other: Mapping[str, Samples], column: Column) -> str:
-        """Say how much better the student is than another model on the same images; "" where that is not known."""
+        """Describe the student's difference from another model on the same images; "" if it is unknown."""
         if column.key not in self.samples or column.key not in other:
             return ""
         return column.difference(self.samples[column.key], other[column.key])
 
     def same_images(self, other: Scored) -> bool:
-        """Return whether both were scored on the same images, so that their difference is one of pairs."""
+        """Return whether both were scored on the same images, so that their difference can be paired."""
         return (self.data, self.images) == (other.data, other.images)
 
     def record(self) -> dict[str, Any]:
@@ -205,11 +205,11 @@ class Scored:
 class GraphScores:
     """Predictions of an exported graph beside PyTorch's, on the same images."""
 
-    facts: dict[str, float]  # for manifest.json of an export, by name
-    selection_metric: str  # the name in `facts` of the score that a quantized graph may lose a little of
-    title: str  # of that score
+    facts: dict[str, float]  # values by name, for manifest.json of an export
+    selection_metric: str  # name in `facts` of the score that a quantized graph may lower a little
+    title: str  # interval of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
-    others: int = 0  # images with another prediction
+    others: int = 0  # number of images with another prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,15 +217,15 @@ class Trained:
     """Results of a finished training."""
 
     folder: Path
-    metrics: Mapping[str, float]  # the validation row of the best checkpoint
+    metrics: Mapping[str, float]  # validation row of the best checkpoint
     parameters: int
     steps: int
-    scored: Scored | None = None  # the best checkpoint, scored once at the end
+    scored: Scored | None = None  # final score of the best checkpoint
     baseline: Trained | None = None  # the same student, trained on labels alone
-    report: str = ""  # what report.md says
+    report: str = ""  # text of report.md
 
 
 def skipped_text(skipped: int, steps: int) -> str:
-    """Say how many steps were left out by `optimizer.on_nonfinite: skip`; "" where none was."""
+    """Report the number of steps skipped by `optimizer.on_nonfinite: skip`; "" if there were none."""
     text = f"{skipped} of {steps} optimizer steps were skipped: their gradient was NaN or infinite."
     return text if skipped else ""

@@ -1,4 +1,4 @@
-"""Numbers, rows and names as text. Imports nothing of kd."""
+"""Format numbers, rows and names as text. Imports nothing from kd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what `kd-export --compare` measured as rows of a table, the fastest on one thread first."""
+    """Return the measurements of `kd-export --compare` as rows of a table, the fastest on one thread first."""
     rows, found = [], manifest.get("variants", {})
     for file, one in sorted(found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]):
         mark = " (accepted)" if file == manifest.get("pick") else ""
@@ -57,11 +57,11 @@ VARIANTS_NOTE = (
     "threads. images/s: with as many images at a time as threads. MB: on disk. memory: of the server. as trained: the "
     "same prediction as the student in PyTorch before the export. 95 %: of the score."
 )
-"""Under the table of `variant_rows`."""
+"""Legend under the table of `variant_rows`."""
 
 
 def html_table(rows: Sequence[Mapping[str, Any]], text: Sequence[str] = ()) -> str:
-    """Return rows as an HTML table; the columns in `text` are aligned to the left in a report. Empty without rows."""
+    """Return rows as an HTML table; columns in `text` are left-aligned in a report. Empty without rows."""
     if not rows:
         return ""
     left = {name: ' class="text"' if name in text else "" for name in rows[0]}
@@ -87,28 +87,28 @@ def clock(seconds: float) -> str:
 
 
 def nfc(name: str) -> str:
-    """Return the one form in which names are compared: macOS writes é as two characters, other systems as one."""
+    """Return the normalized form (NFC) in which names are compared: macOS writes é as two characters."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """Return names of classes in their order: of numbers where all are whole ones in digits, else of text."""
+    """Return class names in order: numeric if all are whole numbers in digits, else alphabetical."""
     order = sorted(names)
     return sorted(order, key=int) if all(name.isdecimal() for name in order) else order
 
 
 def quoted(name: str) -> str:
-    """Return the line of a name in a list: the name itself, or JSON where a line would be read otherwise."""
+    """Return a name as a line of a list: the name itself, or JSON if the bare name would be read differently."""
     plain = name == name.strip() and name.isprintable() and name[:1] not in ("", '"', "#")
     return name if plain else json.dumps(name)
 
 
 def names_of(text: str) -> list[str]:
-    """Return the names in a list, a line each. Empty lines and those that begin with "#" say nothing."""
+    """Return the names in a list with one name per line. Empty lines and lines that begin with "#" are ignored."""
     found = []
-    for line in (line.strip() for line in text.split("\n")):  # not splitlines: a name may hold U+2028 or U+0085
+    for line in (line.strip() for line in text.split("\n")):  # not splitlines: a name may contain U+2028 or U+0085
         if line and not line.startswith("#"):
-            with suppress(ValueError):  # a name that begins with a quotation mark, written by hand
+            with suppress(ValueError):  # a handwritten name that begins with a quotation mark
                 line = str(json.loads(line)) if line.startswith('"') else line
             found.append(line)
     return found

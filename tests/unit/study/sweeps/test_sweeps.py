@@ -176,7 +176,7 @@ def is_running(process: int) -> bool:
         (["optimizer.lrr=1e-3,1e-2"], "optimizer.lrr", "no such key"),
         (["optimizer.lr=,"], "optimizer.lr", "a value is missing"),
         (["optimizer.lr=1e-3,"], "optimizer.lr", "a value is missing"),
-        (["optimizer.lr=1e-3,0.001"], "optimizer.lr", "stands twice"),
+        (["optimizer.lr=1e-3,0.001"], "optimizer.lr", "repeated"),
         (["optimizer.lr=1e-3"], "kd-sweep", "no key has several values"),
         ([], "kd-sweep", "no key has several values"),
         (["optimizer.lr=1e-3,-1"], "optimizer.lr", "is -1"),
