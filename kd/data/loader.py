@@ -1,6 +1,6 @@
-"""From a plan to this rank's micro-batches, in this process or in workers. The order is the plan's.
+"""Load this rank's micro-batches of a plan in its order, in this process or in workers.
 
-And the images of a split in batches, in this process.
+Also iterates over a split in batches, in this process.
 """
 
 import atexit
@@ -29,17 +29,17 @@ from kd.core.types import Batch, Loading, Plan, Small
 from kd.data.workers import Watch, connection_error, serve_until_the_trainer_ends, sigterm_blocked, worker_error
 
 BATCH = 50
-"""Images of a forward. On a CPU per image costs the same from about 16 a batch on; 50 of 224 pixels take 30 MB."""
+"""Images per forward. On a CPU the cost per image is constant from about 16 on; 50 of 224 pixels take 30 MB."""
 
 
 class Request(NamedTuple):
-    """A worker's task: one micro-batch."""
+    """A worker's task: load one micro-batch."""
 
     ids: list[int]
     weights: list[float]
     view: int
     small: bool = False
-    whole: bool = False  # also at full size, for a teacher
+    whole: bool = False  # load also at full size, for the teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,19 @@ class Share:
         return self.batch_size // (self.accumulate * self.world_size)
 
     def requests(self, plan: Plan, view: int, start: int, small: Small | None = None) -> Iterator[Request]:
-        """Cut the micro-batches out of a plan, one by one: as lists, a plan takes nine times its memory."""
+        """Yield a plan's micro-batches one by one: a plan as lists would take nine times its memory."""
         for step in range(start, len(plan.ids) // self.batch_size):
             for i in range(self.accumulate):
                 first = step * self.batch_size + (i * self.world_size + self.rank) * self.micro
                 ids, weights = (tensor[first : first + self.micro] for tensor in (plan.ids, plan.weights))
                 less = small if small is not None and step < small.steps else None
                 whole = less is not None and bool(less.asked[first : first + self.micro].any())
-                # Plain lists: a tensor in a request would travel to the worker through shared memory, one file each.
+                # Plain lists: each tensor in a request would need a file in shared memory.
                 yield Request(ids.tolist(), weights.tolist(), view, less is not None, whole)
 
 
 class LocalLoader:
-    """Load micro-batches on this machine, as docs/design.md, the step, cuts a plan. See `kd.core.contracts.Loader`."""
+    """Load micro-batches on this machine. See `kd.core.contracts.Loader`; docs/design.md says how a step is divided."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class LocalLoader:
         max_skipped: float = 1.0,
         timeout_seconds: float = 600.0,
     ) -> None:
-        """Load from a dataset; the worker processes start with the first epoch (0: this process loads).
+        """Load from a dataset. Worker processes start with the first epoch; 0 workers: this process loads.
 
-        `max_skipped` is the share of the dataset's images that may be unreadable, but always one; `timeout_seconds` the
-        longest wait for a batch.
+        `max_skipped`: largest share of undecodable images (one is always allowed); `timeout_seconds`: longest wait for
+        a batch.
         """
         self.dataset, self.share, self.workers = dataset, share, workers
         self.max_skipped, self.timeout_seconds = max_skipped, timeout_seconds
         self.unreadable: set[int] = set()  # ids of images that could not be decoded, among those loaded so far
-        self.loading = Loading()  # of all batches so far
+        self.loading = Loading()  # sums over all batches so far
         self._requests = _Requests()
         self._batches = DataLoader(
             Fetch(dataset),
@@ -98,26 +98,26 @@ class LocalLoader:
             persistent_workers=workers > 0,
             prefetch_factor=ahead(workers) if workers else None,
             worker_init_fn=serve_until_the_trainer_ends,
-            # fork keeps the decoded listing shared; workers touch neither the device nor torch's thread pool
+            # fork shares the listing's memory; workers use neither the device nor torch's thread pool
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         )
 
     def epoch(self, plan: Plan, view: int, start: int = 0, small: Small | None = None) -> Iterator[Batch]:
-        # Not a method of this loader: the DataLoader's iterator would hold it, and its workers would never end.
+        # Not a method of this loader: the DataLoader's iterator would keep it alive, and its workers would never end.
         self._requests.make = partial(self.share.requests, plan, view, start, small)
         for batch in self._arriving():
             if isinstance(batch, KdError):
                 try:
                     raise batch
                 finally:
-                    del batch  # its traceback holds this frame: in a circle the workers would outlive the loader
+                    del batch  # breaks a reference cycle through its traceback, which would keep the workers alive
             self.unreadable.update(batch.unreadable)
             self.loading = self.loading.plus(batch.loading)
             self._require_few_skipped()
             yield batch
 
     def _arriving(self) -> Iterator[Batch | KdError]:
-        """Yield batches as they arrive, or raise a RunError if a worker ends or stands still."""
+        """Yield batches as they arrive; raise a RunError if a worker dies or hangs."""
         if not self.workers:
             yield from self._batches
             return
@@ -129,9 +129,9 @@ class LocalLoader:
             with nullcontext() if forked else sigterm_blocked():
                 batches = iter(self._batches)
             if not forked:
-                # At the exit before torch's own, which waits 5 s for each worker that fills pinned memory.
+                # Runs at exit before torch's own handler, which waits 5 s for each worker that fills pinned memory.
                 atexit.register(weakref.finalize(self, end_workers, batches, os.getpid()))
-                watch.start()  # after the fork: a thread more would be one more reason for it to go wrong
+                watch.start()  # after the fork, which is safer with fewer threads
             for batch in batches:
                 watch.waiting = False
                 yield batch
@@ -151,7 +151,7 @@ class LocalLoader:
         return list(getattr(self._batches._iterator, "_workers", []))
 
     def _abandon(self) -> None:
-        """Kill the remaining workers, and keep torch's signal handler from raising again for that."""
+        """Kill the remaining workers; torch's signal handler must not raise again for that."""
         iterator, processes = self._batches._iterator, self.processes()
         if iterator is None:
             return
@@ -161,12 +161,12 @@ class LocalLoader:
             process.kill()
         for process in processes:
             process.join(5)
-        iterator._shutdown = True  # type: ignore[attr-defined]  # its orderly way could wait for a lock that a worker held
+        iterator._shutdown = True  # type: ignore[attr-defined]  # else it could wait for a lock that a worker held
         self._batches._iterator = None
 
     def batch_bytes(self, size: int) -> int:
-        """Return about how many bytes of shared memory this rank's batches take on their way, at `size` pixels."""
-        # Two more than the workers make ahead are in the hands of the loop. Each tensor takes whole pages.
+        """Return an estimate of the shared memory in bytes that this rank's batches take at `size` pixels."""
+        # The loop holds two more batches than the workers prefetch. Each tensor takes whole pages.
         batch = self.share.micro * (3 * size**2 + 36) + 7 * mmap.PAGESIZE
         return (self.workers * ahead(self.workers) + 2) * batch if self.workers else 0
 
@@ -181,25 +181,25 @@ class LocalLoader:
 
 
 def ahead(workers: int) -> int:
-    """Return how many micro-batches each worker makes before the loop needs them."""
+    """Return how many micro-batches each worker prefetches."""
     # 15 workers times 4 of 256 images of 224 px were 2.3 GB of shared memory, and on a GPU as much of pinned memory.
     return 4 if workers <= 4 else 2
 
 
 def most_skipped(share: float, images: int) -> int:
-    """Return how many images of a split may be left out because they cannot be decoded: one always."""
+    """Return how many undecodable images of a split may be skipped, at least one."""
     return max(1, int(share * images))
 
 
 def end_workers(batches: Any, process: int) -> None:
-    """Tell torch's workers to end, before the garbage collector closes their queues: torch would wait 5 s for each."""
+    """Tell torch's workers to end before their queues are garbage-collected: torch would wait 5 s for each."""
     if os.getpid() == process:  # a worker inherits the loader
-        with suppress(RuntimeError):  # of torch's signal handler, where another loader's worker was killed
+        with suppress(RuntimeError):  # torch's signal handler raises it if another loader's worker was killed
             batches._shutdown_workers()
 
 
 class _Requests(Sampler[Request]):
-    """The requests of the current epoch: the DataLoader keeps its workers and iterates over this anew each epoch."""
+    """The requests of the current epoch: the DataLoader keeps its workers and iterates over this again each epoch."""
 
     def __init__(self) -> None:
         self.make: Callable[[], Iterator[Request]] = lambda: iter(())
@@ -225,10 +225,10 @@ class Fetch(TorchDataset[Batch | KdError]):
             samples = [dataset.load(id, request.view) for id in request.ids]
             if request.whole:
                 whole = torch.stack([self.dataset.load(id, request.view).pixels for id in request.ids])
-        except KdError as error:  # torch would turn it into a RuntimeError with the worker's traceback as its text
+        except KdError as error:  # torch would wrap it into a RuntimeError with the worker's traceback as text
             return error
         readable = torch.tensor([sample.readable for sample in samples])
-        # A worker's batch lies in shared memory from the start.
+        # A worker builds its batch directly in shared memory.
         image = default_collate([sample.pixels for sample in samples])
         parts = self._spent().minus(before)
         loading = parts._replace(seconds=time.perf_counter() - begin, busy=busy())
@@ -257,7 +257,7 @@ def evaluation_plan(num_images: int, batch_size: int) -> Plan:
 
 
 def batches_of(dataset: Dataset, ids: Sequence[int], size: int = BATCH) -> Iterator[Batch]:
-    """Yield the images `ids` in batches of up to `size`, on the CPU; those that cannot be decoded are left out."""
+    """Yield the images `ids` in batches of up to `size`, on the CPU, without undecodable images."""
     for first in range(0, len(ids), size):
         samples = [(id, dataset.load(id, 0)) for id in ids[first : first + size]]
         samples = [(id, sample) for id, sample in samples if sample.readable]

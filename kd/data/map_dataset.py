@@ -1,4 +1,4 @@
-"""Other people's data as ours: any map-style dataset, any DataLoader."""
+"""Adapters for kd.distill: any map-style dataset, any DataLoader."""
 
 import hashlib
 import random
@@ -16,13 +16,13 @@ from kd.core.facts import DatasetFacts
 from kd.core.seeds import evenly_spaced, seed_from
 from kd.core.types import Batch, Plan, Sample, Small
 
-PROBES = 16  # items of a dataset that are loaded to recognize it
-TRIES = 3  # of a DataLoader to bring the batch where a run stands
+PROBES = 16  # items loaded for the fingerprint
+TRIES = 3  # empty epochs in a row before a DataLoader counts as too short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The dataset section of `kd.distill`, which hands its datasets over: `kind: kd.data.map_dataset`."""
+    """The dataset section of `kd.distill`, which passes dataset objects: `kind: kd.data.map_dataset`."""
 
     label: Literal["class", "set"] = "class"
     """Kind of an item's label."""
@@ -38,16 +38,16 @@ def facts(options: Options) -> DatasetFacts:
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Source:
     """Refuse: there are no files to list."""
     remedy = "Choose one of `kd-parts datasets`, or call kd.distill from Python"
-    raise ConfigError("data.kind", "is for kd.distill, which hands its datasets over", "Images as files", remedy)
+    raise ConfigError("data.kind", "is for kd.distill, which passes dataset objects", "Images as files", remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What stands beside an image, and how it is checked."""
+    """Reads and checks the labels of a dataset's items."""
 
     where: str  # the data's name for messages, such as "train"
     kind: str  # "all", "some" (-1: none), "sets" (0 or 1 for each class) or "none" (not read)
-    num_classes: int  # labels must be below; 0: the number is not known yet
+    num_classes: int  # labels must be smaller; 0: not known yet
 
     def split(self, item: Any, subject: str) -> tuple[Any, Any]:
         """Return image and label of an item, or of a batch; -1 where labels are not read."""
@@ -72,7 +72,7 @@ class Labels:
             shape = labels_B.shape[1:]
             if shape != (classes or labels_B.shape[-1],) or not ((labels_B == 0) | (labels_B == 1)).all():
                 wrong = f"{subject} has labels of shape {list(shape)}, or other values than 0 and 1"
-                raise DataError(where, wrong, f"{classes or 'As many'} numbers, 1 for each class that is there", "")
+                raise DataError(where, wrong, f"{classes or 'As many'} numbers, 1 for each class in the image", "")
             return labels_B.to(torch.int8)
         if labels_B.numel() != len(labels_B):
             wrong = f"{subject} has a label of shape {list(labels_B.shape[1:])}"
@@ -89,12 +89,12 @@ class Labels:
 class MapDataset:
     """A map-style dataset of (image, label) pairs, or of images alone. See `kd.core.contracts.Dataset`."""
 
-    # Its transforms draw from Python's, NumPy's and torch's global generators of the CPU: they are seeded from (seed,
-    # view, id) before an item is read, and restored after it, so that a view is as pure here as with our own datasets.
+    # Its transforms use the global generators of Python, NumPy and torch (CPU). They are seeded from (seed, view, id)
+    # before an item is read and restored after it, so a view is a pure function as in kd's own datasets.
 
     def __init__(self, items: Any, seed: int, where: str = "train", labels: str = "all", num_classes: int = 0) -> None:
         self.items, self.seed, self.labels = items, seed, Labels(where, labels, num_classes)
-        names = getattr(items, "classes", ())  # some datasets have their number there
+        names = getattr(items, "classes", ())  # some datasets store a number there
         self.classes: Sequence[str] = tuple(names) if isinstance(names, Collection) else ()
         self._shape: torch.Size | None = None
 
@@ -106,7 +106,7 @@ class MapDataset:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats three tracebacks: 0.1 to 1 ms an image
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats three tracebacks: 0.1 to 1 ms per image
         try:
             item = self.items[id]
         finally:
@@ -120,7 +120,7 @@ class MapDataset:
             raise DataError(where, wrong, "A tensor is expected", "End the transform in a tensor")
         self._shape = self._shape or image.shape
         if image.shape != self._shape:
-            wrong = f"image {id} has the shape {list(image.shape)}, another one {list(self._shape)}"
+            wrong = f"image {id} has the shape {list(image.shape)}, but an earlier one {list(self._shape)}"
             raise DataError(where, wrong, "Images of one shape", "Resize or crop them in the transform")
         if self.labels.kind == "none":
             return Sample(image, -1, -1, 1.0)
@@ -130,8 +130,8 @@ class MapDataset:
         return Sample(image, value, value, 1.0)
 
     def fingerprint(self) -> str:
-        """Return a hash of the length, all `targets` where there are any, and `PROBES` items."""
-        # Of an item that is another one when it is loaded twice (a generator of its own), the label alone counts.
+        """Return a hash of the length, of all `targets` if it has any, and of `PROBES` items."""
+        # Of an item that differs when it is loaded twice (own generator), only the label is hashed.
         targets = getattr(self.items, "targets", None)
         known = None if targets is None else [t.tolist() if hasattr(t, "tolist") else t for t in targets]
         sha = hashlib.sha256(f"{len(self)} {known}".encode())
@@ -146,8 +146,8 @@ class MapDataset:
 class BatchLoader:
     """A DataLoader of (images, labels) batches, in its own order. See `kd.core.contracts.Loader`."""
 
-    # Not handled: ids. The order is the DataLoader's, so there is nothing for a sifter with a memory to remember, and a
-    # resumed epoch sees another shuffle. A short last batch is dropped: shapes stay fixed.
+    # Not handled: ids. The order is the DataLoader's, so sifters cannot remember images, and a resumed epoch has
+    # another shuffle. A short last batch is dropped: shapes stay fixed.
 
     def __init__(
         self, batches: Iterable[Any], batch_size: int, where: str = "train", labels: str = "all", num_classes: int = 0

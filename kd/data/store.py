@@ -1,12 +1,11 @@
-"""Decode once: a Source that keeps decoded pixels, on a disk or in memory, in front of one that decodes.
+"""Store of decoded pixels, on disk or in memory: a Source that wraps another Source and decodes each image once.
 
-And `StoredViews`, which keeps views that are shown again.
+Also `StoredViews`, a store of repeated views.
 
-One file per split, one record per image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB.
-The first process that decodes an image writes its record: any worker of any rank of any run. All would write the same
-bytes, so no process waits for another. An image without a whole record is decoded (again), and so is one whose file has
-other times than when it was decoded: names and sizes are the store's identity, and a file may be replaced by one of the
-same size.
+One file per split, one record per image (`Records`): width, height, CRC of the encoded bytes, then uint8 RGB. The first
+process that decodes an image writes its record, in any worker of any rank of any run. All would write the same bytes,
+so no process waits for another. An image is decoded again if its record is not whole or its file's times have changed:
+the store's identity has only names and sizes, and a file may be replaced by one of the same size.
 """
 
 import math
@@ -33,27 +32,27 @@ from kd.files.pixels import least_of_random
 from kd.files.records import Records, Stop, record_bytes
 from kd.files.storage import log, on_disk, open_folder
 
-FORMAT = 5  # raised with every change of a record; a store of another format is filled anew
-HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the stamp of their file
+FORMAT = 5  # raised with every change of a record; a store of another format is rebuilt
+HEAD = struct.Struct("<IIIQ")  # width, height, the CRC-32 of the encoded bytes, and the file's stamp
 VIEW = struct.Struct("<Id")  # the CRC-32 of the encoded bytes, and lam; then the partner's label and the pixels
 WHERE = "data.store"
 PIXELS = "pixels"  # name of the file in a store's folder
-LONGEST = 4.0  # longer side by shorter side up to which every image finds room in its slot
+LONGEST = 4.0  # largest aspect at which every image fits into its slot
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A training image, shrunk to the pixels that a random crop can need."""
+    """Shrinks a training image to the pixels that a random crop can need."""
 
-    # No random crop of it has less than `size` pixels a side. A smaller image is stored as it is.
+    # Every random crop has at least `size` pixels per side. A smaller image is stored as it is.
 
     size: int  # side of the smallest crop, pixels
     crop: float
-    """Smallest share of the area that a random crop keeps; 1.0: no random crop, the shorter side becomes `size`."""
+    """Smallest share of the area in a random crop; 1.0: no random crop, the shorter side becomes `size`."""
 
     @property
     def most(self) -> int:
-        """Pixels that a slot has room for: any image up to 4 times as long as wide."""
+        """Pixels of a slot: enough for any image up to 4 times as long as wide."""
         pixels = max(LONGEST, 4 / 3 / self.crop) * self.size**2
         return math.ceil(pixels + 2 * math.sqrt(LONGEST * pixels)) + 1  # both sides are rounded up
 
@@ -73,15 +72,15 @@ class StoredImage(NamedTuple):
 
     image: Image.Image
     crc: int  # CRC-32 of the encoded bytes that it was decoded from
-    stamp: int  # of their file; see `kd.core.contracts.Stamped`
+    stamp: int  # stamp of its file; see `kd.core.contracts.Stamped`
 
 
 class Slots:
-    """An open file, one record per image, for this process and those that it forks; others open its `path`, if any."""
+    """An open file with one record per image, for this process and its forks. Others open its `path`, if it has one."""
 
     def __init__(self, file: int, pixels: int, name: str, path: Path | None = None) -> None:
         self.pixels, self.path = pixels, path
-        stop = Stop(f"{WHERE}: {name}", "Its images are used, the others are decoded each time.")
+        stop = Stop(f"{WHERE}: {name}", "Stored images are used; the others are decoded each time.")
         self.records = Records(file, HEAD.size + 3 * pixels, stop, align=mmap.PAGESIZE)
 
     def read(self, id: int) -> StoredImage | None:
@@ -103,25 +102,24 @@ class Slots:
 
 
 def slot_bytes(pixels: int) -> int:
-    """Return the bytes of a slot in the file: whole pages, so that no two images share one."""
+    """Return the bytes of a slot in the file: whole pages, so that no two images share a page."""
     return record_bytes(HEAD.size + 3 * pixels, mmap.PAGESIZE)
 
 
 class Stored:
     """A source whose images are decoded once and stored as training needs them. See `kd.core.contracts.Source`."""
 
-    # An image, `keep(image)`, is the same whether it comes out of its slot or has just been decoded; without slots none
-    # is stored. Not stored are images that cannot be decoded, which raise as before, and those over 4 times as long as
-    # wide that have more pixels than a slot. Where the source is not `Stamped`, an image replaced by one of the same
-    # size is noticed by `refresh` only, in a sample.
+    # `decode` returns `keep(image)`, equal from a slot or just decoded; without slots nothing is stored. Two kinds are
+    # not stored: undecodable images, which raise as before, and long images (over 4 : 1) with more pixels than a slot.
+    # If the source is not `Stamped`, only `refresh` notices a file replaced by one of the same size, in a sample.
 
     def __init__(self, source: Source, keep: Shrunk | EvalTransform, slots: Slots | None = None) -> None:
         self.source, self.keep, self.slots = source, keep, slots
         self.classes: Sequence[str] = source.classes
         self.fingerprint = source.fingerprint
         self._stamped = source if isinstance(source, Stamped) else None
-        # A byte an image: 1 where its bytes were compared in this run and are those of the slot; then one to warn once.
-        # Forked workers share it. Hosts with copies of the data share a store, but not the times of its files.
+        # A byte per image: 1 if its file was compared with the slot in this run. The last byte: warned once.
+        # Forked workers share it. Hosts with copies of the data may share a store, but not the file times.
         self._same = mmap.mmap(-1, len(source) + 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +163,7 @@ class Stored:
         for id in ids:
             stored = self.slots.read(id)
             if stored is not None and stored.crc:
-                with suppress(CorruptImage):  # training will ask for it, and data.on_corrupt decide
+                with suppress(CorruptImage):  # training will decode it, and data.on_corrupt decides
                     changed += self.source.decode(id).crc not in (0, stored.crc)
         if changed:
             self.slots.records.clear()
@@ -173,25 +171,25 @@ class Stored:
 
 
 def identity(source: Source, split: str, rule: dict[str, Any]) -> dict[str, Any]:
-    """Return all that the stored pixels depend on, by name; JSON values."""
+    """Return everything that the stored pixels depend on, by name; JSON values."""
     decoders = {name: features.version(name) for name in ("jpg", "libjpeg_turbo", "webp", "zlib")}
     listing = {"data": source.fingerprint, "split": split, "images": len(source)}
     return {"format": FORMAT, **listing, "kept": rule, "pillow": PIL.__version__, "decoders": decoders}
 
 
 def open_disk(folder: Path, made_from: dict[str, Any], pixels: int) -> Slots:
-    """Open the images of at most `pixels` in a folder that was made from an `identity`, or begin them."""
+    """Open or create the store in a folder made from an `identity`; images have at most `pixels`."""
     open_folder(folder, made_from, WHERE)
     return _opened(folder / PIXELS, pixels)
 
 
 def open_ram(pixels: int, name: str) -> Slots:
-    """Store images in memory, for this process and the workers that it will fork; memory is taken image by image."""
+    """Store images in memory for this process and its future forks. Memory grows with each stored image."""
     return Slots(_memory(name), pixels, f"the store of {name} images in memory")
 
 
 def _memory(name: str) -> int:
-    # This is a file without a name. Containers limit /dev/shm to 64 MB, and a file there that is full ends in SIGBUS.
+    # An anonymous file: containers limit /dev/shm to 64 MB, and writing to a full one ends in SIGBUS.
     make = getattr(os, "memfd_create", None)
     if make is None:
         raise RunError(WHERE, "is in memory, which needs Linux", "none, disk", "Set data.store=disk")
@@ -205,15 +203,15 @@ def _opened(path: Path, pixels: int) -> Slots:
 
 
 class StoredViews:
-    """The first `number` views of each image, made once and kept in memory. See `kd.core.contracts.Dataset`."""
+    """Keeps the first `number` views of each image in memory. See `kd.core.contracts.Dataset`."""
 
-    # For this process and those that it forks. A sample is the same whether it is read or made; an image that changes
-    # during the job keeps the views that it had. Not stored are images that cannot be decoded.
+    # For this process and its forks. A sample is equal whether it is read or made. An image that changes during the job
+    # keeps its views. Undecodable images are not stored.
 
     def __init__(self, views: Views, number: int) -> None:
         self.views, self.number, self.classes, self.size = views, number, views.classes, views.size
         self.small = StoredViews(views.small, number) if views.small is not None else None
-        stop = Stop(f"{WHERE}: the store of views", "Its views are used, the others are made each time.")
+        stop = Stop(f"{WHERE}: the store of views", "Stored views are used; the others are made each time.")
         self.records = Records(_memory("views"), view_bytes(views), stop)
 
     @property
@@ -242,5 +240,5 @@ class StoredViews:
 
 
 def view_bytes(views: Views) -> int:
-    """Return the most bytes of a view in its store, without the head of its record."""
+    """Return the largest size of a stored view in bytes, without its record's header."""
     return VIEW.size + np.asarray(views.source.label(0)).nbytes + 3 * views.size**2

@@ -1,4 +1,4 @@
-"""Some images of a source: a test split that is set aside, and what `data.exclude` leaves."""
+"""Subsets of a source: a test split set aside, `data.exclude`, and limited labels."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ EXCLUDE = "data.exclude"
 
 
 def decoded(source: Source, id: int, least: Callable[[int, int], float] | None) -> Decoded:
-    """Decode an image, reduced where its source can."""
+    """Decode an image, at reduced size if its source can."""
     return source.decode_reduced(id, least) if reduces(source) else source.decode(id)
 
 
 def reduces(source: Source) -> TypeGuard[Reducing]:
-    """Whether a source's own type reduces: one that wraps or overrides `decode` alone has a reason."""
+    """Whether a source's own type defines `decode_reduced`: an override of `decode` alone must be respected."""
     for one in type(source).__mro__:
         if "decode_reduced" in vars(one):
             return True
@@ -32,9 +32,9 @@ def reduces(source: Source) -> TypeGuard[Reducing]:
 
 
 class Subset:
-    """Images of a source, by their positions there. See `kd.core.contracts.Source`."""
+    """Images of a source, by position. See `kd.core.contracts.Source`."""
 
-    known: np.ndarray | None = None  # which have a label, bool [N]; None: those of the source
+    known: np.ndarray | None = None  # which images keep their label, bool [N]; None: all that have one
 
     def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
         self.source, self.ids, self.classes = source, ids, source.classes
@@ -62,7 +62,7 @@ class Subset:
 
 
 class StampedSubset(Subset):
-    """The same for a source of files that may change. See `kd.core.contracts.Stamped`."""
+    """A subset of a `Stamped` source."""
 
     source: Stamped
 
@@ -71,13 +71,13 @@ class StampedSubset(Subset):
 
 
 def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
-    """Return the images of a source at the positions `ids`, int64 [N]; `notes` stand behind those of the source."""
+    """Return the images of a source at positions `ids`, int64 [N]; `notes` are appended to its warnings."""
     return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids, *notes)
 
 
 def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
-    """Keep the labels of `number` images of each class, drawn by seed and name; `hide` or leave out the others."""
-    # Whether an image is drawn depends on the names of its class alone, whatever their order.
+    """Keep the labels of `number` images per class, drawn by seed and name; `hide` the others or drop them."""
+    # The draw depends only on the names in a class, not on their order.
     key, labels = "data.labels_per_class", [source.label(id) for id in range(len(source))]
     if labels and isinstance(labels[0], np.ndarray):
         raise DataError(key, f"is {number}, but images have several labels", "0", f"Leave {key} out")
@@ -102,8 +102,8 @@ def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
 
 
 def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
-    """Part validation images into those of validation and of a test split, about `fraction` of them."""
-    # Each name alone decides, by its hash: images that are added later change the side of no other.
+    """Split off about `fraction` of the validation images as a test split."""
+    # The hash of a name decides, so images added later do not move others.
     draws = np.array([seed_from("test split", val.name(id)) for id in range(len(val))], np.uint64)
     tested = draws < fraction * 2**63
     if tested.all() or not tested.any():
@@ -113,8 +113,8 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
 
 
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the splits without the images that a file names, a line each: `NAME`, or `SPLIT:NAME`; "#": a remark."""
-    # A name that a line cannot hold is written as JSON (`kd.core.text`).
+    """Return the splits without the images listed in a file: lines `NAME`, `SPLIT:NAME` or `# comment`."""
+    # A name that does not fit on a line is written as JSON (`kd.core.text`).
     try:
         content = Path(file).expanduser().read_text(encoding="utf-8", errors="backslashreplace")
     except OSError as error:

@@ -1,6 +1,6 @@
-"""An augmented image is a pure function of (seed, view, id): transforms, mixing, and the views of a source.
+"""Transforms, mixing, and the views of a source: an augmented image is a pure function of (seed, view, id).
 
-Every random choice is drawn from the generator that is passed in.
+Every random choice uses the generator that is passed in.
 """
 
 import functools
@@ -25,20 +25,18 @@ from kd.data.subset import decoded
 from kd.files.pixels import centre_crop, could_reduce, least_of_centre, least_of_random
 
 MEAN, STD = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])  # of ImageNet's pixels, 0 to 255
-ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's least and greatest aspect
+ASPECTS = math.log(3 / 4), math.log(4 / 3)  # logarithms of a random crop's smallest and largest aspect ratio
 ONES = np.ones(784, np.float32)
-GREY = 0.299, 0.587, 0.114  # shares of red, green and blue (ITU-R 601), as in Pillow
-FORMAT = (
-    2  # raised with every change of what `TrainTransform` makes of an image; caches of another format are filled anew
-)
+GREY = 0.299, 0.587, 0.114  # weights of red, green and blue (ITU-R 601), as in Pillow
+FORMAT = 2  # raised with every change of `TrainTransform`'s pixels; caches of another format are rebuilt
 
 
 @dataclass(frozen=True, slots=True)
 class MixupCutmix:
     """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) with a partner that is a function of (seed, view, id)."""
 
-    # The partner is drawn from the whole dataset, not from the batch, so that a mixed image does not depend on its
-    # neighbours: a cached teacher sees the very same pixels. Cost: a second decode for each mixed image.
+    # The partner is drawn from the whole dataset, not from the batch, so a mixed image does not depend on its batch: a
+    # cached teacher sees the same pixels. Cost: a second decode per mixed image.
 
     mixup: float  # alpha of the Beta distribution; 0: no mixup
     cutmix: float
@@ -48,7 +46,7 @@ class MixupCutmix:
 class Views:
     """The views of a source: decode, transform, mix. See `kd.core.contracts.Dataset`."""
 
-    small: "Views | None" = None  # the same views, with the same crops, flips and colours, of fewer pixels
+    small: "Views | None" = None  # the same views (crops, flips, colours) at lower resolution
 
     def __init__(
         self,
@@ -60,11 +58,11 @@ class Views:
         on_corrupt: str = "error",
         drawn: int = 0,
     ) -> None:
-        # `drawn`: side of the images in which CutMix draws its boxes, so that a small view is cut alike; 0: `size`
+        # `drawn`: image side for CutMix's boxes, so that a small view has the same boxes; 0: `size`
         self.source, self.transform, self.size, self.seed = source, transform, size, seed
         self.mixing, self.on_corrupt, self.drawn = mixing, on_corrupt, drawn
         self.classes = source.classes
-        self.spent = Loading()  # by this process: `decoding` and its parts, `resizing`
+        self.spent = Loading()  # in this process: `decoding` and its parts, `resizing`
 
     def __len__(self) -> int:
         return len(self.source)
@@ -80,7 +78,7 @@ class Views:
         if self.mixing is None or rng.random() >= self.mixing.probability:
             return Sample(pixels, label, label, 1.0, crc=crc)
         partner = rng.randrange(len(self.source))
-        # The partner gets a transform of its own, with a seed of this pair, not of the partner's own view.
+        # The partner's transform is seeded by this pair, not by the partner's own view.
         other = self._pixels(partner, random.Random(rng.getrandbits(64)))
         if other is None:
             return Sample(pixels, label, label, 1.0, crc=crc)
@@ -113,10 +111,10 @@ class Views:
 def mix(pixels: Tensor, other: Tensor, mixing: MixupCutmix, rng: random.Random, drawn: int = 0) -> tuple[Tensor, float]:
     """Mix two images, uint8 [3, H, W], and return the result and lam, the share of the first one.
 
-    `drawn`: side of the image in which a box is drawn; 0: that of these.
+    `drawn`: image side for the box; 0: the side of these images.
     """
-    # Where both alphas are above 0, mixup and CutMix have equal chances. After CutMix lam is the share of the pixels
-    # that the box leaves, which is not quite the lam that was drawn.
+    # If both alphas are above 0, mixup and CutMix are equally likely. After CutMix lam is the exact share of pixels
+    # outside the box, not the drawn value.
     cut = mixing.cutmix > 0 and (mixing.mixup <= 0 or rng.random() < 0.5)
     alpha = mixing.cutmix if cut else mixing.mixup
     lam = rng.betavariate(alpha, alpha)
@@ -140,7 +138,7 @@ def mix(pixels: Tensor, other: Tensor, mixing: MixupCutmix, rng: random.Random, 
 
 @dataclass(frozen=True, slots=True)
 class TrainTransform:
-    """Random resized crop, flip, colour jitter, a timm auto-augment policy if one is named, and random erasing."""
+    """Random resized crop, flip, colour jitter, an optional timm auto-augment policy, and random erasing."""
 
     size: int  # side of the result, pixels
     crop: float  # smallest share of the area that the crop keeps; 1.0: the whole image
@@ -148,7 +146,7 @@ class TrainTransform:
     jitter: float
     policy: str = ""
     erase: float = 0.0  # probability that a rectangle becomes noise
-    drawn: int = 0  # side of the image in which that rectangle is drawn; 0: `size`
+    drawn: int = 0  # image side for that rectangle; 0: `size`
 
     def __call__(self, image: Image.Image, rng: random.Random) -> Image.Image:
         return self.change(self.cut(image, rng), rng)
@@ -169,7 +167,7 @@ class TrainTransform:
 
 @dataclass(frozen=True, slots=True)
 class EvalTransform:
-    """Centre crop and resize; nothing random. A store keeps validation images so."""
+    """Centre crop and resize, without randomness. A store keeps the result for validation images."""
 
     size: int
     crop: float  # share of the shorter side that the crop keeps
@@ -186,9 +184,9 @@ class EvalTransform:
 
 
 def random_box(width: int, height: int, smallest: float, rng: random.Random) -> tuple[float, float, float, float]:
-    """Draw a crop box (left, top, right, bottom) of a random area and of an aspect between 3:4 and 4:3."""
-    # Where the aspect drawn does not fit into the image at that area, the nearest one that fits is taken, so that one
-    # draw is always enough (Inception's crop, arXiv:1409.4842, rejects and draws again).
+    """Draw a crop box (left, top, right, bottom) with random area and an aspect ratio between 3:4 and 4:3."""
+    # If the drawn aspect ratio does not fit into the image at that area, the nearest fitting one is used, so one draw
+    # is enough (Inception's crop, arXiv:1409.4842, rejects and draws again).
     if smallest >= 1.0:
         return 0.0, 0.0, float(width), float(height)
     area = width * height * rng.uniform(smallest, 1.0)
@@ -201,10 +199,10 @@ def random_box(width: int, height: int, smallest: float, rng: random.Random) -> 
 
 
 def cut(image: Image.Image, box: tuple[float, float, float, float], size: int) -> Image.Image:
-    """Return the whole pixels of a box of an RGB image, resized (bilinear) to `size` a side."""
-    # Torch's kernel for bytes that lie channels last takes a third of Pillow's time on processors with AVX2, and makes
-    # the same bits on others. Pillow holds four bytes a pixel, so that four are handed over. A large box is averaged
-    # first, as Pillow does with `reducing_gap=2`.
+    """Crop the whole pixels of a box from an RGB image and resize them (bilinear) to a square of side `size`."""
+    # Torch's channels-last kernel for uint8 takes a third of Pillow's time with AVX2, and gives the same bits without.
+    # Pillow stores four bytes per pixel, so four channels are passed. A large box is averaged first, like Pillow's
+    # `reducing_gap=2`.
     left, top, right, bottom = (*map(math.floor, box[:2]), *map(math.ceil, box[2:]))
     factor, whole = min(right - left, bottom - top) // (2 * size), (left, top, right, bottom)
     image = image.reduce(factor, whole) if factor > 1 else image.crop(whole)
@@ -216,8 +214,8 @@ def cut(image: Image.Image, box: tuple[float, float, float, float], size: int) -
 
 def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Image:
     """Change brightness, contrast and saturation of an RGB image by up to `strength`, in a random order."""
-    # A step maps a * colour + b * grey + c, alike for all three colours, to another of its kind. So all steps are one
-    # matrix, and values are rounded and cut off once. Contrast turns around the mean grey, of a grid of 28 x 28 pixels.
+    # Each step is an affine map of colour and grey, equal for all three channels. So all steps are one matrix, and
+    # values are rounded and clipped once. Contrast pivots on the mean grey of a grid of 28 x 28 pixels.
     grid = np.frombuffer(image.resize((28, 28), Image.Resampling.NEAREST).tobytes(), np.uint8).reshape(784, 3)
     mean = ((ONES @ grid.astype(np.float32)).astype(float) / 784).dot(GREY)  # exact, in a third of grid.mean's time
     a, b, c = 1.0, 0.0, 0.0
@@ -236,7 +234,7 @@ def jitter(image: Image.Image, strength: float, rng: random.Random) -> Image.Ima
 
 def erase(image: Image.Image, rng: random.Random, drawn: int = 0) -> Image.Image:
     """Return a square with a rectangle of normal noise around ImageNet's mean (random erasing, arXiv:1708.04896)."""
-    # As in timm, whose mode this is `pixel` of: area 2 to 33 %, aspect 0.3 to 1 / 0.3, ten draws until it fits.
+    # As timm's mode `pixel`: area 2 to 33 %, aspect ratio 0.3 to 1 / 0.3, up to ten draws until it fits.
     image, side = image.copy(), drawn or image.width
     share = image.width / side
     for _ in range(10):
@@ -269,8 +267,8 @@ def _auto_augment(image: Image.Image, policy: str, rng: random.Random) -> Image.
 @functools.lru_cache
 def build_policy(policy: str, size: int) -> object:
     """Build a timm auto-augment policy; ValueError: timm does not know it."""
-    # timm 1.0.31 may ask Pillow to posterize to 0 bits, which Pillow 13 refuses: at least one bit is kept.
-    from timm.data import auto_augment  # 0.5 s of imports that only a policy needs
+    # timm 1.0.31 may posterize to 0 bits, which Pillow 13 refuses: at least one bit is kept.
+    from timm.data import auto_augment  # 0.5 s of imports, needed only for a policy
 
     posterize = auto_augment.NAME_TO_OP["PosterizeIncreasing"]
     if not getattr(posterize, "keeps_a_bit", False):

@@ -1,4 +1,4 @@
-"""Worker processes that end or stand still: no shared memory, a signal, a storage that does not answer."""
+"""Detect DataLoader workers that died or hang: out of shared memory, killed by a signal, blocked on storage."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from kd.core.errors import RunError
 from kd.core.host import process_stat
 
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for the storage", "Z": "dead"}
-"""The states of a process (`man 5 proc`) in which it makes no batch."""
+"""States of a process (`man 5 proc`) in which it cannot work."""
 ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", re.DOTALL)
 WHERE = "data.workers"
 
 
 def require_shared_memory(needed: int, free: float, workers: int) -> None:
-    """Require room for the batches on their way from the workers: `needed` bytes of all ranks here, `free` MiB."""
+    """Require shared memory for the workers' batches: `needed` bytes for all ranks here, `free` MiB."""
     if workers and needed / 2**20 > free:
-        wrong = f"the batches on their way from {workers} workers take about {needed / 2**20:.0f} MiB of shared memory"
+        wrong = f"the batches of {workers} workers take about {needed / 2**20:.0f} MiB of shared memory"
         remedy = f"Start the container with --shm-size={max(1, round(2 * needed / 2**30))}g, or set fewer data.workers"
         allowed = "Docker gives a container 64 MB unless told otherwise"
         wrong = f"{wrong}; /dev/shm has {free:.0f} MiB free"
@@ -29,8 +29,8 @@ def require_shared_memory(needed: int, free: float, workers: int) -> None:
 
 
 def worker_error(error: Exception) -> RunError | None:
-    """Return a user's error for torch's "a worker has ended", or None for any other error."""
-    # Torch raises it from a signal handler, wherever the main thread is.
+    """Return a RunError for torch's "DataLoader worker exited", or None for any other error."""
+    # Torch raises it in a signal handler, at any line of the main thread.
     match = ENDED.search(str(error))
     if not isinstance(error, RuntimeError) or match is None:
         return None
@@ -38,7 +38,7 @@ def worker_error(error: Exception) -> RunError | None:
 
 
 def connection_error(error: Exception, workers: Sequence[BaseProcess]) -> RunError | None:
-    """Return the same error where a batch could not be fetched because its worker has just ended."""
+    """Return the same error if a batch could not be fetched because its worker has just died."""
     if not isinstance(error, (OSError, EOFError)):
         return None
     for worker in workers:
@@ -54,16 +54,16 @@ def _ended(pids: str, how: str) -> RunError:
 
 
 class Watch(threading.Thread):
-    """Kills the workers if a batch does not arrive within some seconds."""
+    """Kills the workers if a batch does not arrive within a time limit."""
 
-    # `DataLoader(timeout=2)` is not enough: with the second of two workers stopped, six of six loops still waited after
-    # 15 seconds (torch 2.15). The stopped worker had announced a batch, and the main thread waits for the rest of it
-    # without a limit. Time in which this process itself was stopped does not count.
+    # `DataLoader(timeout=2)` is not enough: with one of two workers stopped, six of six loops still waited after 15
+    # seconds (torch 2.15). The stopped worker had announced a batch, and the main thread waits for the rest without a
+    # limit. Time in which this process itself was stopped does not count.
 
     def __init__(self, workers: Callable[[], Sequence[BaseProcess]], seconds: float) -> None:
         super().__init__(daemon=True, name="kd-watch")
-        self.waiting, self.number = True, 0  # whether the loop waits for a batch, and which one of the epoch
-        self.late = ""  # in the end, the worker that did not deliver it
+        self.waiting, self.number = True, 0  # whether the loop waits for a batch, and its number in the epoch
+        self.late = ""  # finally, the worker that did not deliver it
         self._workers, self._seconds, self._over = workers, seconds, threading.Event()
 
     def run(self) -> None:
@@ -90,20 +90,20 @@ class Watch(threading.Thread):
 
 
 def late(workers: Sequence[BaseProcess], number: int, seconds: float) -> str:
-    """Name the late worker: those that the system shows as stopped, or else the one whose turn it is."""
+    """Name the late workers: those that the system reports as stopped, else the one whose turn it is."""
     states = [STATES.get(next(iter(process_stat(worker.pid or 0)), ""), "") for worker in workers]
     numbers = [i for i, state in enumerate(states) if state]
     if not numbers and workers:
-        numbers = [number % len(workers)]  # torch deals the batches out in turns
+        numbers = [number % len(workers)]  # torch assigns batches to workers in turn
     names = [f"worker {i} (process {', '.join(filter(None, [str(workers[i].pid), states[i]]))})" for i in numbers]
     return f"{' and '.join(names) or 'a worker'} made no batch within {seconds:g} seconds"
 
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread, and in all threads of the processes that it forks here."""
-    # Blocking in a worker is too late: torch starts its pool of threads there before any code of ours runs, and a
-    # signal to a process ends it through any thread that does not block it.
+    """Block SIGTERM in this thread and in all threads of processes that it forks in this block."""
+    # Blocking inside a worker is too late: torch starts threads there before kd's code runs, and a signal ends the
+    # process through any thread that does not block it.
     if sys.platform != "linux":
         yield
         return
@@ -115,9 +115,9 @@ def sigterm_blocked() -> Iterator[None]:
 
 
 def serve_until_the_trainer_ends(number: int) -> None:
-    """Let only the trainer end this worker by SIGTERM, which it was forked without; the DataLoader calls this in it."""
+    """Let only the trainer end this worker by SIGTERM, which is blocked since the fork. It is a `worker_init_fn`."""
     # torchrun, Slurm, `timeout` and others send SIGTERM to the whole process group. A trainer that finishes its step
-    # then still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux names the
+    # still needs its workers. If the trainer dies, torch's worker notices within seconds. Only Linux reports a signal's
     # sender.
     if sys.platform == "linux":
         threading.Thread(target=_wait, args=(os.getppid(),), daemon=True).start()

@@ -1,1 +1,1 @@
-"""Bytes on a disk or under a URL: atomic writes, checksummed records, stores, shards, the run folder, checkpoints."""
+"""Files on disk or at a URL: atomic writes, checksummed records, shards, the run folder, checkpoints."""

@@ -1,4 +1,4 @@
-"""A checkpoint is a folder: tensors.safetensors and state.json. No pickle; whole or absent."""
+"""Checkpoints: a folder with tensors.safetensors and state.json, without pickle; whole or absent."""
 
 import errno
 import json
@@ -17,12 +17,12 @@ from kd.core.types import State
 from kd.files.json_file import read_json
 from kd.files.storage import atomic_folder, share, write_json
 
-FORMAT = 3  # of state.json: another number is refused by name, not read wrongly
+FORMAT = 3  # format of state.json; another number is an error that names it
 TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
 class Broken(RunError):
-    """A checkpoint is cut short or damaged. One of another format is not."""
+    """A checkpoint is truncated or damaged. Another format raises a plain RunError."""
 
 
 def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool = False) -> None:
@@ -37,7 +37,7 @@ def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str
 
 
 def head(folder: Path) -> tuple[State, dict[str, Any]]:
-    """Read the state of a checkpoint and the content of its state.json; one that is damaged is `Broken`."""
+    """Read a checkpoint's state and the content of its state.json; `Broken` if damaged."""
 
     def build(content: Any) -> tuple[State, dict[str, Any]]:
         if content["format"] != FORMAT:
@@ -54,10 +54,10 @@ def head(folder: Path) -> tuple[State, dict[str, Any]]:
 
 
 def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-    """Read a checkpoint folder; one that is cut short or damaged is `Broken`, and the error names the tensor."""
+    """Read a checkpoint folder; `Broken`, which names the tensor, if it is truncated or damaged."""
     state, content = head(folder)
     try:
-        with (folder / TENSORS).open("rb") as file:  # safetensors says of one that may not be read that there is none
+        with (folder / TENSORS).open("rb") as file:  # safetensors reports an unreadable file as missing
             size = file.seek(0, 2)
         if size != content["bytes"]:
             raise _broken(folder, f"is cut short: {size} of {content['bytes']} bytes")
@@ -71,7 +71,7 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
 
 
 def _crc32(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's type, shape and bytes: damage to the file's header does not change the bytes."""
+    """Return the CRC-32 of a tensor's type, shape and bytes: a damaged header may leave the bytes unchanged."""
     layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)
 
@@ -82,10 +82,10 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors as safetensors, inside of `atomic_folder`."""
+    """Write tensors as safetensors; call it inside `atomic_folder`."""
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # safetensors hides the OSError in its text
+    except SafetensorError as error:  # safetensors reports the OSError only in its text
         raise OSError(errno.ENOSPC if "No space" in str(error) else errno.EIO, str(error)) from error
     share(path)
 

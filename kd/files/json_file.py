@@ -1,4 +1,4 @@
-"""One reader of JSON that may be damaged: cut short by a full disk, edited, or written by a stranger."""
+"""Reader of JSON that may be damaged: truncated by a full disk, edited, or from an untrusted source."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from kd.core.errors import KdError, RunError, named
 
 Value = TypeVar("Value")
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of JSON that is cut short, is not UTF-8, is nested too deep, or has other values than were written."""
+"""Errors of JSON that is truncated, is not UTF-8, is nested too deep, or has unexpected values."""
 
 
 def object_of(content: Any) -> Any:
@@ -22,9 +22,9 @@ def object_of(content: Any) -> Any:
 def read_json(
     file: Path, where: str, remedy: str, build: Callable[[Any], Value] = object_of, kind: type[KdError] = RunError
 ) -> Value:
-    """Return what `build` makes of a JSON file, by default an object. OSError: it cannot be read.
+    """Read a JSON file and return `build(content)`, by default an object. OSError: it cannot be read.
 
-    A damaged file, of which `build` raises one of `DAMAGE`, is an error of `kind` at the config path `where`.
+    If the file is damaged (`build` raises one of `DAMAGE`), raise `kind` at the config path `where`.
     """
     content = file.read_bytes()
     try:

@@ -1,4 +1,4 @@
-"""manifest.json of an export: its checksum and those of its files. Imports nothing of kd."""
+"""Checksums of an export's manifest.json and files. Imports nothing from kd."""
 
 import hashlib
 import json
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-DIGITS = 12  # of a hash as shown to users, such as the version of an export
+DIGITS = 12  # digits of a hash as shown to users, such as the version of an export
 
 
 def served_first(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the names of the graphs of an export, first that of the one that `kd-serve` loads."""
+    """Return the graph names of an export; `kd-serve` loads the first."""
     main = manifest.get("pick", "model.onnx")
     return sorted(manifest.get("parity", ()), key=lambda name: (name != main, name != "model.onnx", name))
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the sha256 of a manifest without its checksum: of its JSON with sorted keys and no other spaces."""
+    """Return the sha256 of a manifest without its checksum, as compact JSON with sorted keys."""
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

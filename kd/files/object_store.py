@@ -1,4 +1,4 @@
-"""Files under URLs such as `s3://bucket/key`: list, read, copy here. By fsspec, which brings most protocols."""
+"""List, read and copy files at URLs such as `s3://bucket/key`, by fsspec."""
 
 import errno
 import functools
@@ -15,7 +15,7 @@ from kd.files.storage import atomic_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 EXTRAS = {"s3": "pip install 'PATH/kd[sagemaker]'", "gs": "pip install gcsfs"}
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of this machine's disk
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # fsspec's protocols of local files
 
 
 def is_url(path: str) -> bool:
@@ -29,23 +29,23 @@ def join(url: str, name: str) -> str:
 
 
 def versions(url: str, where: str) -> dict[str, tuple[int, str]]:
-    """Return size and `version` of all files at or below a URL, or that match its wildcards, sorted; no folders."""
+    """Return size and `version` of all files at or below a URL, or matching its wildcards; sorted, without folders."""
     with _one_line(url, where):
         files, path = _open(url, where)
         infos = {}
         if re.search(r"[*?\[]", path):
             infos = {files.unstrip_protocol(name): info for name, info in files.glob(path, detail=True).items()}
-        else:  # not `unstrip_protocol`: a URL can be written in several ways, and the caller's is kept
+        else:  # not `unstrip_protocol`: a URL has several spellings, and the caller's is kept
             for name, info in files.find(path, detail=True).items():
                 below = name[len(path) :].lstrip("/")
                 infos[join(url, below) if below or name.endswith("/") else url] = info
-        # consoles of object stores write an empty object "photos/" for a folder
+        # object stores' consoles write an empty object "photos/" for a folder
         names = [each for each in sorted(infos) if not each.endswith("/") and infos[each].get("type") != "directory"]
         return {each: (int(infos[each]["size"] or 0), _version(each, infos[each])) for each in names}
 
 
 def version(url: str, where: str) -> str:
-    """Return a hash of the size, ETag and times that the store has for a file: it changes when the content does."""
+    """Return a hash of a file's size, ETag and times in the store; it changes with the content."""
     with _one_line(url, where):
         files, path = _open(url, where)
         return _version(url, files.info(path))
@@ -57,7 +57,7 @@ def _version(url: str, info: Any) -> str:
 
 
 def read(url: str, where: str) -> bytes:
-    """Return a whole file; FileNotFoundError and PermissionError are raised as of a local one."""
+    """Read a whole file; FileNotFoundError and PermissionError are raised as for a local file."""
     try:
         with _one_line(url, where, (FileNotFoundError, PermissionError)):
             files, path = _open(url, where)
@@ -67,7 +67,7 @@ def read(url: str, where: str) -> bytes:
 
 
 def copy_here(url: str, target: Path, where: str) -> None:
-    """Copy a file to this machine. It is whole or absent."""
+    """Copy a file to this machine, atomically."""
     with atomic_file(target, where) as draft, _one_line(url, where, disk=True):
         files, path = _open(url, where)
         files.get_file(path, str(draft))
@@ -77,7 +77,7 @@ def _open(url: str, where: str) -> tuple[Any, str]:
     protocol = url.partition("://")[0]
     try:
         files = _store(protocol, os.getpid())
-    except (ImportError, ValueError) as error:  # ValueError: a protocol that fsspec has never heard of
+    except (ImportError, ValueError) as error:  # ValueError: fsspec does not know the protocol
         remedy = EXTRAS.get(protocol, "Install the package for fsspec that brings it")
         reason = in_short(error)
         raise MissingExtra(where, f"'{url}' needs a package that is not installed ({reason})", "", remedy) from error
@@ -86,7 +86,7 @@ def _open(url: str, where: str) -> tuple[Any, str]:
 
 @functools.lru_cache
 def _store(protocol: str, process: int) -> Any:
-    """Return the one file system for all threads of a process. fsspec would make one, with a client, for each."""
+    """Return the process's file system, shared by its threads; fsspec would make one with a client per thread."""
     import fsspec
 
     return fsspec.filesystem(protocol, use_listings_cache=False)
@@ -94,7 +94,7 @@ def _store(protocol: str, process: int) -> Any:
 
 @contextmanager
 def _one_line(url: str, where: str, passed: tuple[type[Exception], ...] = (), disk: bool = False) -> Iterator[None]:
-    """Turn a store's exceptions, of many unrelated types, into a DataError; `passed` are raised as they are."""
+    """Convert a store's exceptions of many unrelated types to a DataError; `passed` are raised unchanged."""
     try:
         yield
     except (MissingExtra, *passed):

@@ -1,4 +1,4 @@
-"""Open an image file within limits, reduce a JPEG as it is decoded, convert to RGB, and crop for evaluation.
+"""Open an image file within limits, decode a JPEG at reduced size, convert to RGB, crop for evaluation.
 
 Training, prediction and the endpoint use these functions, so that a file gives the same pixels everywhere, and the same
 limits hold for it. This module imports only Pillow and NumPy, because the endpoint runs without torch.
@@ -18,21 +18,21 @@ from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageEr
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 ENDINGS = (*ENDINGS, "jfif", "jpe", "jif", "pjpeg", "pjp", "jpeg_large", "jpg_large", "apng", "dib")
-"""Of the names of image files. A sample of a tar shard that has several gives the first of them. The second line are
-names that browsers and programs give to JPEG, PNG and BMP files."""
+"""Endings of image files. A sample of a tar shard with several gives the first. The second line has endings that
+browsers and programs use for JPEG, PNG and BMP."""
 HEIF = find_spec("pillow_heif") is not None
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-MAX_BYTES = 2**30  # of an image file. Within the limit on pixels none needs more, and one that has more is not read.
-MAX_PIXELS = 89_478_485  # of an image that training decodes: Pillow's own limit
+MAX_BYTES = 2**30  # bytes of an image file. Within the limit on pixels no file needs more; larger files are not read.
+MAX_PIXELS = 89_478_485  # pixels of a training image: Pillow's own limit
 MAX_SCANS = 64
-"""Scans of a progressive JPEG. Each is a pass over all pixels; encoders write ten, and a crafted file has thousands."""
+"""Most scans of a progressive JPEG. Each is a pass over all pixels; encoders write ten, crafted files thousands."""
 MARGIN = 1.5
-"""A JPEG is decoded at 1/2, 1/4 or 1/8 of its sides where this many times the pixels that are needed remain.
+"""A JPEG is decoded at 1/2, 1/4 or 1/8 of its sides if it then still has this many times the needed pixels.
 
-Part of the identity of caches, stores and exports: a change changes pixels.
+Part of the identity of caches, stores and exports, because it affects pixels.
 """
 Least = Callable[[int, int], float]
-"""The share of its sides that an image of some width and height must keep; above 1, all are too few."""
+"""(width, height) -> the share of its sides that an image must keep; above 1: the image is too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Most:
 
 
 class Beyond(ValueError):
-    """An image is beyond a limit, "pixels", "sides", "scans" or "bits": `The image WRONG. ALLOWED`."""
+    """An image exceeds a limit: "pixels", "sides", "scans" or "bits". The text is `The image WRONG. ALLOWED`."""
 
     def __init__(self, limit: str, wrong: str, allowed: str) -> None:
         super().__init__(f"{wrong}; {allowed[0].lower()}{allowed[1:]}")
@@ -54,33 +54,33 @@ class Beyond(ValueError):
 
 
 def boxed(data: bytes) -> str:
-    """Return "AVIF" or "HEIC" where an image file is one of these by its first bytes, else ""."""
+    """Return "AVIF" or "HEIC" if an image file is one of these by its first bytes, else ""."""
     brand = data[8:12] if data[4:8] == b"ftyp" else b""
     return "AVIF" if brand in (b"avif", b"avis") else "HEIC" if brand in HEIF_BRANDS else ""
 
 
 def load_heif() -> bool:
-    """Load the decoder of HEIC, where it is installed: 26 MB of libraries, for the first image that needs them."""
+    """Load the HEIC decoder, if installed, with the first such image: it takes 26 MB."""
     if HEIF and "HEIF" not in Image.OPEN:
         import_module("pillow_heif").register_heif_opener()
     return HEIF
 
 
 def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:
-    """Open an image file by its content; of several pictures in it the first.
+    """Open an image file by its content; if it holds several pictures, the first.
 
     Raises:
-        Beyond: it is beyond `most`.
-        UnidentifiedImageError: it is in none of `formats`, as Pillow names them.
+        Beyond: it exceeds `most`.
+        UnidentifiedImageError: its format is not in `formats`, as Pillow names them.
     """
-    # Image.open compares with Image.MAX_IMAGE_PIXELS, which belongs to the process and not to kd. It also calls a JPEG
-    # with a second picture behind it, as phones write them, "MPO", for which rules about "JPEG" would not hold.
+    # Image.open compares with Image.MAX_IMAGE_PIXELS, a global that kd must not change. It also reports a phone's JPEG
+    # with a second picture behind it as "MPO", to which rules about "JPEG" would not apply.
     Image.preinit()
     for name in formats:
         if name not in Image.OPEN:
             Image.init()
         factory, accept = Image.OPEN[name]
-        if accept and accept(data[:16]) is not True:  # a text: a decoder is not installed
+        if accept and accept(data[:16]) is not True:  # text instead of an image: a decoder is not installed
             continue
         try:
             image = (JpegImagePlugin.JpegImageFile if name == "JPEG" else factory)(io.BytesIO(data), "")
@@ -106,12 +106,12 @@ def _check(image: Image.Image, data: bytes, most: Most) -> None:
         raise Beyond("scans", f"is a JPEG of {count_scans(data)} scans", f"At most {most.scans}")
 
 
-_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, other than those within the data of a scan
-_END, _SCAN, _BARE = 0xD9, 0xDA, (0x01, 0xD8)  # the last two have no length
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # JPEG markers, except those inside a scan's data
+_END, _SCAN, _BARE = 0xD9, 0xDA, (0x01, 0xD8)  # the last two markers have no length
 
 
 def count_scans(data: bytes) -> int:
-    """Return the number of scans of the first picture in a JPEG file; its thumbnails and later pictures have others."""
+    """Return the number of scans of the first picture in a JPEG file, without its thumbnails and later pictures."""
     at, scans = 2, 0
     while found := _MARKER.search(data, at):
         marker, at = data[found.end() - 1], found.end()
@@ -123,24 +123,24 @@ def count_scans(data: bytes) -> int:
 
 
 def reduce(image: Image.Image, least: Least | None, margin: float = MARGIN) -> None:
-    """Have the decoder of an opened JPEG leave out unneeded pixels. Call it before pixels are loaded."""
+    """Set the decoder of an opened JPEG to a reduced size. Call it before pixels are loaded."""
     if least is not None and margin and could_reduce(image, least, margin):
         share = margin * least(*image.size)
         image.draft(None, (math.ceil(share * image.width), math.ceil(share * image.height)))
 
 
 def could_reduce(image: Image.Image, least: Least, margin: float = MARGIN) -> bool:
-    """Return whether half the sides of an image are enough."""
+    """Return whether an image at half its sides is large enough."""
     return margin * least(*image.size) <= 0.5
 
 
 def least_of_centre(width: int, height: int, size: int, crop: float) -> float:
-    """Return the share of its sides at which `centre_crop` finds `size` pixels."""
+    """Return the share of the sides at which `centre_crop` still has `size` pixels."""
     return size / max(1.0, min(width, height) * crop)
 
 
 def least_of_random(width: int, height: int, size: int, crop: float) -> float:
-    """Return the share of its sides at which the smallest random crop has `size` pixels; `crop` 1.0: the whole image.
+    """Return the share of the sides at which the smallest random crop has `size` pixels; `crop` 1.0: the whole image.
 
     A crop (`kd.data.views.random_box`) has at least the share `crop` of the area and, unless a side of the image stops
     it, a side ratio of at most 4 : 3. So its shorter side is no less than sqrt(3/4 crop W H), or than the shorter side
@@ -155,10 +155,10 @@ def least_of_random(width: int, height: int, size: int, crop: float) -> float:
 
 
 def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: int = 16) -> tuple[Image.Image, int]:
-    """Decode an opened image to upright RGB; also return how many bits its largest value takes: see `Decoded.used`.
+    """Decode an opened image to upright RGB; also return the bits of its largest value: see `Decoded.used`.
 
-    Of an image of 16 bits a channel the lower `bits` are its range. Beyond: it has larger values, or it is in colour
-    and `bits` is not 16: of 16-bit colour Pillow keeps the upper 8 bits alone.
+    The range of an image of 16 bits per channel is its lower `bits`. Beyond: it has larger values, or it is in colour
+    and `bits` is not 16, because Pillow keeps only the upper 8 bits of 16-bit colour.
     """
     wide = any(";16" in str(tile[3]) for tile in image.tile) if isinstance(image, ImageFile.ImageFile) else False
     reduce(image, least, margin)
@@ -171,19 +171,19 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
     if wide and not grey:
         used = -8 - max(high for _, high in rgb.getextrema()).bit_length()  # type: ignore[union-attr]
         if bits < 16:
-            raise Beyond("bits", "has 16 bits a channel in colour", f"In grey alone data.bits={bits} can be taken")
+            raise Beyond("bits", "has 16 bits a channel in colour", f"Only grey images allow data.bits={bits}")
     return rgb, used
 
 
 def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
-    """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is not known.
+    """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is unknown.
 
     Transparent pixels are blended over white; dropping the alpha channel would show hidden colours. 16-bit grey keeps
     the upper 8 of `bits`, as Pillow does of 16 for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first
     frame. The EXIF orientation is applied, to the opened image too, and removed. Not handled: colour profiles.
     """
     try:
-        image.getexif()  # Pillow keeps what it has read
+        image.getexif()  # Pillow caches parsed EXIF
         for name in ("exif", "Raw profile type exif"):  # exif_transpose would write it anew: 12 ms for 900 tags
             image.info.pop(name, None)
         ImageOps.exif_transpose(image, in_place=True)
@@ -201,10 +201,10 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
         canvas.alpha_composite(image.convert("RGBA"))
         rgb = canvas.convert("RGB")
     elif image.format == "JPEG" and image.mode == "RGB":
-        rgb = image  # a copy costs as much as a tenth of the decoding
+        rgb = image  # a copy takes a tenth of the decoding time
     else:
-        rgb = image.convert("RGB")  # a copy, also of RGB, that does not refer to the file
-    rgb.info.clear()  # of an EXIF block that was not understood, too
+        rgb = image.convert("RGB")  # a copy, also of RGB, without a reference to the file
+    rgb.info.clear()  # also for an EXIF block that Pillow could not parse
     return rgb
 
 

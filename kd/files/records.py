@@ -1,4 +1,4 @@
-"""Files of numbered, checksummed records, which several processes may write."""
+"""Files of numbered, checksummed records that several processes may write."""
 
 import logging
 import mmap
@@ -9,11 +9,11 @@ import zlib
 
 log = logging.getLogger("kd")
 
-FIRST = mmap.PAGESIZE  # bytes that are read at first: a small record is one request
+FIRST = mmap.PAGESIZE  # bytes of the first read: a small record takes one request
 
 
 class Stop:
-    """Whether writing has ended, and why. Processes forked from this one share it, so that only one of them warns."""
+    """Whether and why writing has ended. Forked processes share it, so only one of them warns."""
 
     def __init__(self, name: str, consequence: str) -> None:
         self.name, self.consequence, self._page = name, consequence, mmap.mmap(-1, mmap.PAGESIZE)
@@ -34,14 +34,14 @@ class Stop:
 class Records:
     """A sparse file of numbered records, each of at most `size` bytes, with its length and a checksum.
 
-    Each record is one write of one of several processes, so a reader finds the old one, the new one, or one that is not
-    whole. By `pread`: if a file is cut short while it is mapped, reading it ends the process (SIGBUS).
+    Each record is one write, so a reader finds the old record, the new one, or a partial one that its checksum rejects.
+    It uses `pread`: reading a mapped file that was truncated would end the process (SIGBUS).
     """
 
     HEAD = struct.Struct("<II")  # checksum and length
 
     def __init__(self, file: int, size: int, stop: Stop, label: str = "", align: int = 1) -> None:
-        """Take over an open file. The label enters the checksums; a record begins at a multiple of `align` bytes."""
+        """Use an open file. The label is part of the checksums; a record begins at a multiple of `align` bytes."""
         self.size, self.stop, self.stride = size, stop, record_bytes(size, align)
         self._file, self._label = file, label
         self._close = weakref.finalize(self, os.close, file)
@@ -64,7 +64,7 @@ class Records:
         return content if len(content) == length and self._checksum(id, content) == checksum else None
 
     def write(self, id: int, content: bytes) -> None:
-        """Write a record. If the disk is full, warn once and write no more; written records stay good."""
+        """Write a record. If the disk is full, warn once and stop writing; written records stay valid."""
         if self.stop.reason or len(content) > self.size:
             return
         record = self.HEAD.pack(self._checksum(id, content), len(content)) + content
@@ -83,5 +83,5 @@ class Records:
 
 
 def record_bytes(size: int, align: int = 1) -> int:
-    """Return how many bytes of a file a record with up to `size` bytes of content takes."""
+    """Return the bytes in the file of a record with up to `size` bytes of content."""
     return -(-(Records.HEAD.size + size) // align) * align

@@ -19,29 +19,29 @@ from kd.core.types import State
 from kd.files import checkpoint, storage
 from kd.files.json_file import object_of, read_json
 
-BASELINE = "labels_only"  # folder of the baseline inside a run folder; "_" and a number, where its length is given
+BASELINE = "labels_only"  # folder of the baseline inside a run folder; a given length is appended as "_STEPS"
 
-BILLED = ("billable_seconds", "began")  # of manifest.json: seconds of all starts; when this one began, 0: it has ended
+BILLED = ("billable_seconds", "began")  # in manifest.json: seconds of all starts; start time of this one, 0: ended
 
 
 class RunDir:
     """The folder of one run. See `kd.engine.run.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
-        """Name a run folder; `keep` of the newest checkpoints stay, and the best one."""
+        """Name a run folder. The `keep` newest checkpoints and the best one are kept."""
         self.path, self.rank, self.keep = path, rank, keep
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
     def open(self, config: str, differences: Iterable[str] = ()) -> None:
-        """Make the folder or enter it again; rank 0 then locks it. Without a checkpoint it begins anew."""
+        """Create or reopen the folder; rank 0 locks it. Without a checkpoint the run begins from scratch."""
         keys = list(differences)
         if keys and self._folders():
             wrong = f"'{self.path}' holds another run; it differs in {', '.join(keys)}"
             raise RunError("run.name", wrong, "One folder, one run", "Choose another run.name, or remove the folder")
         if self.rank != 0:  # rank 0 may be making the folder at this moment
             return
-        new = self.path.is_dir() and not self.config_file.exists()  # or a start that stopped before its first file
+        new = self.path.is_dir() and not self.config_file.exists()  # or a start that ended before its first file
         if new and any(not path.name.startswith((".", "checkpoints", "audit")) for path in self.path.iterdir()):
             remedy = "Choose another run.name or run.folder"
             raise RunError("run.name", f"'{self.path}' exists and is not a run folder", "", remedy)
@@ -49,7 +49,7 @@ class RunDir:
             self._enter()
         if not self._folders():
             known: dict[str, Any] = {}
-            with suppress(RunError):  # what a start made that was killed before its first checkpoint
+            with suppress(RunError):  # files of a start that was killed before its first checkpoint
                 known = self.manifest() if self.stored_config() == config else {}
             storage.write_text(self.config_file, config)
             storage.write_json(self.path / "manifest.json", {key: known[key] for key in BILLED if key in known})
@@ -83,7 +83,7 @@ class RunDir:
             storage.append_rows(self._metrics_file, row)
 
     def alone(self) -> "RunDir":
-        """Return the folder of the baseline that was trained last; it need not be there."""
+        """Return the folder of the latest baseline; it may not exist."""
         return RunDir(self.path / Path(str(self.manifest().get("baseline", BASELINE))).name)
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class RunDir:
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write checkpoints/step_N, which records whether it is the best so far, and remove old ones."""
         with storage.on_disk(self._metrics_file, "run.folder"):
-            if self._metrics_file.is_file():  # its rows must be there when the checkpoint is
+            if self._metrics_file.is_file():  # its rows must be on disk before the checkpoint
                 storage.flush(self._metrics_file)
         checkpoint.write(self.checkpoints / f"step_{state.step:08d}", state, tensors, info, best)
         try:
@@ -113,9 +113,9 @@ class RunDir:
                     storage.remove_folder(folder)
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
-        """Return the newest checkpoint; metrics written after it belong to steps that will be made again.
+        """Return the newest checkpoint, and drop later metrics: those steps will be repeated.
 
-        If the best checkpoint was removed by hand, `State.best` is the accuracy of the best one that is left.
+        If the best checkpoint was removed by hand, `State.best` is that of the best remaining one.
         """
         folders = self._folders()
         if not folders:
@@ -130,7 +130,7 @@ class RunDir:
         return state, tensors, info
 
     def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-        """Return the best checkpoint. If it was removed by hand, warn and return the best one that is left."""
+        """Return the best checkpoint. If it was removed by hand, warn and return the best remaining one."""
         folder = self._best()
         if folder is None:
             raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
@@ -154,7 +154,7 @@ class RunDir:
         storage.write_json(self.path / "scored.json", {"weights": self.best_weights(), **scored.record()})
 
     def scored(self) -> Scored | None:
-        """Return what `write_scored` wrote; None where it was another checkpoint's, or there is nothing."""
+        """Return the score from `write_scored`; None if it is missing or belongs to another checkpoint."""
         file = self.path / "scored.json"
         if not file.is_file():
             return None
@@ -176,7 +176,7 @@ class RunDir:
         return found
 
     def _best(self) -> Path | None:
-        """Return the newest checkpoint that was the best when it was written: none after it was better.
+        """Return the newest checkpoint that was the best when it was written.
 
         If all of those were removed by hand, return the newest checkpoint; None if the run was never evaluated.
         """
@@ -231,7 +231,7 @@ class Memory:
         self.rows.append({"kind": kind, "step": state.step, "images": state.images, **values})
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
-        """Nothing: the caller holds the student."""
+        """Do nothing: the caller holds the student."""
 
     def restore(self) -> None:
         return None

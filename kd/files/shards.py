@@ -1,4 +1,4 @@
-"""Tar shards: their names with braces and wildcards, copies of remote ones, and where their members lie."""
+"""Tar shards: names with braces and wildcards, local copies of remote shards, offsets of their members."""
 
 import errno
 import glob
@@ -16,10 +16,10 @@ from kd.core.errors import DataError, did_you_mean
 from kd.files import object_store
 from kd.files.storage import lock, log, on_disk, recover
 
-BLOCK = 512  # bytes of a tar block; headers and contents begin on its multiples
-MAX_HEADER = 2**20  # bytes of an extended header. tarfile reads one whole, whatever size it claims.
-_NUMBER = re.compile(r"([0-9]+)\.")  # in a file name, between its first dot and the next one
-AT_ONCE = 8  # shards that are copied at the same time
+BLOCK = 512  # bytes of a tar block; headers and contents begin at multiples of it
+MAX_HEADER = 2**20  # largest extended header, bytes. tarfile would read any claimed size.
+_NUMBER = re.compile(r"([0-9]+)\.")  # digits between the first two dots of a file name
+AT_ONCE = 8  # shards copied at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Shard:
     """A tar file on this machine."""
 
     path: str
-    origin: str  # the path, or the URL that it was copied from
+    origin: str  # its path, or the URL that it was copied from
 
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
-    """Return the shards that a pattern names, in its order; copy remote ones, and those that have changed."""
+    """Return the shards of a pattern in its order; new or changed remote shards are copied first."""
     if pattern.startswith("pipe:"):
         raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")
     remote = object_store.is_url(pattern)
@@ -56,8 +56,8 @@ def members(
 ) -> dict[str, dict[str, tuple[int, int]]]:
     """Return offset and size of the members of an open shard, by key and ending: {"dir/0001": {"jpg": (512, 99)}}.
 
-    A key ends at the first dot of the file name, which is WebDataset's rule, but not where digits alone stand between
-    that dot and the next one: `img_4.5.jpg` is an image of the key `img_4.5`, unless `5.jpg` is one of `named`.
+    A key ends at the first dot of the file name, as in WebDataset. Exception: if only digits stand between the first
+    two dots, the key ends at the second, so `img_4.5.jpg` has the key `img_4.5`, unless `5.jpg` is in `named`.
     """
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
@@ -79,7 +79,7 @@ def members(
             if ending in sample:
                 raise DataError(where, f"the shard '{shard}' has '{member.name}' twice", "", "Write it anew")
             sample[ending] = (member.offset_data, size)
-    # tarfile takes a damaged or missing header for the end, and so would lose the images behind it in silence.
+    # tarfile treats a damaged or missing header as the end, and would lose the images behind it without a message.
     if read(file, end, BLOCK) != bytes(BLOCK):
         wrong = f"the shard '{shard}' is cut short or damaged at byte {end}"
         raise DataError(where, wrong, "Whole .tar files, which end with empty blocks", "Copy or write it again")
@@ -87,7 +87,7 @@ def members(
 
 
 class _Headers:
-    """A shard of which tarfile reads headers only."""
+    """A shard from which tarfile reads only headers."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.seek, self.tell = file, file.seek, file.tell
@@ -99,7 +99,7 @@ class _Headers:
 
 
 def content(path: str, offset: int, size: int) -> bytes:
-    """Return a member; OSError also where the shard has become shorter. Opening it takes microseconds."""
+    """Return a member; OSError also if the shard has become shorter. Opening it takes microseconds."""
     with open(path, "rb", buffering=0) as file:
         data = read(file, offset, size)
     if len(data) < size:
@@ -108,7 +108,7 @@ def content(path: str, offset: int, size: int) -> bytes:
 
 
 def read(file: BinaryIO, offset: int, size: int) -> bytes:
-    """Return bytes of an unbuffered file, which may give fewer at a time than it is asked for."""
+    """Return `size` bytes of an unbuffered file, whose reads may be short."""
     file.seek(offset)
     parts = []
     while size > 0 and (part := file.read(size)):
@@ -126,7 +126,7 @@ def _no_shard(missing: Sequence[str], where: str, remote: bool) -> DataError:
 
 
 def _copied(urls: Sequence[str], folder: Path, where: str) -> list[Shard]:
-    """Copy the shards that are not on this machine. One process copies; the others wait for its lock."""
+    """Copy missing shards to this machine. One process copies; the others wait for its lock."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         versions = list(pool.map(lambda url: object_store.version(url, where), urls))
         shards = [

@@ -1,4 +1,4 @@
-"""Files on a disk: files and folders that are whole or absent, JSON lines, a lock, reading again."""
+"""Atomic files and folders, JSON lines, file locks, repeated reads."""
 
 import errno
 import hashlib
@@ -19,29 +19,29 @@ from kd.files.json_file import read_json
 
 try:
     import fcntl
-except ImportError:  # Windows, where the endpoint runs without locks
+except ImportError:  # on Windows, where the endpoint runs without locks
     fcntl = None
 
 MANIFEST = "manifest.json"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+\.(tmp|old)")  # drafts, and folders being replaced
-ABANDONED = 3600.0  # age in seconds from which a draft is taken for that of a killed process, where no lock tells
-MANIFEST_WAIT = 10.0  # seconds that a reader waits for the manifest of a folder whose writer has just made the folder
-LAST = 2**26  # bytes of a file of rows that are read: some 60,000 log windows, or two days of samples of the machine
-LINE = 2**20  # bytes of a line of such a file. A longer one is no row of kd's, and is left out a part at a time.
+ABANDONED = 3600.0  # seconds after which a draft without a lock counts as left by a killed process
+MANIFEST_WAIT = 10.0  # seconds that a reader waits for the manifest of a folder just created by its writer
+LAST = 2**26  # bytes read from the end of a file of rows: 60,000 log windows, or two days of machine samples
+LINE = 2**20  # longest line of such a file, bytes. A longer line is not kd's and is skipped in parts.
 REPLACED = "A new or empty folder, or an older export, which is replaced"
 log = logging.getLogger("kd")
 
 
 @contextmanager
 def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
-    """Yield a draft that replaces the folder `path` if the block ends well. After a kill `recover` repairs it."""
+    """Yield a draft that replaces the folder `path` if the block succeeds. `recover` repairs after a kill."""
     recover(path.parent, path.name)
     draft = _beside(path)
     old = draft.with_suffix(".old")
     try:
         draft.mkdir(parents=True)
         with _opened(draft) as descriptor:
-            with suppress(OSError):  # so that `recover` in another process leaves it alone
+            with suppress(OSError):  # so that `recover` in another process does not touch it
                 _lock(descriptor)
             yield draft
             for file in (*draft.rglob("*"), draft):
@@ -64,22 +64,22 @@ def atomic_folder(path: Path, where: str = "run.folder") -> Iterator[Path]:
 
 
 def refuse_unlisted(folder: Path, names: Collection[str], where: str) -> None:
-    """Refuse to replace a folder that holds other files than those of these names."""
+    """Refuse to replace a folder that holds files with other names."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         wrong = f"'{folder}' exists and is a {'link' if folder.is_symlink() else 'file'}"
         raise RunError(where, wrong, REPLACED, "Choose another folder")
     for path in sorted(folder.rglob("*")):
         holds_files = path.is_dir() and not path.is_symlink() and any(path.iterdir())
         if path.relative_to(folder).as_posix() not in names and not holds_files:
-            raise RunError(where, f"'{path}' is not of an export", REPLACED, "Move it away, or choose another folder")
+            raise RunError(where, f"'{path}' belongs to no export", REPLACED, "Move it away, or choose another folder")
 
 
 def recover(folder: Path, name: str = "", alone: bool = False) -> None:
-    """Remove drafts (of `name`, or any) that killed processes left; put back what one of them was about to replace.
+    """Remove drafts (of `name`, or all) left by killed processes; restore folders that were being replaced.
 
-    `alone`: no other process writes here, so no draft is in use.
+    `alone`: no other process writes here, so every draft is abandoned.
     """
-    for leftover in sorted(folder.glob(".*.*.*")):  # of one draft, `old` comes before `tmp`
+    for leftover in sorted(folder.glob(".*.*.*")):  # the `old` of a draft sorts before its `tmp`
         match = LEFTOVER.fullmatch(leftover.name)
         if match is None or name not in ("", match[1]) or (not alone and _in_use(leftover.with_suffix(".tmp"))):
             continue
@@ -91,7 +91,7 @@ def recover(folder: Path, name: str = "", alone: bool = False) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, so that it is whole or gone. If that fails, warn."""
+    """Remove a folder atomically. If that fails, warn."""
     hidden = _beside(path)
     try:
         os.replace(path, hidden)
@@ -102,7 +102,7 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, where: str = "run.folder") -> Iterator[Path]:
-    """Yield the path of a draft that becomes `path` if the block ends well, and is removed if it does not."""
+    """Yield the path of a draft that becomes `path` if the block succeeds, else is removed."""
     draft = _beside(path)
     try:
         with on_disk(path, where):
@@ -137,7 +137,7 @@ def disk_error(error: OSError, path: Path, where: str) -> RunError:
 
 @contextmanager
 def on_disk(path: Path, where: str) -> Iterator[None]:
-    """Let an OSError in this block be one line about a path: see `disk_error`."""
+    """Convert an OSError in this block to one line about a path: see `disk_error`."""
     try:
         yield
     except OSError as error:
@@ -155,13 +155,13 @@ def flush(path: Path) -> None:
 
 
 def share(path: Path) -> None:
-    """Let those read a file who may read its folder: safetensors lets its owner alone."""
-    with suppress(OSError):  # a file system without such rights
+    """Give a file its folder's read permissions: safetensors lets only the owner read it."""
+    with suppress(OSError):  # a file system without permissions
         path.chmod(0o644 & path.parent.stat().st_mode)
 
 
 def _beside(path: Path) -> Path:
-    """Return a new hidden name in the same folder. It is random: processes in two containers may share a PID."""
+    """Return a new hidden name in the same folder; random, because processes in two containers may share a PID."""
     return path.parent / f".{path.name}.{uuid4().hex[:12]}.tmp"
 
 
@@ -173,7 +173,7 @@ def _delete(path: Path, where: str) -> None:
 
 
 def _in_use(draft: Path) -> bool:
-    """Return whether the process that writes a draft may be alive. Where a lock cannot tell, its age does."""
+    """Return whether a draft's writer may be alive, by its lock, else by the draft's age."""
     recent = True
     try:
         with _opened(draft) as descriptor:
@@ -198,22 +198,22 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def append_rows(path: Path, *rows: Mapping[str, Any]) -> None:
-    """Append rows to a file of JSON lines; an OSError of the disk is raised as it is."""
+    """Append rows to a file of JSON lines; an OSError is raised unchanged."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file of JSON lines with the wanted rows alone. Nothing happens where there is no file."""
+    """Rewrite a file of JSON lines with only the wanted rows; do nothing if it is missing."""
     if path.is_file():
         rows = [row for row in read_rows(path, last=None) if wanted(row)]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(path: Path, last: int | None = LAST) -> list[dict[str, Any]]:
-    """Return the rows in the last `last` bytes (None: in all) of a file of JSON lines; none where there is no file.
+    """Return the rows in the last `last` bytes (None: all) of a file of JSON lines; [] if it is missing.
 
-    A line that is no JSON object was cut short, and is left out: the next start may have written behind it.
+    A line that is not a JSON object was truncated and is skipped: the next start may have written after it.
     """
     if not path.is_file():
         return []
@@ -240,9 +240,9 @@ def lock(path: Path, where: str) -> IO[str] | None:
             file.close()
     if not owned:
         return None
-    # A data worker may outlive its killed trainer by seconds. It must not keep the lock.
+    # A data worker may outlive its killed trainer by seconds; it must not inherit the lock.
     os.register_at_fork(after_in_child=file.close)
-    with suppress(OSError):  # it is for messages only, and the disk may be full
+    with suppress(OSError):  # it is only for messages, and the disk may be full
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), str(os.getpid()).encode())
     return file
@@ -267,12 +267,12 @@ def take_lock(file: IO[Any], path: Path, where: str) -> bool:
 
 
 def hashed_folder(parent: Path, name: str, identity: dict[str, Any]) -> Path:
-    """Return the folder for a content: its name ends in a hash of everything that the content depends on."""
+    """Return the folder of a content; its name ends in a hash of everything that the content depends on."""
     return parent / f"{name}-{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bool = True) -> None:
-    """Open a folder that was made from `identity` (JSON values), or begin it. Any number of processes may do so."""
+    """Open or create a folder made from `identity` (JSON values). Any number of processes may call it."""
     file, deadline = folder / MANIFEST, time.monotonic() + MANIFEST_WAIT
     if writable:
         recover(folder, MANIFEST)
@@ -290,7 +290,7 @@ def open_folder(folder: Path, identity: dict[str, Any], where: str, writable: bo
             raise RunError(where, wrong, "A folder holds the data of one identity", remedy)
 
 
-PAUSES = (0.1, 0.4, 1.5)  # seconds between the tries: a network storage that fails over is back within a second or two
+PAUSES = (0.1, 0.4, 1.5)  # seconds between tries: a network storage's failover takes a second or two
 REMEDY = "Bring the storage back and run the same command again: it resumes"
 Result = TypeVar("Result")
 
@@ -304,7 +304,7 @@ def retried(
     remedy: str = REMEDY,
     final: tuple[type[OSError], ...] = (),
 ) -> Result:
-    """Return what `read` returns; call it again after a pause where it raises an OSError other than `final`."""
+    """Return `read()`; repeat it after a pause if it raises an OSError other than `final`."""
     pauses = list(PAUSES)
     while True:
         try:

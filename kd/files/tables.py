@@ -1,4 +1,4 @@
-"""Text files and tables as editors and spreadsheets write them: encodings, delimiters, a first line `sep=;`."""
+"""Read text files and tables from editors and spreadsheets: encodings, delimiters, a first line `sep=;`."""
 
 import codecs
 import csv
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-"""By ending. A spreadsheet set to a language with decimal commas writes ";" into a .csv, and some write tabs."""
+"""Delimiter by ending. Spreadsheets in languages with decimal commas write ";" into a .csv, some write tabs."""
 SEPARATOR = re.compile(r"sep=(.)\r?\n", re.IGNORECASE)  # Excel's own first line
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text in UTF-8, or in UTF-16 with its mark; ValueError: it is in neither. No other encoding is guessed."""
+    """Read a text in UTF-8, or in UTF-16 with a BOM; ValueError: it is in neither. Encodings are not guessed."""
     data = Path(path).read_bytes()
     if data.startswith(UTF_16):
         return data.decode("utf-16")
@@ -30,10 +30,11 @@ def read_text(path: str | Path) -> str:
 
 
 def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Return the names of the columns of a table, and its lines by number; lines without a value are left out.
+    """Return a table's column names and its lines by number; empty lines are skipped.
 
-    The delimiter is what a line `sep=;` says, else that of `,`, `;` and tab which the first line has most often; of
-    equals it is `delimiter`. ValueError: no two columns, one without a name or twice, or a line of another length.
+    The delimiter is given by a line `sep=;`, else it is the one of `,`, `;` and tab that is most frequent in the first
+    line (`delimiter` in a tie). ValueError: fewer than two columns, an empty or repeated name, or a line of another
+    length.
     """
     skipped, told = 0, SEPARATOR.match(text)
     if told:
@@ -64,7 +65,7 @@ def table(text: str, delimiter: str) -> tuple[list[str], Iterator[tuple[int, lis
 
 
 def _quoted(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows by the number of their last line; ValueError: a quote that is not closed, or text behind one."""
+    """Yield rows by the number of their last line; ValueError: an unclosed quote, or text after a closing quote."""
     try:
         for row in reader:
             yield reader.line_num + skipped, row
@@ -74,7 +75,7 @@ def _quoted(reader: Any, skipped: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def one_line(number: int, *cells: str) -> None:
-    """Require that values have no line break: an unclosed quote takes in the lines below it."""
+    """Refuse values with a line break: an unclosed quote swallows the lines below it."""
     if wrong := next((cell for cell in cells if "\n" in cell or "\r" in cell), ""):
         lines = wrong.splitlines()
         shown = f"'{lines[0][:40]}' to '{lines[-1][:40]}'"

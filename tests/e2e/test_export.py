@@ -96,7 +96,7 @@ def test_an_older_export_is_replaced_and_nothing_else_is(exported, distilled, co
     shutil.copytree(exported, target)
     (target / "notes").mkdir()
     (target / "notes" / "thesis.tex").write_text("precious")
-    assert f"'{target}/notes/thesis.tex' is not of an export" in refused(*words, target)
+    assert f"'{target}/notes/thesis.tex' belongs to no export" in refused(*words, target)
     (target / "notes" / "thesis.tex").unlink()
     assert f"'{target}/notes' is not of an export" in refused(*words, target)
     (target / "notes").rmdir()

@@ -80,7 +80,7 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
         (["teacher.also.0.weight=0"], "teacher.also[0].weight: is 0"),
         (["teacher.also.0.model=vit_tinny"], "teacher.also[0].model: no model 'vit_tinny'"),
         (["teacher.also.0.checkpoint=no/such"], "teacher.also[0].checkpoint: no file"),
-        (["teacher.also.0.args.embed_dim=48", "teacher.fit.epochs=0"], "teacher.also[0]: is a teacher that is there"),
+        (["teacher.also.0.args.embed_dim=48", "teacher.fit.epochs=0"], "teacher.also[0]: repeats an earlier teacher"),
     ],
 )
 def test_what_is_refused(several, refused, overrides, told):
