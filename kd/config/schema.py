@@ -280,8 +280,8 @@ class ProfileSection:
     """torch.profiler for a few steps."""
 
     steps: tuple[int, ...] = ()
-    """First and last traced step. The run folder gets `profile/trace.json.gz` for Perfetto and the top operators.
-    Traced steps are slower. Empty: no trace."""
+    """First and last traced step. The run folder gets `profile/trace.json.gz` for Perfetto and the top operators,
+    which `kd-report A B` compares. Traced steps are slower. Empty: no trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

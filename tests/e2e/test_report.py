@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import chromium
 import pytest
+import torch
 
+import kd
 from kd.core.text import money
+from kd.engine.monitor.profiler import Profiler
 from kd.parts.tasks import single_label
 from kd.study.report.page import render
 from kd.study.report.record import Picture, Predictions, RunRecord
@@ -21,6 +26,8 @@ Object.fromEntries([...document.querySelectorAll(".card:has(svg[data-chart])")].
 
 CUT = "[...document.querySelectorAll('.name, figcaption, td')].filter(one => one.scrollWidth > one.clientWidth + 1)"
 CUT += ".map(one => one.textContent)"
+WIDER = "[...document.querySelectorAll('#what-a-step-computes .card')].filter(one => one.scrollWidth > one.clientWidth)"
+WIDER += ".map(one => one.innerText)"
 OVERLAPPING = """
 [...document.querySelectorAll("figure, .dumb")].map(one => one.getBoundingClientRect()).filter((one, i, all) =>
   all.slice(i + 1).some(other => one.left < other.right - 1 && other.left < one.right - 1
@@ -128,6 +135,62 @@ def test_two_runs_side_by_side_and_a_hostile_name(run, page, command, tmp_path):
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         assert page.run(BROKEN) == []
     assert page.problems == []
+
+
+def profiled(run: Path, dtype: torch.dtype) -> None:
+    """Write the profile of two steps of a small network with attention into a run folder."""
+    layer, optimizer_of = torch.nn.MultiheadAttention(32, 4, batch_first=True), torch.optim.AdamW
+    optimizer, span = optimizer_of(layer.parameters(), fused=True), lambda _name: nullcontext()
+    profiler = Profiler([1, 2], run / "profile", False, span)
+    for step in range(1, 4):
+        profiler.step(step)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            tokens = torch.zeros(8, 16, 32)
+            layer(tokens, tokens, tokens, need_weights=dtype == torch.float32)[0].sum().backward()
+        optimizer.step()
+
+
+def test_two_profiles_side_by_side(run, page, command, tmp_path):
+    other, target = Path(shutil.copytree(run, tmp_path / "other")), tmp_path / "both.html"
+    told = command("report", run, other, "--to", target, "--images", "1")
+    assert told.out.count("has no profile of its operators") == 2
+    page.open(f"file://{target}")
+    text = page.run("document.querySelector('#what-a-step-computes').innerText")
+    assert text.count("profile.steps=[") == 2
+    assert "waiting for data" in text  # which each run has recorded
+
+    profiled(run, torch.float32)
+    profiled(other, torch.bfloat16)
+    told = command("report", run, other, "--to", target, "--images", "1")
+    assert "has no profile" not in told.out
+    (products,) = (line for line in told.out.splitlines() if line.startswith("| matrix products"))
+    assert products.index("float32") < products.index("bfloat16")
+    (attention,) = (line for line in told.out.splitlines() if line.startswith("| attention"))
+    assert attention.index("unfused") < attention.index("bfloat16, fused")
+    page.open(f"file://{target}")
+    bars = page.run("[...document.querySelectorAll('.card .bars')].map(one => one.querySelectorAll('.bar').length)")
+    own = [json.loads((one / "profile" / "operators.json").read_text()) for one in (run, other)]
+    top = set()
+    for found in own:
+        sums = Counter()
+        for row in found["operators"]:
+            sums[row["name"]] += row["ms"]
+        top |= {name for name, _ in sums.most_common(5)}
+    assert 2 * len(top) in bars
+    batch = int(kd.load_config(str(run / "config.yaml")).data.batch_size)
+    names = ("aten::mm", "aten::addmm", "aten::linear")
+    ms = sum(row["ms"] for row in own[0]["operators"] if row["name"] in names) / own[0]["steps"] / batch
+    assert float(products.split("|")[2].split()[0]) == pytest.approx(ms, rel=0.05)
+    for width in (1100, 700):
+        page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        assert page.run(WIDER) == []
+    assert page.problems == []
+
+
+def test_a_damaged_profile_is_one_line(run, refused):
+    (run / "profile").mkdir()
+    (run / "profile" / "operators.json").write_text('{"steps": 2}')
+    assert "corrupt or was edited" in refused("report", run, "--images", "1")
 
 
 def test_three_hundred_classes_of_long_nested_names(page, tmp_path):

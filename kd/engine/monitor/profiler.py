@@ -1,15 +1,21 @@
-"""torch.profiler for a few steps of a run: a trace for Perfetto, and the top operators."""
+"""torch.profiler for a few steps of a run: a trace for Perfetto, and the operators as text and as JSON."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from kd.files.storage import log, write_text
+from kd.core.errors import RunError
+from kd.files.storage import log, write_json, write_text
 
 TOP = 30  # operators that operators.txt lists
+USER_SCOPE = 7  # torch's number of a range that a program marked, which is no operator
+DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
 
 
 class Profiler:
@@ -23,6 +29,7 @@ class Profiler:
         self.first, self.last = (steps[0], steps[1]) if steps else (0, -1)
         self.folder, self.cuda, self.span = folder, cuda, span
         self._running: profile | None = None
+        self._began, self._steps = 0.0, 0
 
     def step(self, number: int) -> None:
         if self.first <= number <= self.last and self._running is None:
@@ -31,14 +38,18 @@ class Profiler:
             if self.cuda:
                 activities.append(ProfilerActivity.CUDA)
             with self.span("profile"):
-                self._running = profile(activities=activities, profile_memory=True).__enter__()
+                running = profile(activities=activities, profile_memory=True, record_shapes=True)
+                self._running = running.__enter__()
+                self._began = time.perf_counter()
         elif self._running is not None and number > self.last:
             self.close()
+        self._steps += self._running is not None
 
     def close(self) -> None:
         running, self._running = self._running, None
         if running is None:
             return
+        wall_ms = 1000 * (time.perf_counter() - self._began)
         with self.span("profile"):
             running.__exit__(None, None, None)
             try:
@@ -47,5 +58,26 @@ class Profiler:
                 by = "self_device_time_total" if self.cuda else "self_cpu_time_total"
                 table = running.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=80)
                 write_text(self.folder / "operators.txt", table, "profile")
-            except OSError as error:
+                found = {"steps": self._steps, "wall_ms": wall_ms, "operators": operators(running, self.cuda)}
+                write_json(self.folder / "operators.json", found)
+            except (OSError, RunError) as error:
                 log.warning(f"profile: '{self.folder}' cannot be written ({error}). Training goes on without it.")
+
+
+def operators(profiled: profile, cuda: bool) -> list[dict[str, Any]]:
+    """Return the operators, the longest first: name, type of the first tensor, calls, their own milliseconds.
+
+    On CUDA those of the kernels that the operator launched, else those of the host. Ranges that a program marked, such
+    as the spans of a run, are left out.
+    """
+    assert profiled.profiler is not None
+    types = {one.correlation_id(): one.dtypes() for one in profiled.profiler.kineto_results.events()}  # pyright: ignore
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in profiled.events() or ():
+        if event.device_type != DeviceType.CPU or event.scope == USER_SCOPE:
+            continue
+        dtype = next((DTYPES[one] for one in types.get(event.id, ()) if one in DTYPES), "")
+        row = found.setdefault((event.name, dtype), {"name": event.name, "dtype": dtype, "calls": 0, "ms": 0.0})
+        row["calls"] += 1
+        row["ms"] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1000
+    return sorted(found.values(), key=lambda row: -row["ms"])

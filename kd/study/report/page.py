@@ -11,6 +11,7 @@ from kd.core.text import clock, html_table, money, percent
 from kd.files.manifest import served_first
 from kd.study.report import sections
 from kd.study.report.confusion import answers
+from kd.study.report.operators import operators
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, repeats, teachers_of, verdicts
 from kd.study.report.sections import card, color, esc, section
 from kd.study.report.svg import legend, number
@@ -28,6 +29,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         sections.findings(runs),
         _compared(runs),
         sections.curves(runs),
+        operators(runs),
         sections.time(runs),
         sections.machine(runs),
         answers(runs),

@@ -95,6 +95,7 @@ class RunRecord:
     timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # log windows by rank
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
     findings: Sequence[Mapping[str, Any]] = ()
+    profile: Mapping[str, Any] = field(default_factory=dict)  # profile/operators.json of `Profiler`
     answers: Predictions | None = None
     scored: Scored | None = None  # the last score of the best checkpoint; None: of a run that has not ended
     exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, where there is one

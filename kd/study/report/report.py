@@ -14,6 +14,7 @@ from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
 from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import Trust, opened_run
+from kd.study.report.operators import how_to_profile, table_of
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, record_of, repeats, verdicts
@@ -80,7 +81,8 @@ def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = False) -> RunRecord:
     """Read a run folder; a negative number of images leaves out the models' predictions."""
     folder, recipe = _opened(path, overrides, trust)
-    counted, note, exported = None, "", path / "export" / "manifest.json"
+    counted, note = None, ""
+    exported, profiled = path / "export" / "manifest.json", path / "profile" / "operators.json"
     if images >= 0 and folder.best_row():
         vouched = Trust.of(trust, overrides, recipe.data)
         counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images, vouched)
@@ -90,6 +92,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         answers=counted,
         exported=read_json(exported, "run", "Remove the file") if exported.is_file() else {},
+        profile=read_json(profiled, "run", "Remove the file") if profiled.is_file() else {},
         notes=(note,) if note else (),
     )
 
@@ -121,7 +124,9 @@ def summary(runs: Sequence[RunRecord]) -> str:
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:
-        names = [run.name for run in runs]
+        names, operators = [run.name for run in runs], table_of(runs)
+        lines += ["Profiled, milliseconds per image:", "", table(operators), ""] if operators else []
+        lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
         rows = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
         lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
     return "\n".join(lines)

@@ -132,19 +132,23 @@ def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
     return _svg(frame, parts, _numbers(by_index, frame, unit, x_name, [f"{x:g}" for x in xs]))
 
 
-def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str]]]], unit: str) -> str:
-    """Draw horizontal bars as HTML: rows of (name, [(value, colour), ...]), longest value to full width."""
-    most = max((value for _, values in rows for value, _ in values), default=0.0) or 1.0
+def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str] | tuple[float, str, str]]]], unit: str) -> str:
+    """Draw horizontal bars as HTML: rows of (name, [(value, colour), ...]), longest value to full width.
+
+    A third entry beside a value and its colour is the text that is shown, instead of the value with its unit.
+    """
+    most = max((one[0] for _, values in rows for one in values), default=0.0) or 1.0
     rows_html = []
     for name, values in rows:
         content = "".join(
             f'<span class="bar"><i style="width:{100 * value / most:.1f}%;background:var({color})"></i>'
-            f"<b>{number(value, unit)}</b></span>"
-            for value, color in values
+            f"<b>{esc(*text) if text else number(value, unit)}</b></span>"
+            for value, color, *text in values
         )
         title = f'<span class="name" title="{esc(name)}">{esc(name)}</span>'
         rows_html.append(f'<div class="row">{title}<span>{content}</span></div>')
-    return f'<div class="bars">{"".join(rows_html)}</div>'
+    noted = any(len(one) > 2 for _, values in rows for one in values)
+    return f'<div class="bars{" noted" * noted}">{"".join(rows_html)}</div>'
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:

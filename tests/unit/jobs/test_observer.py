@@ -40,7 +40,11 @@ def test_a_slow_source_is_named_while_the_run_goes(written, command, tmp_path, m
     assert parts == pytest.approx(rows["all"], abs=0.005 * len(rows) + hidden)  # two decimals are printed
     assert sum(row["wall_ms"] for row in timeline) / 1000 == pytest.approx(rows["all"], abs=0.01)
     assert rows["data"] >= 40 * 8 * 0.004
-    assert {path.name for path in (folder / "profile").iterdir()} == {"trace.json.gz", "operators.txt"}
+    assert {path.name for path in (folder / "profile").iterdir()} == {
+        "trace.json.gz",
+        "operators.txt",
+        "operators.json",
+    }
     words = (folder / "profile" / "operators.txt").read_text().split()
     assert {"forward", "backward"} <= set(words)
 

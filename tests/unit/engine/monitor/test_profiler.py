@@ -35,6 +35,14 @@ def test_some_steps_are_traced(tmp_path):
     assert names.count("aten::mm") == 2
     (row,) = [line for line in (folder / "operators.txt").read_text().splitlines() if "aten::mm" in line]
     assert row.split()[-1] == "2"  # calls
+    found = json.loads((folder / "operators.json").read_text())
+    products = [one for one in found["operators"] if one["name"] == "aten::mm"]
+    assert [(one["dtype"], one["calls"]) for one in products] == [("float32", 2)]
+    shown = float(row.split()[2].removesuffix("us").removesuffix("ms")) * (0.001 if "us" in row.split()[2] else 1)
+    assert products[0]["ms"] == pytest.approx(shown, rel=0.01)  # its own time
+    assert found["steps"] == 2
+    assert sum(one["ms"] for one in found["operators"]) <= found["wall_ms"]
+    assert not {"data", "forward", "optimizer", "Step 2"} & {one["name"] for one in found["operators"]}
     assert timeline.totals["profile"] > 0
     rows = read_rows(tmp_path / "t")
     assert rows[-1]["steps"] == 1
@@ -49,7 +57,8 @@ def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):
         profiler.close()
         profiler.close()
     written = {path.name for path in (tmp_path / "profile").iterdir()}
-    assert written == {"trace.json.gz", "operators.txt"}
+    assert written == {"trace.json.gz", "operators.txt", "operators.json"}
+    assert json.loads((tmp_path / "profile" / "operators.json").read_text())["steps"] == 1
 
 
 @pytest.mark.parametrize("steps", ["[1]", "[3, 2]", "[0, 2]", "[1, 2, 3]"])
