@@ -1,4 +1,4 @@
-"""`kd NAME ...` is `kd-NAME ...`; as `python -m kd` for launchers that start a module: torchrun, mpirun."""
+"""`kd NAME ...` is the command `kd-NAME ...`. Launchers of modules (torchrun, mpirun) use `python -m kd`."""
 
 import os
 import sys
@@ -77,9 +77,9 @@ def _help(words: list[str]) -> None:
 
 
 def _complete(words: list[str]) -> int:
-    """Print what a shell with argcomplete may put in place of the last word."""
+    """Print completions of the last word for a shell with argcomplete."""
     if len(words) > 2 and words[1] in COMMANDS:
-        os.environ["_ARGCOMPLETE"] = "2"  # how many words the command has
+        os.environ["_ARGCOMPLETE"] = "2"  # number of words of the command
         return COMMANDS[words[1]]([])
     parser = Parser(prog="kd")
     parser.add_argument("command", choices=[*COMMANDS, "help"])

@@ -1,4 +1,4 @@
-"""What all commands share: their parser, their exit code, one line for a user's error and a traceback for ours."""
+"""Shared by all commands: parser, exit codes, one line for a user's error and a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class _Lines(logging.Handler):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with one line for a wrong call, and completion where a shell has argcomplete."""
+    """argparse's parser, with one line for a wrong call, and argcomplete's completion if the shell has it."""
 
     def error(self, message: str) -> NoReturn:
         example = f" For example: {self.epilog.splitlines()[0].partition(': ')[2]}." if self.epilog else ""
-        message = message.removesuffix(", key=value")  # argparse says so of what may be left out
+        message = message.removesuffix(", key=value")  # argparse appends this to optional arguments
         message += "" if message.endswith("?") else "."
         self.exit(EXIT_USER, f"{self.prog}: {message}{example} Options: {self.prog} --help.\n")
 
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class ExplainKeys(argparse.Action):
-    """Explain every key, of the kinds that CONFIG uses if it is given, and exit."""
+    """Explain every key (with CONFIG, only of the kinds that it uses) and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         words = (word for word in cast("Parser", parser).words if word[:1] != "-" and "=" not in word)
@@ -96,7 +96,7 @@ class ExplainKeys(argparse.Action):
 
 
 def taken(cls: type[Built], given: argparse.Namespace, **others: object) -> Built:
-    """Build a dataclass from the options of the same names, and from others."""
+    """Build a dataclass from the parsed options of the same names and from further values."""
     named = {field.name: getattr(given, field.name) for field in fields(cls) if hasattr(given, field.name)}  # type: ignore[arg-type]
     return cls(**{**named, **others})
 
@@ -125,7 +125,7 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def _type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type for argparse, which shows the text of its own error alone."""
+    """Return a type for argparse, which shows only the text of ArgumentTypeError."""
 
     def typed(text: str) -> Any:
         try:
@@ -142,16 +142,16 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 
 def number(unit: str) -> Callable[[str], float]:
-    """Return the type of an option that is a number above 0, with its unit or without."""
+    """Return the type of an option that is a number above 0, with or without its unit."""
     return _type(lambda text: options.positive(text.lower().removesuffix(unit)))
 
 
 def explained(prefix: str = "", path: str = "") -> str:
-    """Describe the keys below a dotted prefix, or all keys that end with a word: those of a kind together.
+    """Describe the keys below a dotted prefix, or all keys that end with a word, grouped by kind.
 
-    `path`: a configuration, of whose kinds alone the keys are explained.
+    `path`: a configuration; only keys of the kinds that it uses are explained.
     """
-    from kd.config.explain import explain, kinds_of  # kd-serve and the like do without what it imports
+    from kd.config.explain import explain, kinds_of  # kd-serve does not need its imports
     from kd.config.load import load
 
     rows = explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
@@ -188,12 +188,12 @@ def new_parser(command: str, summary: str, example: str, with_config: bool = Tru
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add `--trust` to a command that reads run folders."""
-    text = "run code that the run's config.yaml names, and read images wherever it says: only for runs that you trust"
+    text = "import code and read paths named in the run's config.yaml; only for runs that you trust"
     parser.add_argument("--trust", action="store_true", help=text)
 
 
 def load_config(options: argparse.Namespace) -> Config:
-    """Load the configuration of a command whose parser has CONFIG and `key=value`, and what every run needs."""
+    """Load the configuration of a command whose parser has CONFIG and `key=value`, and import torch."""
     import_quickly("torch")
     from kd import config
 
@@ -203,11 +203,11 @@ def load_config(options: argparse.Namespace) -> Config:
 
 
 def import_quickly(package: str) -> None:
-    """Import a large package, if this has not happened, without looking for garbage meanwhile, or ever in it.
+    """Import a large package (once) with the garbage collector off, and exempt its objects from collection.
 
-    torch makes half a million objects and no garbage. Python's collector looks through them again and again while they
-    are made, and once more when the process ends: 1 of 4.4 seconds of CPU. Triton's objects must be collected at the
-    end, else its binding lists them on stderr; timm imports it.
+    torch creates half a million objects and no garbage. Python's collector would scan them repeatedly, and again at
+    exit: 1 of 4.4 CPU seconds. Triton's objects (timm imports it) must be collected at exit, else its binding lists
+    them on stderr.
     """
     if package in sys.modules or not gc.isenabled():
         return

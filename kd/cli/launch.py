@@ -17,7 +17,7 @@ from kd.files.json_file import read_json
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
-MOST_HOURS = 28 * 24  # SageMaker's longest job
+MOST_HOURS = 28 * 24  # hours of SageMaker's longest job
 
 
 def launch(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _train(argv: Sequence[str]) -> int:
         )
         request = training_request(job)
         final = request["HyperParameters"].items()
-        config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with what the options have changed
+        config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with the changes by options
         if _validate({"CreateTrainingJob": request}, options.dry_run):
             from kd.cluster import aws
 
@@ -124,7 +124,7 @@ def _transform(argv: Sequence[str]) -> int:
     )
     parser.add_argument("images", metavar="IMAGES", help="s3://BUCKET/PREFIX of image files")
     parser.add_argument("--to", metavar="S3URI", default="", help="where results go (default: OUTPUT/transform/NAME)")
-    text = "requests at once per instance (default 8)"
+    text = "concurrent requests per instance (default 8)"
     parser.add_argument("--at-once", metavar="N", type=COUNT, default=8, help=text)
     options = parser.read(argv)
 
@@ -150,8 +150,8 @@ def _transform(argv: Sequence[str]) -> int:
 
 def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: str) -> None:
     parser.add_argument("--image", metavar="URI", help=f"image in ECR, built from {file} (default: ${variable})")
-    parser.add_argument("--role", metavar="ARN", help=f"role that SageMaker takes (default: ${ROLE})")
-    text = f"s3://BUCKET/PREFIX of all that is written (default: ${OUTPUT})"
+    parser.add_argument("--role", metavar="ARN", help=f"role for SageMaker (default: ${ROLE})")
+    text = f"s3://BUCKET/PREFIX of all output (default: ${OUTPUT})"
     parser.add_argument("--output", metavar="S3URI", help=text)
     parser.set_defaults(variables={"image": variable, "role": ROLE, "output": OUTPUT})
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the requests, send nothing")
@@ -159,15 +159,15 @@ def _add_account_options(parser: argparse.ArgumentParser, variable: str, file: s
 
 def _hosting_parser(command: str, summary: str, example: str) -> Parser:
     parser = new_parser(command, summary, example, with_config=False)
-    parser.add_argument("export", metavar="EXPORT", type=Path, help="what kd-export wrote")
+    parser.add_argument("export", metavar="EXPORT", type=Path, help="folder written by kd-export")
     add_fields(parser, Hosting)
-    parser.add_argument("--name", default="", help="of all that is created (default: the run's name and the time)")
+    parser.add_argument("--name", default="", help="name of everything created (default: the run's name and the time)")
     _add_account_options(parser, "KD_SERVE_IMAGE", "Dockerfile")
     return parser
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Take image, role and output from the environment where they are no options."""
+    """Take image, role and output from the environment if they are not given as options."""
     errors = []
     for name, variable in options.variables.items():
         setattr(options, name, getattr(options, name) or os.environ.get(variable, ""))

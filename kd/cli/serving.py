@@ -14,7 +14,7 @@ from kd.deploy.export.flags import ExportOptions, accepted_line
 
 SAGEMAKER_WORD, SAGEMAKER_MODEL = "serve", "/opt/ml/model"
 """SageMaker starts a container as `docker run IMAGE serve`, with the export in this folder."""
-DRAIN = 5  # seconds that a container drains; SageMaker and Kubernetes ask for its health every few seconds
+DRAIN = 5  # seconds that a container drains; SageMaker and Kubernetes check its health every few seconds
 
 
 def export(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _export_parser() -> Parser:
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run folder")
-    add("overrides", metavar="key=value", nargs="*", help="where the data lies now: data.root=FOLDER")
+    add("overrides", metavar="key=value", nargs="*", help="the data's present place: data.root=FOLDER")
     add("--to", metavar="FOLDER", type=Path, help="where to write (default: RUN/export)")
     text = "write the teacher, for kd-predict --second (default folder: RUN/export-teacher)"
     add("--teacher", action="store_true", help=text)
@@ -65,7 +65,7 @@ def _export_parser() -> Parser:
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
-    """`kd-serve FOLDER`: answer for an export over HTTP, on a CPU, without torch."""
+    """`kd-serve FOLDER`: serve an export over HTTP on a CPU, without torch."""
     from kd.deploy.serve.limits import Limits
     from kd.deploy.serve.server import ServeOptions, serve
 
@@ -98,7 +98,7 @@ def predict(argv: Sequence[str] | None = None) -> int:
 
     parser = new_parser(
         "kd-predict",
-        "Classify images and write a row for each: image, label, score, error. Interrupted, the same command resumes.",
+        "Classify images and write a row for each: image, label, score, error. An interrupted command resumes.",
         "kd-predict runs/vit_food/export photos --to labels.csv",
         with_config=False,
     )
@@ -117,20 +117,20 @@ def predict(argv: Sequence[str] | None = None) -> int:
             print(*(f"  {line}" for line in result.unreadable), sep="\n", file=sys.stderr)
 
     code = guarded(command, resumable=True)
-    if code == Interrupted.exit_code and threading.active_count() > 1:  # one waits for a storage that does not answer
+    if code == Interrupted.exit_code and threading.active_count() > 1:  # a thread still waits for a hanging storage
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def verify(argv: Sequence[str] | None = None) -> int:
-    """`kd-verify EXPORT --data IMAGES`: recompute the claims of an export; exit code 1: wrong, 3: no export."""
+    """`kd-verify EXPORT --data IMAGES`: recompute an export's claims. Exit code 1: a claim is wrong; 3: no export."""
     from kd.deploy.verify.verify import VerifyOptions
     from kd.deploy.verify.verify import verify as verified
 
     parser = new_parser(
         "kd-verify",
-        "Recompute what card and manifest of an export say, from its files and the images that its numbers are of.",
+        "Recompute every claim in an export's model card and manifest, from its files and the images used at export.",
         "kd-verify runs/vit_food/export --data images/val",
         with_config=False,
     )

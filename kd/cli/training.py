@@ -12,7 +12,7 @@ def init(argv: Sequence[str] | None = None) -> int:
     """`kd-init FOLDER [--latency MS] [--mb MB] [--teacher WEIGHTS] [--student WEIGHTS] [-o FILE]`: write a run."""
     parser = new_parser(
         "kd-init",
-        "Look at a folder of images and at this machine, and write a configuration with the facts that chose its keys.",
+        "Inspect a folder of images and this machine, and write a commented configuration.",
         "kd-init photos --latency 10ms --mb 4",
         with_config=False,
     )
@@ -20,10 +20,10 @@ def init(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=text)
     text = "largest latency per image, such as 10ms: students are timed on this machine"
     parser.add_argument("--latency", dest="ms", metavar="MS", type=number("ms"), help=text)
-    parser.add_argument("--mb", metavar="MB", type=number("mb"), help="megabytes that the student may have")
+    parser.add_argument("--mb", metavar="MB", type=number("mb"), help="largest size of the student, megabytes")
     text = "pretrained weights: a name, a file, NAME=FILE or a folder (default: the largest in the hub's cache here)"
     parser.add_argument("--teacher", dest="teacher_weights", metavar="WEIGHTS", default="", help=text)
-    text = "pretrained weights that the student begins with, as for --teacher; then MS and MB are left to kd-export"
+    text = "pretrained weights of the student, as for --teacher; MS and MB are then checked by kd-export only"
     parser.add_argument("--student", dest="student_weights", metavar="WEIGHTS", default="", help=text)
     text = "where to write, never over an existing file (default: FOLDER's name with .yaml)"
     parser.add_argument("-o", dest="to", metavar="FILE", type=Path, help=text)
@@ -52,7 +52,7 @@ def train(argv: Sequence[str] | None = None) -> int:
     text = "do not score the test split; use it while comparing runs"
     parser.add_argument("--no-test", action="store_true", help=text)
     words = sys.argv[1:] if argv is None else argv
-    options = parser.read(["--check=some" if word == "--check" else word for word in words])  # CONFIG may come behind
+    options = parser.read(["--check=some" if word == "--check" else word for word in words])  # CONFIG may follow
 
     def command() -> None:
         settings = load_config(options)
@@ -75,8 +75,8 @@ def teach(argv: Sequence[str] | None = None) -> int:
     """`kd-teach CONFIG [key=value ...]`: fit the teacher of a configuration."""
     parser = new_parser(
         "kd-teach",
-        "Fit the teacher of CONFIG (or several) on the labels, keep its best epoch, and print its folder. "
-        "One fitted before from the same content is reused.",
+        "Fit the teacher (or teachers) of CONFIG on the labels, keep the best epoch, and print the folder. "
+        "A teacher that was fitted from the same content is reused.",
         "kd-teach configs/vit_food101.yaml teacher.fit.epochs=10",
     )
     options = parser.read(argv)
@@ -95,8 +95,8 @@ def cache(argv: Sequence[str] | None = None) -> int:
     """`kd-cache CONFIG [key=value ...] [--export FILE]`: compute the teacher's logits before training."""
     parser = new_parser(
         "kd-cache",
-        "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. Interrupted, the same command "
-        "goes on.",
+        "Fill the teacher's cache of CONFIG ahead of training, on any number of ranks. The same command resumes "
+        "after an interruption.",
         "kd-cache configs/vit_food.yaml teacher.cache.views=4",
     )
     text = "also write the outputs by file name, for teacher.kind=answers elsewhere (.safetensors)"
@@ -123,13 +123,12 @@ def sweep(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "kd-sweep",
         "Train CONFIG with all combinations of the values that keys list, with one teacher, cache and store for all. "
-        "The best is trained again with two other seeds; different students (student.model=a,b) are timed, and drawn "
-        "by score and milliseconds. "
-        "Interrupted or killed, the same command goes on.",
+        "The best is trained again with two other seeds. Different students (student.model=a,b) are also timed, and "
+        "plotted by score and milliseconds. The same command resumes after an interruption.",
         "kd-sweep vit_food losses.0.temperature=1,2,4 optimizer.lr=1e-3,3e-3",
     )
-    parser.add_argument("--by", metavar="SCORE", default="", help="the score that decides (default: the task's first)")
-    text = "trials at a time; each gets its share of the cores (default 1)"
+    parser.add_argument("--by", metavar="SCORE", default="", help="deciding score (default: the task's first)")
+    text = "parallel trials; each gets its share of the cores (default 1)"
     parser.add_argument("--jobs", metavar="N", type=whole_number(1, 999), default=1, help=text)
     options = parser.read(argv)
 
@@ -151,9 +150,9 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys of the run's configuration to change")
-    text = "the images: val (default), or test, on which nothing was chosen"
+    text = "split: val (default), or test, which no choice used"
     parser.add_argument("--split", choices=("val", "test"), default="val", help=text)
-    text = "also list labels that the teacher doubts, and images that its outputs find in both splits (RUN/audit)"
+    text = "also list doubtful labels, and images that occur in both splits, by the teacher's outputs (RUN/audit)"
     parser.add_argument("--audit", action="store_true", help=text)
     add_trust(parser)
     options = parser.read(argv)
@@ -171,11 +170,11 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """`kd-report RUN... [--price] [key=value ...]`: show where the time and the money of runs went."""
+    """`kd-report RUN... [--price] [key=value ...]`: report time, cost and results of runs."""
     parser = new_parser(
         "kd-report",
-        "Write one HTML file about a run, or about several side by side: findings, curves, where the time went, what "
-        "the machine did, what was sifted, which classes and photographs the student loses against its teacher.",
+        "Write one HTML file about a run, or about several side by side: findings, curves, time, load of "
+        "the machine, sifting, and the classes and photographs on which the student is worse than its teacher.",
         "kd-report runs/vit_food runs/wttm --to compared.html",
         with_config=False,
     )
@@ -209,7 +208,7 @@ def report(argv: Sequence[str] | None = None) -> int:
         else:
             page = job.report(paths, options.to, options.images, overrides, options.trust)
             print(page.summary)
-            print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, needs nothing from elsewhere)")
+            print(f"wrote {page.file} ({page.size / 2**20:.2f} MiB, self-contained)")
 
     return guarded(command)
 
@@ -217,7 +216,7 @@ def report(argv: Sequence[str] | None = None) -> int:
 def parts(argv: Sequence[str] | None = None) -> int:
     """`kd-parts [FOLDER]`: list the losses, sifters, datasets and backends."""
     parser = new_parser("kd-parts", "List the parts that configurations name.", "kd-parts losses", with_config=False)
-    text = "losses, sifters, ... (default: all), or a part of your own, such as mylab.losses.mse"
+    text = "losses, sifters, ... (default: all), or your own part, such as mylab.losses.mse"
     parser.add_argument("folder", nargs="?", metavar="FOLDER|MODULE", help=text)
     options = parser.read(argv)
 

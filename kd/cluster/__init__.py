@@ -1,1 +1,1 @@
-"""Other machines: hosts that decode on a Ray cluster, jobs and endpoints on SageMaker."""
+"""Use of other machines: decoding on a Ray cluster, jobs and endpoints on SageMaker."""

@@ -1,4 +1,4 @@
-"""Send requests to AWS, wait until they are done, print the log of a training job; an export as `model.tar.gz`."""
+"""Send requests to AWS, wait for their end, print a training job's log, pack an export as `model.tar.gz`."""
 
 import base64
 import gzip
@@ -18,15 +18,15 @@ from kd.files.storage import atomic_folder, refuse_unlisted
 from kd.parts import registry
 
 LOGS = "/aws/sagemaker/TrainingJobs"
-POLL_SECONDS = 10.0  # between two looks: a job takes minutes to start, and AWS limits how often it answers
-LATE_MS = 60_000  # an event may appear so long after younger events of another host
+POLL_SECONDS = 10.0  # seconds between polls: a job takes minutes to start, and AWS limits the rate of requests
+LATE_MS = 60_000  # seconds by which an event may appear after later events of other hosts
 DONE, FAILED = ("Completed", "InService"), ("Failed", "Stopped", "OutOfService", "RollingBackFailed")
 AGAIN = "Check credentials, region and names, then run the same command again"
 Request = Mapping[str, Any]
 
 
 def train(request: Request, follow: bool = True) -> None:
-    """Start a training job. Print its log until it ends."""
+    """Start a training job and print its log until it ends."""
     name = request["TrainingJobName"]
     with _aws_errors("CreateTrainingJob"):
         sagemaker = _client("sagemaker")
@@ -91,7 +91,7 @@ def transform(requests: Mapping[str, Request], export: Path) -> None:
 
 
 def _create(requests: Mapping[str, Request], export: Path) -> Any:
-    """Upload an export to where CreateModel reads it, send all requests, and return the client."""
+    """Upload an export for CreateModel, send all requests, and return the client."""
     sagemaker = _client("sagemaker")
     target = requests["CreateModel"]["PrimaryContainer"]["ModelDataUrl"]
     bucket, _, key = target.removeprefix("s3://").partition("/")
@@ -135,7 +135,7 @@ class _Log:
             logGroupName=LOGS, logStreamNamePrefix=f"{self._job}/", startTime=self._since
         )
         newest = self._since
-        with suppress(self._client.exceptions.ResourceNotFoundException):  # nothing is logged yet
+        with suppress(self._client.exceptions.ResourceNotFoundException):  # no log yet
             for event in (event for page in pages for event in page["events"]):
                 if event["eventId"] not in self._seen:
                     self._seen.add(event["eventId"])

@@ -1,16 +1,16 @@
-"""What AWS documents that it refuses, and its service model does not check: botocore's texts and the pages named."""
+"""AWS's documented limits that its service model does not check, from botocore's texts and the named pages."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kd.core.errors import ConfigError
 
-PAYLOADS_MB = 100  # CreateTransformJob, MaxPayloadInMB: times MaxConcurrentTransforms it is not more
-ACCELERATED = ("ml.inf", "ml.trn", "ml.g", "ml.p")  # kd-serve's image computes on the CPU
+PAYLOADS_MB = 100  # CreateTransformJob, MaxPayloadInMB: limit of its product with MaxConcurrentTransforms
+ACCELERATED = ("ml.inf", "ml.trn", "ml.g", "ml.p")  # kd-serve's image runs on the CPU
 
 
 def refusals(operation: str, request: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield requests that fit the model but that the service would refuse, or accept and waste."""
+    """Yield errors in requests that fit the model but that the service would refuse, or run in vain."""
     check = {"CreateTrainingJob": _training, "CreateEndpointConfig": _endpoint, "CreateTransformJob": _transform}
     if operation in check:
         yield from check[operation](request)

@@ -1,4 +1,4 @@
-"""Decoders on the hosts of a Ray cluster: the actor, and the pool that trusts actors and gives them calls."""
+"""Decoders on the hosts of a Ray cluster: the actor, and the pool that monitors actors and assigns calls."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kd.core.types import TENSORS, Batch
 from kd.data.loader import Fetch, Request
 
 WHERE = "data.loader"
-PACKAGES = ("torch", "timm")  # what transforms an image, beside what decodes it
-AHEAD = 2  # calls for each decoder that are on their way, of all ranks together
+PACKAGES = ("torch", "timm")  # packages that transform an image, beside the decoders
+AHEAD = 2  # pending calls per decoder, over all ranks
 
 log = logging.getLogger("kd")
 
 
 class Decoder:
-    """The class of the Ray actors: makes parts of batches, one at a time, from the datasets of its pool."""
+    """Class of the Ray actors: makes parts of batches, one at a time, from its pool's datasets."""
 
     def __init__(self, datasets: Sequence[Any], folder: str) -> None:
-        """Start in the trainer's working folder, if it is here. `datasets` holds one reference, which rank 0 keeps."""
+        """Start in the trainer's working folder if it exists here. `datasets`: one reference, kept by rank 0."""
         torch.set_num_threads(1)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -48,7 +48,7 @@ class Decoder:
 
 
 def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
-    """Return a batch as arrays, which Ray moves without pickling them; an error as it is."""
+    """Return a batch as arrays, which Ray moves without pickling; return an error as a value."""
     if isinstance(batch, KdError):
         return batch
     arrays = {name: getattr(batch, name).numpy() for name in TENSORS}
@@ -56,7 +56,7 @@ def pack(batch: Batch | KdError) -> dict[str, Any] | KdError:
 
 
 def unpack(parts: Sequence[dict[str, Any]]) -> Batch:
-    """Join the parts of a micro-batch; their arrays may be read-only, the batch has its own memory."""
+    """Join the parts of a micro-batch in new memory; their arrays may be read-only."""
     fields: dict[str, Any] = {n: torch.from_numpy(np.concatenate([part[n] for part in parts])) for n in TENSORS}
     fields |= {n: tuple(value for part in parts for value in part[n]) for n in ("unreadable", "crc")}
     return Batch(**fields, view=parts[0]["view"])
@@ -68,37 +68,37 @@ class RemoteDecoder:
 
     name: str
     actor: Any
-    probe: Any = None  # a ping that it has not answered; None: it is trusted
+    probe: Any = None  # its pending ping; None: it is trusted
     probed: float = 0.0
-    calls: int = 0  # calls of this rank that it has not answered
-    host: str = ""  # Ray's id of its host; "": it has never answered
+    calls: int = 0  # its pending calls from this rank
+    host: str = ""  # Ray's id of its host; "": it has never responded
     address: str = ""
 
     def ping(self) -> None:
-        """Trust it again when it has answered."""
+        """Trust it again once its ping has returned."""
         self.probe, self.probed = self.actor.ping.remote(), time.monotonic()
 
 
 class Unanswered(Exception):
-    """A decoder did not answer a call; the text says why."""
+    """A decoder's call failed or timed out; the text says which."""
 
 
 class Call(NamedTuple):
-    """A request, and the decoder that has it; no decoder: this process."""
+    """A request and its decoder; no decoder: this process."""
 
     request: Request
     slot: RemoteDecoder | None = None
     ref: Any = None
 
 
-_owned: list[Pool] = []  # the newest pool of this process: the next one, after a teacher's fit, needs its CPUs
+_owned: list[Pool] = []  # the newest pool of this process; the next pool, after a teacher's fit, needs its CPUs
 
 
 class Pool:
     """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them; they end with its process.
 
-    A decoder gets calls once it has answered a ping. One that fails or misses a deadline is pinged again, with all
-    others on its host, and gets calls when it has answered.
+    A decoder gets calls once it has responded to a ping. If it fails or misses a deadline, all decoders of its host are
+    pinged, and get calls again once they respond.
     """
 
     def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
@@ -122,7 +122,7 @@ class Pool:
                 ray.kill(self.slots.pop().actor)
 
     def grow(self) -> None:
-        """Start a decoder on each CPU that has none (rank 0), or find those that rank 0 has started."""
+        """Start a decoder on each CPU without one (rank 0), or find those that rank 0 started."""
         with self._lock:
             if self._datasets is not None:
                 names = [f"{self._prefix}{number}" for number in range(int(ray.cluster_resources().get("CPU", 0)))]
@@ -168,23 +168,23 @@ class Pool:
             log.warning("%s: the host %s responds again", WHERE, slot.address)
 
     def send(self, dataset: int, request: Request) -> Call:
-        """Give a request to the trusted decoder that has least to do; otherwise to this process."""
+        """Give a request to the trusted decoder with the fewest calls, else to this process."""
         with self._lock:
             trusted = self.trusted()
             if not trusted:
                 return Call(request)
-            self._turn += 1  # among equals in turns, and each rank begins at another one
+            self._turn += 1  # ties are broken in turn, and each rank begins at another decoder
             slot = min(enumerate(trusted), key=lambda pair: (pair[1].calls, (pair[0] - self._turn) % len(trusted)))[1]
             slot.calls += 1
             return Call(request, slot, slot.actor.load.remote(dataset, request))
 
     def room(self, calls: int, ranks: int) -> int:
-        """Return how many calls more a rank may make: one at a time where it has to answer them itself."""
+        """Return how many more calls a rank may make: one at a time if it must process them itself."""
         with self._lock:
             return max(0, max(1, AHEAD * len(self.trusted()) // ranks) - calls)
 
     def get(self, call: Call) -> Any:
-        """Return what a decoder answers; `Unanswered` where it does not, or not in time."""
+        """Return a decoder's result; `Unanswered` if it fails or is late."""
         try:
             return ray.get(call.ref, timeout=self.deadline)
         except GetTimeoutError as error:
@@ -201,7 +201,7 @@ class Pool:
                     call.slot.calls -= 1
 
     def suspect(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
-        """Trust no decoder of a host until it answers a ping; return them."""
+        """Distrust all decoders of a host until they respond to a ping; return them."""
         with self._lock:
             suspects = [other for other in self.slots if other is slot or other.host == slot.host]
             for other in suspects:
@@ -212,7 +212,7 @@ class Pool:
             return suspects
 
     def drop(self, slot: RemoteDecoder, why: str) -> list[RemoteDecoder]:
-        """Give no more calls to the decoders of a host; return them."""
+        """Stop giving calls to a host's decoders; return them."""
         with self._lock:
             dropped = [other for other in self.slots if other.host == slot.host]
             for other in dropped:
@@ -223,7 +223,7 @@ class Pool:
             return dropped
 
     def again(self, dataset: int, call: Call) -> Call:
-        """Send a call of a suspected decoder to another one, unless its answer is here already."""
+        """Send a suspected decoder's call to another decoder, unless its result has arrived."""
         if ray.wait([call.ref], timeout=0)[0]:
             return call
         self.forget([call])

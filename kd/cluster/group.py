@@ -33,11 +33,11 @@ from kd.cluster.hosts import (
 from kd.core.errors import BackendError, KdError
 from kd.core.host import cores
 
-RAY_MARK = "KD_RAY"  # like `kd.cluster.hosts.MARK`, of Ray's processes only
-QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # else pages about each lost host
-MEET_SECONDS = 900.0  # how long a host tries to join the first trainer: hosts of a job start minutes apart
-JOIN_SECONDS = 300.0  # how long the first trainer waits for hosts that have not joined; then it begins without them
-SILENCE_SECONDS = 60.0  # after which a head that neither answers nor refuses is lost
+RAY_MARK = "KD_RAY"  # like `kd.cluster.hosts.MARK`, for Ray's processes only
+QUIET = {"RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # else it logs pages about each lost host
+MEET_SECONDS = 900.0  # seconds that a host tries to join the first trainer: a job's hosts start minutes apart
+JOIN_SECONDS = 300.0  # seconds that the first trainer waits for missing hosts; then it begins without them
+SILENCE_SECONDS = 60.0  # seconds after which a head that neither accepts nor refuses a connection is lost
 
 
 def say(host: str, text: str) -> None:
@@ -55,7 +55,7 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Of the head; its name may not be known before this host has joined."""
+        """Address of the head; its name may not resolve before this host has joined."""
         return f"{socket.gethostbyname(self.hosts.first)}:{self.hosts.ports[0]}"
 
     def command(self) -> list[str]:
@@ -67,7 +67,7 @@ class Node:
         if self.head:
             port = self.address.rpartition(":")[2]
             role = ["--head", "--port", port, "--include-dashboard", "false", "--temp-dir", self.folder]
-            if find_spec("grpc") is not None:  # Ray then also serves clients, by default on a port that may be in use
+            if find_spec("grpc") is not None:  # else Ray also serves clients, on a port that may be in use
                 role += ["--ray-client-server-port", str(free_ports(1)[0])]
         else:
             role = ["--address", self.address]
@@ -93,7 +93,7 @@ class Node:
         return told.returncode == 0
 
     def meet(self) -> None:
-        """Wait until the head listens; BackendError: it does not within `MEET_SECONDS`."""
+        """Wait until the head listens; BackendError after `MEET_SECONDS`."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
             try:
@@ -106,7 +106,7 @@ class Node:
             time.sleep(0.5)
 
     def keep_joined(self) -> None:
-        """Join the cluster, and join it again whenever Ray has ended here, until the head has gone."""
+        """Join the cluster, and rejoin whenever Ray has ended here, until the head is gone."""
         answered = time.monotonic()
         while time.monotonic() < answered + SILENCE_SECONDS:
             if not self._alive():
@@ -144,7 +144,7 @@ def reach(address: str) -> None:
 
 
 def num_decoders(hosts: Hosts, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of decoders on this host: one per core; on a trainer, the cores that its trainers leave."""
+    """Return the number of decoders on this host: one per core, without the cores of its trainers."""
     if "KD_DECODERS" in environ:
         return int(environ["KD_DECODERS"])
     if hosts.me in hosts.data:
@@ -166,7 +166,7 @@ def run(hosts: Hosts, argv: Sequence[str]) -> int:
 
 def decode(node: Node) -> int:
     """Run decoders until the training has ended."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # the trainers get it too, and need their images to finish a step
+    for number in (signal.SIGTERM, signal.SIGINT):  # the trainers got it too, and need images to finish a step
         signal.signal(number, lambda *_: None)
     node.meet()
     node.keep_joined()
@@ -198,14 +198,14 @@ def train(node: Node, argv: Sequence[str]) -> int:
     process = subprocess.Popen(
         command(node.hosts, argv), env={**os.environ, **marks(node.mark), "SM_HOSTS": json.dumps(node.hosts.trainers)}
     )
-    if stopped.is_set():  # between the two lines above
+    if stopped.is_set():  # the signal may arrive between the two lines above
         process.terminate()
     code = process.wait()
     return code if code >= 0 else 128 - code
 
 
 def command(hosts: Hosts, argv: Sequence[str]) -> list[str]:
-    """Return the command of this host's trainers: `kd-train ARGV`, or the module that ARGV begins with."""
+    """Return the command of this host's trainers: `kd-train ARGV`, or the module at the start of ARGV."""
     count = processes()
     script = list(argv) if argv[:1] == ["-m"] else ["-m", "kd.cli", "train", *argv]
     if len(hosts.trainers) * count == 1:
@@ -223,7 +223,7 @@ def empty_config() -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do this host's part of a job. SageMaker starts a container with `train` alone; then take the hyperparameters."""
+    """Do this host's part of a job. SageMaker's only argument is `train`; the hyperparameters then replace it."""
     argv = list(argv)
     try:
         if argv == ["train"]:

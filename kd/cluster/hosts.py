@@ -1,4 +1,4 @@
-"""The hosts of a SageMaker job, as one of them reads them, and such a job on one machine (`kd-launch --local`)."""
+"""The hosts of a SageMaker job, read on one of them; such a job on one machine (`kd-launch --local`)."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from kd.files.json_file import read_json
 
 INPUT = Path("/opt/ml/input/config")
 RAY, TORCH = 6379, 29500  # ports of the first trainer: Ray, torch's rendezvous
-MARK = "KD_HOST"  # the environment variable of all processes that a host starts, and of their children
-RUN_MARK = "KD_RUN"  # the environment variable of all processes of a local job
-LEAVE_SECONDS = 30.0  # how long a host may take to end after the training has ended
+MARK = "KD_HOST"  # environment variable of all processes of a host, inherited by children
+RUN_MARK = "KD_RUN"  # environment variable of all processes of a local job
+LEAVE_SECONDS = 30.0  # seconds in which a host must end after the training
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Hosts:
 
     @property
     def first(self) -> str:
-        """The trainer that the others meet at."""
+        """The trainer at which the others rendezvous."""
         return self.trainers[0]
 
 
 def read_hosts(environ: Mapping[str, str] = os.environ, file: Path = INPUT / "resourceconfig.json") -> Hosts:
-    """Return the hosts of this job, by SageMaker's variables or its file. Groups that begin with `data` decode."""
+    """Return the hosts of this job from SageMaker's variables or file. Groups whose names begin with `data` decode."""
     try:
         config = _resource_config(environ, file)
         me = str(config.get("current_host") or "localhost")
@@ -73,7 +73,7 @@ def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
-    """Return the hyperparameters of a job as sorted `key=value`, without those that SageMaker adds."""
+    """Return the hyperparameters of a job as sorted `key=value`, without SageMaker's own."""
     remedy = "Give CONFIG key=value instead"
     try:
         content = read_json(file, "train", remedy, kind=BackendError)
@@ -99,7 +99,7 @@ def accelerated() -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that no process uses now."""
+    """Return free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -108,12 +108,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def marks(mark: str, name: str = MARK) -> dict[str, str]:
-    """Return the variables by which `marked` finds a process: two, because Ray's agents overwrite one of them."""
+    """Return the environment variables by which `marked` finds a process: two, because Ray's agents overwrite one."""
     return {name: mark, f"{name}_AGAIN": mark}
 
 
 def marked(mark: str, name: str = MARK) -> Iterator[int]:
-    """Yield the running processes with one of these `marks` in their environment, daemons too, except this one."""
+    """Yield the running processes (except this one) with one of these `marks` in their environment."""
     wanted = {f"{key}={value}".encode() for key, value in marks(mark, name).items()}
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
@@ -122,7 +122,7 @@ def marked(mark: str, name: str = MARK) -> Iterator[int]:
 
 
 def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
-    """End the marked processes, by SIGTERM and after `grace` seconds by SIGKILL, and return how many there were."""
+    """End the marked processes by SIGTERM, after `grace` seconds by SIGKILL; return their number."""
     pids, deadline = set(marked(mark, name)), time.monotonic() + grace
     signal_all(pids, signal.SIGTERM)
     while (left := list(marked(mark, name))) and time.monotonic() < deadline + grace:
@@ -133,7 +133,7 @@ def end_marked(mark: str, name: str = MARK, grace: float = 3.0) -> int:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each of these processes that still runs."""
+    """Send a signal to those processes that still run."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -158,7 +158,7 @@ class LocalJob:
             "SM_INSTANCE_GROUPS_DICT": json.dumps(listed),
             "KD_PORTS": ",".join(str(port) for port in free_ports(2)),
             "KD_DECODERS": os.environ.get("KD_DECODERS", str(max(1, cores() // len(hosts)))),
-            "RAY_AUTH_MODE": "token",  # of Ray, which listens on all interfaces
+            "RAY_AUTH_MODE": "token",  # else Ray listens on all interfaces
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
         self.processes: dict[str, subprocess.Popen[Any]] = {}

@@ -1,4 +1,4 @@
-"""The Ray cluster that the variable RAY_ADDRESS names. Ray is an extra: import this file only where it is named."""
+"""The Ray cluster at RAY_ADDRESS. Ray is an extra: import this file only if it is needed."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def connect(where: str) -> None:
     if ray.is_initialized():
         return
     address, remedy = os.environ["RAY_ADDRESS"], "Start with kd-launch, or see docs/scale.md"
-    # Ray puts its own handler in the place of ours, which writes a checkpoint.
+    # Ray replaces kd's handler, which writes a checkpoint.
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, namespace="kd", log_to_driver=False, configure_logging=False)
@@ -32,7 +32,7 @@ def connect(where: str) -> None:
 
 
 def joined_hosts(wanted: int, seconds: float) -> int:
-    """Return how many hosts the cluster has, as soon as it has the wanted number or these seconds have passed."""
+    """Wait until the cluster has the wanted number of hosts or the time is over; return its number of hosts."""
     connect("backend")
     deadline = time.monotonic() + seconds
     while (joined := sum(node["Alive"] for node in ray.nodes())) < wanted and time.monotonic() < deadline:
@@ -42,7 +42,7 @@ def joined_hosts(wanted: int, seconds: float) -> int:
 
 
 def decoding_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of the packages and libraries that decode an image here, and of `packages`."""
+    """Return the versions of this host's decoding packages and libraries, and of `packages`."""
     libraries = ["jpg", "libjpeg_turbo", "webp", "zlib", *(["avif"] if "avif" in features.modules else [])]
     decoders = {name: features.version(name) or "" for name in libraries}
     return versions("kd", *packages, "numpy", "pillow", "pillow-heif") | decoders

@@ -1,8 +1,7 @@
-"""`data.loader: ray`: batches from decoders on all hosts of a Ray cluster, the bits and the order of the local loader.
+"""`data.loader: ray`: batches from decoders on all hosts of a Ray cluster, bit-identical to the local loader's.
 
 Ray places the decoders and restarts them (`kd.cluster.decoders`). An image is a pure function of (seed, view, id), so a
-call may be made twice, elsewhere or here. Each rank has its own queue of calls, and waits for none longer than the
-deadline.
+call may be repeated on any host. Each rank has its own queue of calls, and waits for a call at most until the deadline.
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ from kd.core.errors import KdError, RunError
 from kd.core.types import TENSORS, Batch
 from kd.data.loader import Fetch, LocalLoader, Request, Share
 
-CHUNK = 32  # images of one call at most: enough to share the cost of a call, few enough to spread over decoders
+CHUNK = 32  # most images per call: enough to amortize a call, few enough to spread over decoders
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ class RemoteLoader(LocalLoader):
         pin_memory: bool = False,
         max_skipped: float = 1.0,
     ) -> None:
-        """Load dataset `number` of a pool; the other arguments are those of `LocalLoader`."""
+        """Load dataset `number` of a pool; other arguments as in `LocalLoader`."""
         super().__init__(dataset, share, 0, max_skipped=max_skipped)
         self.pool, self.number, self.pin_memory = pool, number, pin_memory
         self.workers = max(1, len(pool.slots) // share.world_size)
@@ -53,7 +52,7 @@ class RemoteLoader(LocalLoader):
             log.info("%s: %d images of this pass were made by the trainer itself", WHERE, made)
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
-        """Yield the batches of the current requests; keep a window of calls waiting at the decoders."""
+        """Yield the batches of the current requests; keep a window of calls pending at the decoders."""
         waiting = (part for request in self._requests for part in divided(request))
         calls: deque[Call] = deque()
         try:
@@ -73,7 +72,7 @@ class RemoteLoader(LocalLoader):
             self.pool.forget(calls)
 
     def _result(self, call: Call, others: deque[Call]) -> dict[str, Any] | KdError:
-        """Return the answer to a call: the decoder's, or this process's where that fails or is late."""
+        """Return the result of a call: the decoder's, or this process's if the decoder fails or is late."""
         if call.slot is None:
             return self._here(call.request)
         try:
@@ -83,14 +82,14 @@ class RemoteLoader(LocalLoader):
         except Unanswered as error:
             self._reassign(self.pool.suspect(call.slot, str(error)), others)
             return self._here(call.request)
-        # An error counts if this process gets it too: the other host may lack a file.
+        # An error counts only if this process gets it too: the other host may lack a file.
         here = self._here(call.request)
         if not isinstance(here, KdError):
             self._reassign(self.pool.drop(call.slot, f"cannot read what this one can ({answer})"), others)
         return here
 
     def _other(self, slot: RemoteDecoder, request: Request, answer: dict[str, Any]) -> RunError | None:
-        """Compare the first image of each host in a pass with this process's: its copy of the data may differ."""
+        """Compare each host's first image in a pass with this process's: its copy of the data may differ."""
         if slot.address in self._compared:
             return None
         self._compared.add(slot.address)
@@ -118,7 +117,7 @@ def divided(request: Request) -> list[Request]:
 
 
 def prefetched(items: Generator[T, None, None]) -> Iterator[T]:
-    """Yield items that a thread makes, two of them in advance; an error in the thread is raised here."""
+    """Yield items made by a thread, two in advance; an error in the thread is raised here."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="kd-ahead")
     ahead = deque(pool.submit(next, items, None) for _ in range(2))
     try:

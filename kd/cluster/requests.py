@@ -22,7 +22,7 @@ from kd.parts import registry
 if TYPE_CHECKING:
     from kd.core.facts import FileKey
 
-CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 while a job runs, and back when it starts again
+CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 during a job, and back at a restart
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
 NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
@@ -36,7 +36,7 @@ METRICS = {
     "val:agreement_percent": rf"agreement {NUMBER} %",
 }
 """Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
-SPOT_WAIT_SECONDS = 24 * 3600  # how long a job may wait for spot capacity, beside its run time
+SPOT_WAIT_SECONDS = 24 * 3600  # seconds that a job may wait for spot capacity, beside its run time
 PATTERN = re.compile(r"[{*?\[]")
 COUNT = whole_number(1, 999_999)
 
@@ -52,17 +52,17 @@ def _data_group(text: str) -> tuple[str, int]:
 class Job:
     """A training job."""
 
-    name: str  # a new one for each job
+    name: str  # unique for each job
     keys: Mapping[str, str]  # the configuration as {"section.key": value}; see `kd.config.flat`
     files: Sequence[FileKey] = ()
-    """Those that name files. They must be on S3, since a job does not see this machine's files."""
+    """Keys that name files. Their values must be on S3: a job does not see this machine's files."""
     image: str
     role: str
     output: str  # `s3://bucket/prefix` for results and checkpoints
     instance: str = option("", "TYPE")
     """Instance type of the trainers."""
     count: int = option(1, "N", COUNT)
-    """How many trainers."""
+    """Number of trainers."""
     data_group: tuple[str, int] | None = option(None, "TYPE:N", _data_group)
     """Instance type and number of hosts that only decode images."""
     backend: str = option("", "KIND")
@@ -74,7 +74,7 @@ class Job:
     volume: int = option(100, "GIB", COUNT)
     """Disk of each instance."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Laid over the request: VpcConfig, Tags, ... Its sections and lists are joined to those of the request."""
+    """Merged into the request: VpcConfig, Tags, ... Sections are merged, lists are appended."""
 
 
 def training_request(job: Job) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def training_request(job: Job) -> dict[str, Any]:
 
 
 def _joined(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay a value over another one, section by section; lists are appended."""
+    """Merge a value into another one, section by section; lists are appended."""
     joined = {**request, **extra}
     for key in request.keys() & extra.keys():
         if isinstance(request[key], dict) and isinstance(extra[key], dict):
@@ -136,7 +136,7 @@ def _instances(job: Job) -> dict[str, Any]:
 
 
 def _backend(job: Job, errors: list[KdError]) -> str:
-    """Return `backend.kind`; what is left to the machine is decided here, so that this machine can check it."""
+    """Return `backend.kind`; `auto` is resolved for the instance type here, so that this machine can check it."""
     kind = job.backend or job.keys.get("backend.kind", "auto")
     if kind == "auto":
         known = ((name, begin) for name in registry.names("backends") for begin in _facts(name).chosen_on)
@@ -158,7 +158,7 @@ def _facts(kind: str) -> BackendFacts:
 
 
 def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdError]]:
-    """Turn `s3://...` values into channels; return those, the keys with paths in the container, and what is wrong."""
+    """Turn `s3://...` values into channels; return channels, the keys with paths in the container, and errors."""
     channels, keys, errors = [], dict(job.keys), list[KdError]()
     files = {one.key: one for one in job.files}
     for key, value in {**{one.key: one.value for one in job.files}, **job.keys}.items():
@@ -185,7 +185,7 @@ def _channels(job: Job) -> tuple[list[dict[str, Any]], dict[str, str], list[KdEr
 
 
 def _not_brought(value: str, file: FileKey) -> str:
-    """Return why a job would not find a file; "": it would, or the value is a name or a URL."""
+    """Return why a job would not find a file; "" if it would, or if the value is a name or a URL."""
     own = value.startswith(("/", "~"))
     if file.within and not own:
         outside = posixpath.normpath(value).split("/")[0] == ".."
@@ -210,13 +210,13 @@ class Hosting:
     """An export on SageMaker: an endpoint or a batch transform."""
 
     name: str
-    image: str  # with kd-serve: `Dockerfile`
+    image: str  # the image with kd-serve (`Dockerfile`)
     role: str
     model: str  # `s3://.../model.tar.gz`
     instance: str = option("", "TYPE")
     """Instance type."""
     count: int = option(1, "N", COUNT)
-    """How many instances."""
+    """Number of instances."""
 
 
 def hosting_requests(hosting: Hosting) -> dict[str, dict[str, Any]]:
@@ -261,7 +261,7 @@ def transform_requests(hosting: Hosting, images: str, output: str, at_once: int)
 
 
 def validate(operation: str, request: Mapping[str, Any]) -> None:
-    """Check a request by botocore's validator, for lengths, patterns and enumerations that it skips, and by `rules`."""
+    """Check a request by botocore's validator, by `rules`, and for lengths, patterns and enumerations."""
     session, validation = (
         needed(f"botocore.{name}", "kd-launch", "boto3 is not installed", "pip install 'PATH/kd[sagemaker]'")
         for name in ("session", "validate")
@@ -277,7 +277,7 @@ def validate(operation: str, request: Mapping[str, Any]) -> None:
 
 
 def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
-    """Yield requests that botocore sends but the service would refuse."""
+    """Yield errors that botocore does not check but the service does."""
     for inner_shape, inner_value, inner_path in _children(shape, value, path):
         yield from _violations(inner_shape, inner_value, inner_path)
     kind, limits = shape.type_name, shape.metadata

@@ -24,7 +24,7 @@ class Term:
     weight: float
     loss: Any  # A `kd.core.contracts.Loss`
     facts: LossFacts
-    teacher: int = 0  # the one of several teachers whose features it reads
+    teacher: int = 0  # number of the teacher whose features it reads
 
 
 class Criterion(nn.Module):
@@ -34,9 +34,9 @@ class Criterion(nn.Module):
     """
 
     def __init__(self, terms: Sequence[Term], labelled: float = 1.0) -> None:
-        """Combine terms. `labelled` is the share of the training images whose labels are known."""
-        # Below 1, a term on labels is 0 for the others and 1 / `labelled` times as large for these, so that its mean
-        # over an epoch is that over them.
+        """Combine terms. `labelled`: share of the training images that have a label."""
+        # Below 1, a term on labels is 0 for unlabelled images and scaled by 1 / `labelled` for the others. Its mean
+        # over an epoch then equals the mean over labelled images.
         super().__init__()
         self.labelled = labelled
         self.all = tuple(terms)
@@ -45,11 +45,11 @@ class Criterion(nn.Module):
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Return every term [B] by name, unweighted, `per_image` [B] and `loss` [B]."""
-        # `per_image` is their weighted sum, detached, which sifters remember; `loss`, which is minimized, the same
-        # times `batch.weight`.
+        # `per_image` is their weighted sum, detached, for sifters. `loss`, which is minimized, is that sum times
+        # `batch.weight`.
         with torch.autocast(student.logits.device.type, enabled=False):
             known = batch
-            if self.labelled < 1:  # class 0, or the empty set, stands for no label
+            if self.labelled < 1:  # class 0 or the empty set stands in for a missing label
                 labels = {name: getattr(batch, name).clamp_min(0) for name in ("label", "partner_label")}
                 known = replace(batch, **labels)
             scores = {
@@ -74,21 +74,21 @@ class Criterion(nn.Module):
             return functools.reduce(torch.add, parts) / sum(term.weight for term in able)
 
     def projected(self, student: Outputs) -> Tensor | None:
-        """Return the student's pooled features in the first teacher's space [B, D]; None: no term maps them there."""
+        """Return the student's pooled features in the first teacher's space [B, D]; None if no term has a projector."""
         able = (term for term in self.all if term.weight and not term.teacher and term.facts.projects)
         with torch.autocast(student.logits.device.type, enabled=False):
             return next((term.loss.projected(student) for term in able), None)
 
 
 class StudentWithLoss(nn.Module):
-    """Student and criterion as one module: DDP wraps it, and so reduces learned parameters of losses too."""
+    """Student and criterion as one module, so DDP also reduces the losses' learned parameters."""
 
     def __init__(
         self, student: nn.Module, criterion: Criterion, task: Task, frozen: Frozen | None = None, image_size: int = 0
     ) -> None:
         super().__init__()
         self.student, self.criterion, self.task, self.frozen = student, criterion, task, frozen
-        self.image_size = image_size  # of whole views, pixels; 0: those of a batch are taken as they are
+        self.image_size = image_size  # side of full views, pixels; 0: a batch's images are not resized
 
     def forward(self, batch: Batch, teacher: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         with at_size(self.student, batch.image.shape[-1], self.image_size):
@@ -98,7 +98,7 @@ class StudentWithLoss(nn.Module):
 
 @contextmanager
 def at_size(model: Any, side: int, image_size: int) -> Iterator[None]:
-    """Let a classifier take images of `side` pixels as smaller ones; those of `image_size` fill its input."""
+    """Let a classifier accept smaller images of `side` pixels; images of `image_size` fill its input."""
     own = getattr(model, "input_size", 0)
     if not own or not image_size or side == image_size:
         yield

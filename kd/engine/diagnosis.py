@@ -1,6 +1,6 @@
-"""Location of the first NaN or infinity, by a replay of the failed step. A step itself checks nothing.
+"""Locate the first NaN or infinity by replaying the failed step. Regular steps check nothing.
 
-A step whose gradient is not finite changes no weight (see `Backend.step`), so that the weights are those from before.
+A step with a non-finite gradient changes no weight (see `Backend.step`), so the replay starts from the same weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from kd.engine.run import Run
 
 
 def locate_nonfinite(run: Run, error: Diverged, micros: list[Batch]) -> Diverged:
-    """Return the error with the first layer that is not finite on this rank. All ranks must call it."""
+    """Return the error, extended by the first non-finite layer on this rank. All ranks must call it."""
     run.backend.seed(seed_from(run.seed, "step", error.at[0].step, run.backend.rank))
     frozen = run.distillation.frozen
     run.distillation.train()
@@ -27,7 +27,7 @@ def locate_nonfinite(run: Run, error: Diverged, micros: list[Batch]) -> Diverged
 
 
 def _first(run: Run, micros: list[Batch]) -> str:
-    """Return the first weight, input, layer, term or gradient of a step that is not finite; "" if all of them are."""
+    """Return the first non-finite weight, input, layer, term or gradient of a step; "" if all are finite."""
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str, *values: object) -> None:
@@ -47,7 +47,7 @@ def _first(run: Run, micros: list[Batch]) -> str:
         for name, score_B in scores.items():
             note(f"loss term '{name}'", score_B)
         gradients = torch.autograd.grad(scores["loss"].mean(), list(trained.values()), allow_unused=True)
-        for name, gradient in reversed(list(zip(trained, gradients, strict=True))):  # as it flows
+        for name, gradient in reversed(list(zip(trained, gradients, strict=True))):  # in backward order
             note(f"the gradient of '{name}'", gradient)
     flags = torch.stack([flag for _, flag in found]).tolist()
     run.backend.end_step()
@@ -56,7 +56,7 @@ def _first(run: Run, micros: list[Batch]) -> str:
 
 @contextmanager
 def _watched(student: nn.Module, note: Callable[..., None]) -> Iterator[None]:
-    """Note the outputs of all layers inside, in the order in which they are computed, without compiled graphs."""
+    """Record the outputs of all layers in this block in order of computation, with compiled graphs off."""
 
     def watch(name: str) -> Callable[..., None]:
         return lambda module, inputs, output: note(f"the output of layer '{name}'", output)

@@ -17,12 +17,12 @@ from kd.engine.snapshot import average_buffers, restore, snapshot
 
 
 def train(run: Run) -> State:
-    """Distill the teacher into the student and return how far the run came."""
-    # Everything random in a step is seeded by (seed, step, rank), the data by (seed, view, id), the order by (seed,
-    # epoch): a run that is killed and resumed computes what an unbroken one does.
+    """Distill the teacher into the student and return the final state."""
+    # Random numbers in a step are seeded by (seed, step, rank), the data by (seed, view, id), the order by (seed,
+    # epoch): a killed and resumed run computes the same as an uninterrupted one.
     try:
         return _train(run)
-    except Diverged as error:  # the data of the epoch is closed by now
+    except Diverged as error:  # the epoch's data iterator is closed by now
         from kd.engine.diagnosis import locate_nonfinite  # most runs stay finite
 
         state, plan = error.at
@@ -66,7 +66,7 @@ def _train(run: Run) -> State:
 
 
 def steps_of(run: Run, plan: Plan, state: State) -> Generator[list[Batch], None, None]:
-    """Yield the micro-batches of each step of an epoch that is left: loaded, looked up, sent, sifted."""
+    """Yield the micro-batches of each remaining step of an epoch: loaded, looked up, moved, sifted."""
     view, start, steps = run.length.view(state.epoch), state.step_in_epoch, run.length.small_steps(state, plan)
     small = Small(steps, run.teacher.unanswered(view, plan.ids)) if steps else None
     loaded = run.loader.epoch(plan, view, run.sifter.first(start), small)
@@ -81,7 +81,7 @@ def steps_of(run: Run, plan: Plan, state: State) -> Generator[list[Batch], None,
 
 
 def update(run: Run, micros: list[Batch], state: State) -> dict[str, Tensor]:
-    """Make one optimizer step over the micro-batches; return means over this rank's images, still on the device."""
+    """Make one optimizer step from the micro-batches; return means over this rank's images, on the device."""
     sums: dict[str, Tensor] = {}
     before = statistics(run) if run.skip_nonfinite else []
     with run.distillation.frozen.held(state) if run.distillation.frozen is not None else nullcontext():
@@ -104,7 +104,7 @@ def backward(run: Run, micros: list[Batch], sums: dict[str, Tensor]) -> None:
         with run.backend.no_sync(run.module) if more else nullcontext():
             with run.span("forward"), run.backend.autocast():
                 logits_BC, scores = run.module(batch, teacher)
-            with run.span("backward"):  # the last micro-batch's holds the reduction of the gradients too
+            with run.span("backward"):  # the last micro-batch's backward includes the gradient reduction
                 (scores["loss"].mean() / len(micros)).backward()
         with run.span("sifting"):
             run.sifter.observe(batch.ids, scores.pop("per_image").nan_to_num(0.0, 0.0, 0.0))
@@ -115,7 +115,7 @@ def backward(run: Run, micros: list[Batch], sums: dict[str, Tensor]) -> None:
 
 
 def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
-    """Return the student's statistics of images (batch norm's), each with a copy; no optimizer protects them."""
+    """Return the student's running statistics (batch norm), each with a copy: a skipped step must restore them."""
     buffers = run.distillation.student.named_buffers()
     saved = run.distillation.student.state_dict().keys()
     return [(b, b.clone()) for name, b in buffers if name in saved and b.is_floating_point()]
@@ -139,7 +139,7 @@ def evaluate_and_checkpoint(run: Run, state: State, stop: Stopping, evaluating: 
 
 def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
     """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
-    # An evaluation takes longer than a run that is asked to stop may have, so it is then given up.
+    # An evaluation may take longer than a stopping run has left, so it is then abandoned.
     stop.restart()
     with run.average.applied() if run.average is not None else nullcontext():
         values = {} if stop.agreed else run.evaluator(run.distillation.student, stop=stop)
@@ -148,7 +148,7 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
         return replace(state, unevaluated=True), False
     decisive = values[run.evaluator.selection_metric]
     improved = decisive > state.best
-    small = run.length.share(state) < run.length.small_until  # `patience` begins where images have their size
+    small = run.length.share(state) < run.length.small_until  # `patience` begins with full-size images
     no_better = 0 if improved or small else state.no_better + 1
     state = replace(state, best=max(state.best, decisive), no_better=no_better, unevaluated=False)
     run.store.log("val", state, values)
@@ -164,5 +164,5 @@ def advance(state: State, images: int, steps_in_epoch: int) -> State:
 
 
 def due(every: int, state: State) -> bool:
-    """Return whether something that happens every `every` steps is due; 0: at the end of each epoch."""
+    """Return whether an action with interval `every` steps is due; 0: at the end of each epoch."""
     return state.step % every == 0 if every else state.step_in_epoch == 0

@@ -12,19 +12,19 @@ from kd.core.host import cpu_seconds
 from kd.core.types import Plan, State
 from kd.engine.run import Run
 
-# The same command would resume from the last checkpoint and diverge in the same step again.
+# The same command would resume from the last checkpoint and diverge at the same step again.
 LOWER = (
     "Choose another run.name with a lower optimizer.lr, with optimizer.clip_grad_norm or with backend.precision=fp32"
 )
 AFTER_DIVERGING = f"{LOWER}; or go on without such steps with optimizer.on_nonfinite=skip"
 AFTER_SKIPPING = f"{LOWER}; optimizer.on_nonfinite=error names the first layer"
-MOST_SKIPPED = 10  # steps in a row that may be skipped: a run that has diverged makes no good step any more
+MOST_SKIPPED = 10  # most skipped steps in a row: a diverged run does not recover
 
 
 class Meter:
     """Keep a few numbers of each step on the device; `flush` sums them and waits for the device."""
 
-    # They are not summed as they come: on XLA the first step of a window would then be another graph than the others.
+    # Not summed at once: on XLA the first step of a window would then have another graph than the others.
 
     def __init__(self, run: Run, state: State) -> None:
         self.run, self.since = run, state
@@ -33,7 +33,7 @@ class Meter:
         self.teacher_images = run.teacher.images
         self.clock, self.spent = time.perf_counter(), cpu_seconds()
 
-    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:  # the state is that before the step
+    def add(self, values: dict[str, Tensor], state: State, plan: Plan) -> None:  # the state before the step
         self.rows.append(values)
         self.places.append((state, plan))
 
@@ -52,7 +52,7 @@ class Meter:
             *means, cpu = torch.cat([mean[:-1] / steps, mean[-1:]]).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
-        self.run.teacher.flush()  # before the terms are judged: it names outputs that are not finite
+        self.run.teacher.flush()  # before the terms are checked: it reports non-finite outputs
         skipped, in_a_row = 0, 0
         if not all(map(math.isfinite, means)):
             values, skipped, in_a_row = self._applied()
@@ -76,10 +76,10 @@ class Meter:
         return state
 
     def _applied(self) -> tuple[dict[str, float], int, int]:
-        """Return the means of the steps that were applied, how many were not, and how many of those end the window."""
+        """Return the means of the applied steps, the number of skipped steps, and how many of these end the window."""
         names, run = list(self.rows[0]), self.run
         table_SN = torch.stack([torch.stack([row[name].float() for name in names]) for row in self.rows])
-        table_SN = run.backend.reduce_mean(table_SN).cpu()  # only here: with all numbers finite one row is reduced
+        table_SN = run.backend.reduce_mean(table_SN).cpu()  # only here: if all numbers are finite, one row is reduced
         wrong_SN = ~table_SN.isfinite()
         skipped_S = wrong_SN[:, names.index("grad_norm")] & run.skip_nonfinite
         in_a_row, longest = self.since.skipped, 0
@@ -98,7 +98,7 @@ class Meter:
 
     def log_epoch(self, state: State, plan: Plan, steps: int) -> None:
         """Log an epoch's plan: images trained, and the effective sample size."""
-        # The time is this process's clock; the device is not waited for.
+        # The time is the host's; there is no device sync.
         open_window = time.perf_counter() - self.clock if self.rows else 0.0
         weights_N = plan.weights.double()
         values = {"candidates": float(len(plan.ids)), "trained": float(steps * self.run.length.batch_size)}
@@ -106,7 +106,7 @@ class Meter:
         self.run.store.log("epoch", replace(state, seconds=state.seconds + open_window), values)
 
     def resume(self) -> None:
-        """Restart the clock where a flush ended the window: evaluation and checkpoints are not training."""
+        """Restart the clock after evaluation and checkpoints, which are not training time."""
         if not self.rows:
             self.clock, self.spent = time.perf_counter(), cpu_seconds()
             self.teacher_images = self.run.teacher.images
@@ -120,7 +120,7 @@ def require_applied(state: State) -> None:
 
 
 class Diverged(NonFiniteLoss):
-    """Terms are not finite in a step of this run."""
+    """Non-finite terms in a step of this run."""
 
     at: tuple[State, Plan]  # the state before the first such step, and its epoch's plan
 

@@ -30,7 +30,7 @@ def groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, 
 
 
 def scaled(groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, float]) -> list[dict[str, Any]]:
-    """Divide parameter groups until each has one learning rate: `lr_scale` times the factor of each parameter."""
+    """Split parameter groups so that each has one learning rate: `lr_scale` times the parameters' factor."""
     found = []
     for group in groups:
         rates: dict[float, list[nn.Parameter]] = {}
@@ -44,7 +44,7 @@ def scaled(groups: Iterable[dict[str, Any]], factors: Mapping[nn.Parameter, floa
 class Schedule:
     """Linear warm-up, then cosine decay (arXiv:1608.03983, without restarts) or a constant rate."""
 
-    # It has no state: the rate is a function of the progress, so checkpoints do not contain it.
+    # Stateless: the rate is a function of the progress, so checkpoints do not contain it.
 
     lr: float  # peak learning rate
     warmup: float  # length of the warm-up as a share of the run, 0 to 1
@@ -60,7 +60,7 @@ class Schedule:
         return self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * after)) / 2
 
     def apply(self, optimizer: torch.optim.Optimizer, progress: float) -> float:
-        """Set the learning rate of all groups, each times its `lr_scale`, and return the one without."""
+        """Set the learning rate of all groups, each times its `lr_scale`; return the unscaled rate."""
         lr = self.lr * self.factor(progress)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -71,7 +71,7 @@ class EMA:
     """Keep an exponential moving average of a module's parameters and buffers."""
 
     # average <- decay * average + (1 - decay) * weight. The decay is at most (1 + step) / (10 + step), so that the
-    # random initial weights lose their share early. Cost: one foreach call per step, and a float32 copy of the student.
+    # initial weights fade early. Cost: one foreach call per step, and a float32 copy of the student.
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -108,15 +108,15 @@ class EMA:
 
 
 class Frozen:
-    """Hold parameters still, and batch norm's statistics, in the first epochs or in the whole run."""
+    """Freeze parameters and batch norm statistics, in the first epochs or the whole run."""
 
-    # What is frozen in a step is a function of the epoch, so that checkpoints do not contain it. Without a gradient an
-    # optimizer passes a parameter over: neither weight decay nor momentum moves it, and an average of it stays. For a
-    # part of the run gradients are computed and dropped, because DDP reduces what it was built with.
+    # The frozen set is a function of the epoch, so checkpoints do not contain it. An optimizer skips a parameter
+    # without a gradient: neither weight decay nor momentum changes it. If only some epochs are frozen, gradients are
+    # computed and dropped, because DDP reduces the parameters that it was built with.
 
     def __init__(self, network: nn.Module, patterns: Sequence[str], epochs: int) -> None:
         """Freeze the parameters of a network whose names match one of the patterns (fnmatch), for `epochs` epochs."""
-        # 0 epochs: for the whole run, and no gradients are computed.
+        # 0 epochs: the whole run, without computing gradients.
         named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
         matching = {id(t) for name, t in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
         self.network, self.epochs = network, epochs
@@ -133,14 +133,14 @@ class Frozen:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are held, as they are now: a network that moves to an XLA device gets others."""
+        """The frozen parameters, looked up anew: moving a network to an XLA device replaces them."""
         return [parameter for name, parameter in self.network.named_parameters() if name in self.names]
 
     def holds(self, state: State) -> bool:  # in the step after this state
         return not self.epochs or state.epoch < self.epochs
 
     def statistics(self, state: State) -> list[Tensor]:
-        """Return the buffers that no step moves after this state."""
+        """Return the buffers that stay frozen after this state."""
         return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)] if self.holds(state) else []
 
     @contextmanager

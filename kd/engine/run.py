@@ -19,9 +19,9 @@ from kd.core.types import Batch, Plan, State, TeacherOutputs
 from kd.engine.criterion import StudentWithLoss
 from kd.engine.optim import EMA, Schedule
 
-STOP_SECONDS = 1.0  # about how long a rank waits before it tells the others. torchrun kills 30 s after its signal.
-MOST_PLANNED = 1000  # epochs whose steps a sifter counts: they take a second at most
-STOP_CALLS = 50  # calls between two reductions at most, in case the next calls are slower than the last
+STOP_SECONDS = 1.0  # seconds until a rank's signal reaches the other ranks; torchrun kills 30 s after its signal
+MOST_PLANNED = 1000  # most epochs for which the sifter counts steps: takes up to a second
+STOP_CALLS = 50  # most calls between two reductions, in case later calls are slower
 
 Span = Callable[[str], AbstractContextManager[object]]
 """`with span(NAME):` around a part of a step: data, sifting, teacher, forward, backward, optimizer, wait, evaluation,
@@ -31,7 +31,7 @@ Window = Callable[[State], Mapping[str, float]]
 
 
 def never() -> bool:
-    """The run is never asked to stop."""
+    """Never request a stop."""
     return False
 
 
@@ -67,24 +67,24 @@ class RunStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """How long the run is and how often things happen."""
+    """Length and intervals of the run."""
 
     epochs: int
     steps: int  # 0: `epochs` decides
     batch_size: int  # images per optimizer step, all ranks
-    views: int  # of an image; epoch e shows view `e mod views`. 0: a fresh one every epoch.
+    views: int  # views per image; epoch e shows view `e mod views`. 0: a fresh view every epoch.
     every: Intervals
-    patience: int = 0  # evaluations in a row without a better score that end the run; 0: none do
-    small_until: float = 0.0  # share of the run in which images are small
+    patience: int = 0  # evaluations in a row without a better score that end the run; 0: never
+    small_until: float = 0.0  # first share of the run, with small images
 
     def progress(self, state: State, steps_in_epoch: int) -> float:
-        """Return the share of the run that is done in the middle of the next step, 0 to 1."""
+        """Return the progress of the run in the middle of the next step, 0 to 1."""
         if self.steps:
             return min(1.0, (state.step + 0.5) / self.steps)
         return min(1.0, (state.epoch + (state.step_in_epoch + 0.5) / steps_in_epoch) / self.epochs)
 
     def share(self, state: State) -> float:
-        """Return the share of the run that was done when the current epoch began, 0 to 1."""
+        """Return the progress of the run at the start of the current epoch, 0 to 1."""
         if self.steps:
             return min(1.0, (state.step - state.step_in_epoch) / self.steps)
         return state.epoch / self.epochs
@@ -98,7 +98,7 @@ class RunLength:
             return self.progress(replace(state, step=begin + step, step_in_epoch=step), steps)
 
         number = bisect_left(range(steps), self.small_until, key=share)
-        if plan.steps:  # a step may have images of several steps of the plan: an epoch has one size
+        if plan.steps:  # a step may have images from several steps of the plan, so an epoch has one size
             return candidates if 2 * number >= steps else 0
         return number
 
@@ -110,7 +110,7 @@ class RunLength:
         return done or self.gave_up(state)
 
     def planned(self, sifter: Sifter) -> list[int]:
-        """Return the steps of each epoch, as the sifter plans them; after `MOST_PLANNED` all have those of the last."""
+        """Return the steps of each epoch, as the sifter plans them; epochs after `MOST_PLANNED` repeat the last."""
         made, total = list[int](), 0
         while total < self.steps if self.steps else len(made) < self.epochs:
             known = len(made) < MOST_PLANNED
@@ -143,30 +143,29 @@ class Run:
     evaluator: Evaluator
     store: RunStore
     logger: Logger
-    skip_nonfinite: bool = False  # go on after a step whose gradient is not finite; such a step is never applied
-    span: Span = nullcontext  # marks what the loop is doing; free without a listener
-    window: Window = lambda state: {}  # ends a log window of the listener
+    skip_nonfinite: bool = False  # go on after a step with a non-finite gradient, which is never applied
+    span: Span = nullcontext  # marks the loop's current part; free without a listener
+    window: Window = lambda state: {}  # ends the listener's log window
     stop: Callable[[], bool] = never
-    """Asked at the end of each step and in evaluations: write a checkpoint now and raise Interrupted."""
+    """Called after each step and in evaluations; True: write a checkpoint now and raise Interrupted."""
 
 
 class Stopping:
-    """Ask `run.stop` after each step, or each batch of an evaluation, on all ranks alike."""
+    """Evaluates `run.stop` after each step or evaluation batch, with the same result on all ranks."""
 
-    # A single process looks every time. Several reduce the result, which waits for the device, about every
-    # `STOP_SECONDS`. The number of calls between two reductions follows from a reduced time, so that it is the same on
-    # all ranks.
+    # A single process checks every time. Several reduce the result about every `STOP_SECONDS`, since that syncs the
+    # device. The number of calls between two reductions follows from a reduced time, so it is equal on all ranks.
 
     def __init__(self, run: Run) -> None:
         self.run, self.agreed = run, False
         self.restart()
 
     def restart(self) -> None:
-        """Reduce at the next call: from here on a call takes another time."""
+        """Reduce at the next call, because the time per call changes."""
         self._every, self._calls, self._clock = 1, 0, time.perf_counter()
 
     def __call__(self) -> bool:
-        """Return whether all ranks stop here. All ranks must call it equally often."""
+        """Return whether all ranks stop now. All ranks must call it equally often."""
         backend = self.run.backend
         if backend.world_size == 1 or self.run.stop is never:  # on all ranks alike
             self.agreed = self.agreed or self.run.stop()
@@ -185,7 +184,7 @@ class Stopping:
 
 
 class Scoring:
-    """Score one step's worth of images on all ranks, without training on them. See `kd.core.contracts.Score`."""
+    """Score the images of one step on all ranks, without training. See `kd.core.contracts.Score`."""
 
     # Shape legend: A micro-batches a step on one rank, W ranks, M images of a micro-batch.
 
@@ -199,11 +198,11 @@ class Scoring:
         with self.run.span("sifting"):
             distillation.eval()  # batch norm's statistics and dropout's draws belong to training
             for batch in batches:
-                with self.run.span("teacher"):  # the step takes these outputs over
+                with self.run.span("teacher"):  # the step reuses these outputs
                     outputs = self.run.teacher(batch)
                 with backend.autocast(), shrunk(batch, shrink) as small:
                     losses.append(distillation(small, outputs)[1]["per_image"].float())
-                # no `crc`: nothing is looked up again, and the host would read which rows are kept
+                # no `crc`: there is no further lookup, and selecting rows would sync with the host
                 scored.append(replace(batch, teacher_outputs=TeacherOutputs(outputs), crc=()))
             distillation.train()
             all_AWM = torch.zeros(len(losses), backend.world_size, len(losses[0]), device=backend.device)

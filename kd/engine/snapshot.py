@@ -1,4 +1,4 @@
-"""The state of a run: weights, averages, optimizer, sifter. Nothing random, and never the teacher."""
+"""Save and restore a run: weights, averages, optimizer, sifter. No random state, and never the teacher."""
 
 import hashlib
 import zlib
@@ -13,15 +13,14 @@ from kd.core.types import State
 from kd.engine.meter import AFTER_DIVERGING
 from kd.engine.run import Run
 
-DIGEST = 8  # bytes of a hash that are compared; each is sent as a float32, which holds it exactly
+DIGEST = 8  # compared bytes of a hash; each is sent as a float32, which is exact
 
 
 @torch.no_grad()
 def average_buffers(run: Run, state: State) -> None:
-    """Average over the ranks the statistics that each gathers from its own images (batch norm's)."""
-    # Weights are equal on all ranks at any time; these are not, and an evaluation or a checkpoint must not depend on
-    # which rank is asked. Constants that no checkpoint holds are left alone, and so is what is frozen: a mean of three
-    # equal numbers may have other bits.
+    """Average the batch norm statistics over the ranks."""
+    # Each rank gathers them from its own images, but an evaluation or a checkpoint must not depend on the rank. Buffers
+    # without checkpoint and frozen ones are not averaged: a mean of three equal numbers may have other bits.
     if run.backend.world_size == 1:
         return
     student, frozen = run.distillation.student, run.distillation.frozen
@@ -41,7 +40,7 @@ def average_buffers(run: Run, state: State) -> None:
 def snapshot(run: Run, state: State, best: bool) -> None:
     """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
     weights = {name: tensor for name, tensor in run.distillation.state_dict().items() if tensor.is_floating_point()}
-    finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # all ranks hold the same
+    finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # equal on all ranks
     if not all(finite):
         name = list(weights)[finite.index(False)]
         wrong = f"the student's '{name}' became NaN or infinite in step {state.step} or before"
@@ -54,14 +53,14 @@ def snapshot(run: Run, state: State, best: bool) -> None:
         tensors |= {f"sifter.{name}": value for name, value in sifter.items()}
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
-            kept = {name: value for name, value in entries.items() if not isinstance(value, bool)}  # muon's, of shapes
+            kept = {name: value for name, value in entries.items() if not isinstance(value, bool)}  # muon's shapes
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in kept.items()}
         run.store.checkpoint(state, tensors, info, best)
     run.backend.barrier()
 
 
 def restore(run: Run) -> State:
-    """Load the newest checkpoint into the run's parts, on every rank; a fresh run starts at State()."""
+    """Load the newest checkpoint into the run's parts on every rank; a fresh run starts at State()."""
     found = run.store.restore()
     content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
     if not agree(run.backend, content):
@@ -74,7 +73,7 @@ def restore(run: Run) -> State:
     state, tensors, info = found
     try:
         run.distillation.load_state_dict(_under("model.", tensors))
-    except RuntimeError as error:  # names or shapes differ: the file is the same, so the code is not
+    except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed
         wrong = f"the checkpoint of step {state.step} does not fit the student's network, whose code has changed since"
         raise RunError("student.model", wrong, "", "Undo the change, or start a new run") from error
     if run.average is not None:
@@ -94,7 +93,7 @@ def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def agree(backend: Backend, content: str) -> bool:
-    """Return whether every rank passed rank 0's text; all ranks must call this, and all get the same answer."""
+    """Return whether every rank passed rank 0's text. All ranks must call this; all get the same result."""
     if backend.world_size == 1:
         return True
     digest = hashlib.sha256(content.encode()).digest()[:DIGEST]

@@ -1,1 +1,1 @@
-"""Where the time of a run goes: timeline, samples of the machine, profiler, rules. The loop does not import it."""
+"""Timing of a run: timeline, samples of the machine, profiler, rules. The loop does not import it."""

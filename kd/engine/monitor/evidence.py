@@ -10,21 +10,21 @@ from kd.engine.monitor.timeline import APART, summed
 
 Row = Mapping[str, Any]
 
-MIN_SAMPLES = 5  # samples of the machine from which a mean load is formed
+MIN_SAMPLES = 5  # fewest samples of the machine for a mean load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Facts of a run that its rows do not hold."""
+    """Facts of a run that are not in its rows."""
 
     device: str = "cpu"
-    cores: int = 1  # of the machine, for all of its ranks
+    cores: int = 1  # cores of the machine, for all its ranks
     local_ranks: int = 1
-    workers: int = 0  # data workers of one rank
+    workers: int = 0  # data workers per rank
     batch_size: int = 1
     store: str = "none"
     epochs: float = 2.0
-    evaluate: int = 0  # steps between two evaluations; 0: not known
+    evaluate: int = 0  # steps between two evaluations; 0: unknown
     checkpoint: int = 0
 
     @property
@@ -33,12 +33,12 @@ class Facts:
 
     @property
     def room(self) -> int:
-        """Data workers that leave one core to the step; none on a CPU of two cores, where any takes from the step."""
+        """Most data workers that leave a core for the step; 0 on a CPU with two cores."""
         return 0 if self.device == "cpu" and self.share <= 2 else max(1, self.share - 1)
 
     @property
     def new_store(self) -> str:
-        """A `data.store` that all ranks of a host can share; "" where one is set or each image is read once."""
+        """A `data.store` that all ranks of a host can share; "" if one is set or each image is read once."""
         return "" if self.store != "none" or self.epochs < 2 else "ram" if self.local_ranks == 1 else "disk"
 
 
@@ -47,7 +47,7 @@ class Finding:
     """One entry of findings.json."""
 
     rule: str
-    severity: str  # "warning" where at least a fifth of the time may be saved, else "info"
+    severity: str  # "warning" if at least a fifth of the time may be saved, else "info"
     evidence: str
     threshold: str
     advice: str
@@ -76,7 +76,7 @@ class Evidence:
         return {name: value / count for name, value in total.items() if name not in APART}
 
     def loading(self, rank: int = 0) -> Loading:
-        """Return the milliseconds of loading of a steady step; zeros where nothing was counted."""
+        """Return the loading time of a steady step, ms; zeros if it was not counted."""
         total, count = summed([row.get("loading_ms", {}) for row in self.steady(rank)]), max(1, self.steps(rank))
         return Loading(**{name: value / count for name, value in total.items()})
 
@@ -86,7 +86,7 @@ class Evidence:
         return [sample for sample in self.samples if begin <= sample["time"] <= end]
 
     def mean(self, read: Callable[[Row], float]) -> float | None:
-        """Return the mean of a number over these samples; None where there are too few."""
+        """Return the mean of a value over these samples; None if there are too few."""
         values = [read(sample) for sample in self.during()]
         return statistics.mean(values) if len(values) >= MIN_SAMPLES else None
 
@@ -94,7 +94,7 @@ class Evidence:
         return self.mean(lambda sample: statistics.mean(sample["cpu"] or [0.0]))
 
     def others(self) -> float:
-        """Return the share of the machine's cores that other programs use; ranks are taken to be alike."""
+        """Return the share of the machine's cores used by other programs, if all ranks use as much as this one."""
         cores, ranks = max(1, self.facts.cores), self.facts.local_ranks
         own = self.mean(lambda sample: ranks * (sample["process_cpu"] + sample["workers_cpu"])) or 0.0
         return max(0.0, (self.load() or 0.0) / 100 - own / (100 * cores))

@@ -13,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 from kd.core.errors import RunError
 from kd.files.storage import log, write_json, write_text
 
-TOP = 30  # operators that operators.txt lists
-USER_SCOPE = 7  # torch's number of a range that a program marked, which is no operator
+TOP = 30  # operators in operators.txt
+USER_SCOPE = 7  # torch's number of a range marked by a program; it is not an operator
 DTYPES = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64"}
 
 
 class Profiler:
-    """Profile the steps from `first` to `last`, both included, into a folder. Steps count from the start of the run."""
+    """Profile the steps `first` to `last` (inclusive, counted from the start of the run) into a folder."""
 
     def __init__(
         self, steps: Sequence[int], folder: Path, cuda: bool, span: Callable[[str], AbstractContextManager[object]]
@@ -33,7 +33,7 @@ class Profiler:
 
     def step(self, number: int) -> None:
         if self.first <= number <= self.last and self._running is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it reports a missing GPU as an error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it logs a missing GPU as an error
             activities = [ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(ProfilerActivity.CUDA)

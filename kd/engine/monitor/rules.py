@@ -1,4 +1,4 @@
-"""Rules that name what slows a run down, after SageMaker Debugger's: functions from rows to a finding or None.
+"""Rules that find bottlenecks, after SageMaker Debugger's: functions from rows to a finding or None.
 
 Each threshold is a constant with its reason. Each finding names one configuration key and a value to try.
 """
@@ -13,40 +13,40 @@ from kd.core.types import Loading
 from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
 from kd.engine.monitor.timeline import summed
 
-MIN_STEPS = 20  # steady steps before a rule speaks: one log window by default
+MIN_STEPS = 20  # steady steps before rules apply: one log window by default
 DATA_WAIT = 0.10
-"""Share of a step. Below it at most a tenth can be saved, which is as much as a busy neighbour changes."""
+"""Share of a step that waits for data. Below it at most a tenth can be saved, no more than noise from a busy
+machine."""
 LOADERS_BUSY = 0.7
-"""Share of the time in which loader processes load. Below it they have time to spare, and a step that waits does so for
-another reason: the first batch of an epoch, or a batch on its way between processes."""
+"""Share of the time in which loader processes load. Below it they are partly idle, and a waiting step has another
+cause: the first batch of an epoch, or transfer between processes."""
 READING = 0.5
-"""Share of the loading in which it neither computes nor waits for a core: from here on, bytes are the larger part."""
+"""Share of the loading time spent neither computing nor waiting for a core; above it, reading dominates."""
 CROWDED = 0.10
-"""Share of the run's own use of the cores that surplus workers must have; below it they cost the step little."""
+"""Share of the run's CPU use that surplus workers must have; below it they hardly slow the step."""
 FULL_CORES = 90.0  # percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
 LOW_GPU = 70.0
-"""Percent, of the mean sample. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
+"""Percent of mean GPU load. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
 HALF_MEMORY = 0.5  # share of a GPU's memory: a batch twice as large still fits
 FIXED_SHARE = 0.20
-"""Share of a step, fixed overhead as a share of non-data step time. Twice the batch then saves a
-tenth of the time of an image."""
-IMBALANCE = 1.2  # slowest rank against the median of the others. SageMaker's LoadBalancing has a threshold of 0.2.
+"""Fixed overhead as a share of non-data step time. Doubling the batch then saves a tenth of the time per image."""
+IMBALANCE = 1.2  # slowest rank relative to the median of the others. SageMaker's LoadBalancing has a threshold of 0.2.
 GROWTH, GROWTH_MIB = 0.05, 64.0
 """Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
 while its allocators settle."""
-SHARED = 0.20  # share of the machine's cores. Where other programs use more, they may be why a rank is late.
+SHARED = 0.20  # share of the machine's cores. If other programs use more, they may delay a rank.
 APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
-"""Shares of the time after the set-up. They are for the run's safety, and half of them are seldom missed."""
+"""Largest shares of the time after the set-up. Half as many evaluations or checkpoints are seldom missed."""
 FORWARD = 0.5
-"""Share of a step. A backward pass takes twice as long as its forward pass, so the forward pass of a usual step has at
-most a third. More, and twice as long as the backward pass: something computes without gradients, or in Python."""
-PROFILED = 6  # steps of a profile that is advised
+"""Share of a step. A backward pass takes twice as long as its forward pass, so the forward pass usually takes at most a
+third. If it takes more, and twice as long as the backward pass, something runs without gradients or in Python."""
+PROFILED = 6  # steps of an advised profile
 SERIOUS = 0.20
-"""Share of the time that may be saved; from here on a finding is a warning, and is printed while the run goes."""
+"""Share of the time that may be saved above which a finding is a warning, printed during the run."""
 
 
 class Advice(NamedTuple):
-    """One key of the configuration, a value to try, and what that does."""
+    """A key of the configuration, a value to try, and its effect."""
 
     key: str
     value: Any
@@ -65,19 +65,19 @@ def _finding(rule: str, saves: float, evidence: str, threshold: str, advice: Adv
 
 
 class Wait(NamedTuple):
-    """How long a step waits for its data because loading is slow."""
+    """The time that a step waits for data because loading is slow."""
 
     ms: float
     step_ms: float
     share: float
-    loading: Loading  # of a step's images, milliseconds, one after the other
-    reading: float  # share of the loading that waits for bytes
+    loading: Loading  # sequential loading time of a step's images, milliseconds
+    reading: float  # share of the loading time that waits for bytes
     text: str
-    parts: str  # of the loading, and what decoding less would save
+    parts: str  # parts of the loading time, and the saving from decoding less
 
 
 def data_wait(evidence: Evidence) -> Wait | None:
-    """Return the wait for data; None where it is short, or where loading is not its cause or is not known."""
+    """Return the wait for data; None if it is short, or if loading is not known to be its cause."""
     step, facts, loading = evidence.step(), evidence.facts, evidence.loading()
     step_ms, data = sum(step.values()), step.get("data", 0.0)
     if evidence.steps() < MIN_STEPS or data < DATA_WAIT * step_ms or not loading.seconds:
@@ -117,7 +117,7 @@ def dataloader(evidence: Evidence) -> Finding | None:
 
 
 def io_bottleneck(evidence: Evidence) -> Finding | None:
-    """The step waits for bytes: what loads does not compute."""
+    """The step waits for bytes: the loaders mostly wait for reads."""
     wait, facts = data_wait(evidence), evidence.facts
     if wait is None or wait.reading < READING:
         return None
@@ -130,7 +130,7 @@ def io_bottleneck(evidence: Evidence) -> Finding | None:
 
 
 def cpu_bottleneck(evidence: Evidence) -> Finding | None:
-    """The cores have no room: more loader processes than cores, or decoding that no core is left for."""
+    """The cores are full: more loader processes than cores, or no core left for decoding."""
     facts, wait, load = evidence.facts, data_wait(evidence), evidence.load()
     workers, own = (evidence.mean(lambda sample, name=name: sample[name]) for name in ("workers_cpu", "process_cpu"))
     if load is None or workers is None or own is None or evidence.steps() < MIN_STEPS:
@@ -147,7 +147,7 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
     if wait is None or wait.reading >= READING or _can_add_worker(evidence):
         return None
-    # a store saves what decoding costs: 1.1 to 1.4 times of it, since it also keeps less of a large image
+    # a store saves 1.1 to 1.4 times the decoding time, since it also shrinks large images
     saves = min(wait.ms, wait.loading.decoding / max(1, facts.workers)) / wait.step_ms
     if saves < DATA_WAIT or not facts.new_store:
         return None
@@ -157,14 +157,14 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
 
 
 def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
-    """Return the mean of the highest values, one for each rank: the run may use some GPUs of the machine, or none."""
+    """Return the mean of the highest values, one per rank: the run may use only some GPUs of the machine."""
     values = sorted((gpu[name] for gpu in sample["gpu"] if name in gpu), reverse=True)
     used = values[: evidence.facts.local_ranks] if evidence.facts.device == "cuda" else []
     return statistics.mean(used or [math.nan])
 
 
 def low_gpu_utilization(evidence: Evidence) -> Finding | None:
-    """The GPU is idle: the data come late, or the host hands over too little work at a time."""
+    """The GPU is idle: data arrive late, or the host launches too little work at a time."""
     load = evidence.mean(lambda sample: _gpu(evidence, sample, "utilization"))
     if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
         return None
@@ -179,7 +179,7 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
 
 
 def gpu_memory_increase(evidence: Evidence) -> Finding | None:
-    """Memory grows from quarter to quarter of the run: the GPU's, and on a CPU the process's."""
+    """Memory (the GPU's, or on a CPU the process's) grows in every quarter of the run."""
     samples, facts = evidence.during(), evidence.facts
     on_gpu = facts.device == "cuda" and any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
     values = [_gpu(evidence, sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
@@ -206,11 +206,11 @@ def _last_steps(evidence: Evidence) -> list[int]:
 
 
 def batch_size(evidence: Evidence) -> Finding | None:
-    """A step is too small: much time does not depend on the number of images."""
+    """A step is too small: much of its time does not depend on the number of images."""
     step, facts = evidence.step(), evidence.facts
     if evidence.steps() < MIN_STEPS:
         return None
-    # a rank that is early waits in its communication for those that are late, which is no cost of the batch
+    # early ranks wait for late ones in communication, which is no cost of the batch
     ranks = [rank for rank in evidence.timelines if evidence.steps(rank)]
     needed = min(evidence.step(rank).get("communication", 0.0) for rank in ranks)
     late = step.get("communication", 0.0) - (0.0 if evidence.others() >= SHARED else needed)
@@ -221,7 +221,7 @@ def batch_size(evidence: Evidence) -> Finding | None:
         return None
     share = fixed / computing
     text = f"optimizer, communication and bookkeeping take {100 * share:.0f} % of a step of {facts.batch_size} images"
-    effect = "they then cost an image a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
+    effect = "their cost per image is then a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
     advice = Advice("data.batch_size", 4 * facts.batch_size, effect)
     return _finding("BatchSize", 0.75 * share, text, f"{100 * FIXED_SHARE:.0f} %", advice)
 
@@ -251,12 +251,12 @@ def load_balancing(evidence: Evidence) -> Finding | None:
 
 
 def time_share(evidence: Evidence) -> Finding | None:
-    """Evaluations, checkpoints or the forward pass take more of the run's own table than they should."""
+    """Evaluations, checkpoints or the forward pass take too large a share of the time."""
     rows = [row for row in evidence.timelines.get(0, ()) if row["kind"] != "setup" and row.get("clock") != "tracing"]
     total, made = summed([row.get("device_ms", row["ms"]) for row in rows]), sum(row["steps"] for row in rows)
     for name, every in (("evaluation", evidence.facts.evaluate), ("checkpoint", evidence.facts.checkpoint)):
         share = total.get(name, 0.0) / max(sum(total.values()), 1e-9)
-        if share < APART_MOST[name] or made < 2 * every or not every:  # one at the end stays, however seldom the others
+        if share < APART_MOST[name] or made < 2 * every or not every:  # the last one always happens
             continue
         rest, most = share / (1 - share), APART_MOST[name] / 2
         value = every * math.ceil(rest * (1 - most) / most)

@@ -1,4 +1,4 @@
-"""Samples of the machine while a run goes: cores, memory, disk, network, GPUs; from a thread."""
+"""Samples of the machine during a run, taken by a thread: cores, memory, disk, network, GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kd.core.host import cores
 from kd.files.storage import append_rows, log
 
 INTERVAL = 1.0  # seconds between two samples; one takes about a millisecond, which is a thousandth of one core
-CHILDREN_EVERY = 10  # samples between two looks for child processes: the system lists all of its processes for it
+CHILDREN_EVERY = 10  # samples between two searches for child processes, which list all processes of the system
 MIB = 2**20  # bytes
 
 
@@ -52,7 +52,7 @@ class Monitor:
 
 
 class Sampler:
-    """The last totals, from which a sample's rates follow, and the devices of this machine."""
+    """The previous totals, for a sample's rates, and the devices of this machine."""
 
     def __init__(self) -> None:
         affinity = getattr(psutil.Process(), "cpu_affinity", None)
@@ -61,7 +61,7 @@ class Sampler:
         self._workers: list[psutil.Process] = []
         self._gpus = Gpus()
         self._time, self._totals = time.monotonic(), self._counters()
-        psutil.cpu_percent(percpu=True)  # the first call of each has nothing to compare with
+        psutil.cpu_percent(percpu=True)  # the first call of each returns no valid value
         psutil.cpu_times_percent()
         self._own.cpu_percent()
 
@@ -69,7 +69,7 @@ class Sampler:
         """Return a row; rates and loads are means since the last one."""
         if self._count % CHILDREN_EVERY == 0:
             before = {worker.pid: worker for worker in self._workers}
-            # psutil counts a load from the last call on the same object
+            # psutil measures load since the last call on the same object
             self._workers = [before.get(child.pid, child) for child in self._own.children()]
         self._count += 1
         now, totals = time.monotonic(), self._counters()
@@ -95,7 +95,7 @@ class Sampler:
 
     @staticmethod
     def _counters() -> tuple[float, float, float]:
-        """Return bytes read from and written to disks, and sent and received over networks, since the machine began."""
+        """Return the bytes since boot: read from and written to disks, sent and received over networks."""
         disk = psutil.disk_io_counters()
         network = psutil.net_io_counters(pernic=True)
         moved = sum(n.bytes_sent + n.bytes_recv for name, n in network.items() if not name.startswith("lo"))

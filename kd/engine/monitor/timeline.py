@@ -1,7 +1,7 @@
 """Timeline: the time of a run by the loop's spans, always recorded.
 
-Every entry into a span and every exit charges the time since the last one to the innermost open span. So the parts sum
-to the wall-clock, and a span inside another is not counted twice. docs/faster.md shows how to read them.
+Each entry into or exit from a span charges the time since the previous one to the innermost open span. So the parts sum
+to the wall-clock time, and nested spans are not counted twice. docs/faster.md explains them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from kd.core.types import UNKNOWN, Loading, State
 from kd.files.storage import append_rows, keep_rows, log
 
-APART = ("evaluation", "checkpoint", "profile", "setup")  # spans that are no part of a step
+APART = ("evaluation", "checkpoint", "profile", "setup")  # spans outside of steps
 SPANS = ("data", "sifting", "teacher", "forward", "backward", "communication", "optimizer", "wait", *APART, "other")
-WARM_UP = 5  # steps of a start before it is steady: kernels are chosen, allocators and the workers' queues fill
+WARM_UP = 5  # warm-up steps of a start: kernels are chosen, allocators and worker queues fill
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Step:
 
 
 class DeviceClock:
-    """Times of a device by events, which are read once the device has passed them. The host never waits."""
+    """Device times from events, which are read after the device has passed them. The host never waits."""
 
     def __init__(self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)) -> None:
         """Use `event` to make objects with `record`, `query` and `elapsed_time` (milliseconds)."""
@@ -51,7 +51,7 @@ class DeviceClock:
         self._open: deque[tuple[Any, str, dict[str, float]]] = deque()
 
     def mark(self, name: str, times: dict[str, float]) -> None:
-        """Charge the device's time since the last mark to `times[name]`, once the device has come so far."""
+        """Charge the device time since the last mark to `times[name]`, once the device has passed it."""
         event = self._free.pop() if self._free else self._make()
         event.record()
         self._open.append((event, name, times))
@@ -65,7 +65,7 @@ class DeviceClock:
 
 
 class Timeline:
-    """Time a run by its spans. Used as a context: from the opened run folder to the end of the loop."""
+    """Times a run by its spans. A context from the opened run folder to the end of the loop."""
 
     def __init__(
         self,
@@ -78,22 +78,22 @@ class Timeline:
         since: float | None = None,
     ) -> None:
         """Start the clock: at `since` (`time.perf_counter`), when the set-up began, or now."""
-        # `clock`: "host" where the device is the host; "device": events of the device, by default those of CUDA;
-        # "tracing": no events tell when work runs. Rows are appended to `path`, if any, without those after the `start`
-        # steps of an earlier start. `communication` returns the milliseconds a step since its last call that the
-        # backward pass waited for the reduction of gradients; `on_step` gets a step's number before its first span.
+        # `clock`: "host" if the device is the host; "device": device events, by default CUDA's; "tracing": no events
+        # tell when work runs. Rows are appended to `path`, if given, after rows beyond step `start` are removed.
+        # `communication` returns the mean milliseconds per step, since its last call, that the backward pass waited for
+        # gradient reduction. `on_step` gets a step's number before its first span.
         self.clock, self.path, self.start = clock, path, start
-        self.totals: dict[str, float] = {}  # milliseconds by span, of all rows; of the device where it has events
-        self.made = 0  # steps of this start, in all rows so far
+        self.totals: dict[str, float] = {}  # milliseconds by span in all rows; device time if it has events
+        self.made = 0  # steps of this start in all rows so far
         self.communication, self.on_step = communication, on_step
         self._device = device if device is not None or clock != "device" else DeviceClock()
         self._stack: list[str] = []
         self._setup: Step | None = Step()
         self._now = self._setup
-        self._steps: list[Step] = []  # of the window: done, or under way
+        self._steps: list[Step] = []  # steps of the window, finished or running
         self._ended = False
         self._waited = 0.0
-        self.loading: Callable[[], Loading] = Loading  # returns how long all batches so far took to load
+        self.loading: Callable[[], Loading] = Loading  # returns the loading time of all batches so far
         self._loaded = Loading()
         self._last = time.perf_counter() if since is None else since
         if self._device is not None:
@@ -127,7 +127,7 @@ class Timeline:
             self._stack.pop()
             if name == "optimizer":
                 self._now.done = True
-            elif name == "data":  # charge the loading of the batches that have arrived in it
+            elif name == "data":  # charge the loading time of the batches that arrived in it
                 before, self._loaded = self._loaded, self.loading()
                 self._now.loading = self._now.loading.plus(self._loaded.minus(before))
 
@@ -172,8 +172,8 @@ class Timeline:
         return [{n: ms for n, ms in self._times(step).items() if n not in APART} for step in steps if step.done]
 
     def _times(self, step: Step) -> dict[str, float]:
-        """Return the milliseconds of a step by span, of the device where it has events."""
-        # The wait for the reduction of gradients is taken out of the backward pass.
+        """Return the milliseconds of a step by span; device time if it has events."""
+        # The wait for gradient reduction is subtracted from the backward pass.
         times = step.ms(self._device is not None)
         if self._waited and "backward" in times:
             times["communication"] = min(self._waited, times["backward"])
@@ -197,7 +197,7 @@ class Timeline:
         try:
             if self.path is not None and rows:
                 append_rows(self.path, *rows)
-        except OSError as error:  # no reason to end the run
+        except OSError as error:  # this must not end the run
             log.warning(f"run.folder: the timeline cannot be written ({error}). Training goes on without it.")
             self.path = None
 
@@ -252,11 +252,11 @@ def describe(steps: Sequence[Mapping[str, float]], first: int) -> dict[str, Any]
     return {"median_ms": round(median, 3), "slowest": [first + slowest, round(lengths[slowest], 3), span]}
 
 
-active: list[Timeline] = []  # of this process; the last one gets the regions
+active: list[Timeline] = []  # timelines of this process; the last one gets the regions
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """Open a range in torch.profiler, and in NVTX, where CUDA or a profiler is active; the context ends it."""
+    """Open a range in torch.profiler (if active) and NVTX (if CUDA is active); the context closes it."""
     on_cuda = torch.cuda.is_initialized()
     if not on_cuda and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return nullcontext()
@@ -271,10 +271,10 @@ def marked(name: str) -> AbstractContextManager[object]:
 def region(name: str) -> Iterator[None]:
     """Name a part of your own loop, model or loss: `with kd.region("Forward"):`.
 
-    The name appears in torch.profiler and in NVTX. In a run of kd (`kd-train`, `kd.distill`) the time of the host also
-    appears in the rows of the timeline, below `regions`. Regions may be nested; each counts all of its time.
+    The name appears in torch.profiler and in NVTX. In a run of kd (`kd-train`, `kd.distill`) its host time also appears
+    in the timeline's rows under `regions`. Regions may be nested; each counts its whole time.
 
-    Only the thread that trains is timed.
+    Only the training thread is timed.
     """
     begin = time.perf_counter()
     try:
