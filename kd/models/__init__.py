@@ -1,1 +1,1 @@
-"""Networks as kd runs them: classifiers, weights, the frozen teacher, its cache, graphs in other runtimes."""
+"""Models: classifiers, weights, the frozen teacher and its cache, graphs in other runtimes."""

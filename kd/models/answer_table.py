@@ -5,8 +5,8 @@
     logits             float [N, C], or [V, N, C] for V views of each image; or `embeddings` [N, D]
     names              uint8: the N names in UTF-8, joined by zero bytes; a name is the image's path in the data's root
     validation.logits, validation.names      the same for validation images that are not among `names`
-    metadata           `classes`: JSON list of C names; `made_for`: JSON, what the views' pixels go through;
-                       `problem_type`: transformers' word for logits of one label per image, or of several
+    metadata           `classes`: JSON list of C names; `made_for`: JSON, the transform of the views' pixels;
+                       `problem_type`: transformers' name for one label per image, or several
 
 `.npz` has the arrays `logits` or `embeddings`, `names` and `classes`, the latter two as text. `.csv` and `.tsv` begin
 with `name,CLASS,CLASS,...`, one image a line.
@@ -51,8 +51,8 @@ class AnswerTable:
     val_names: Sequence[str] = ()
     val_values: Tensor | None = None  # [M, C or D]: of validation images that are not among `names`
     made_for: Mapping[str, Any] = field(default_factory=dict)
-    """Transform of the views' pixels; empty: an output belongs to the whole image."""
-    problem_type: str = ""  # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: the table does not say
+    """Transform of the views' pixels; empty: outputs are for the whole image."""
+    problem_type: str = ""  # one of `kd.models.timm_folder.PROBLEM_TYPES`; empty: unknown
 
 
 def read(path: str, where: str) -> AnswerTable:
@@ -79,7 +79,7 @@ def read(path: str, where: str) -> AnswerTable:
 
 
 def below(names: Sequence[str], example: str) -> list[str]:
-    """Return absolute names without the folder in front of the one that ends like `example`, as kd lists an image."""
+    """Strip the common folder from absolute names, so that they match `example`, a name in kd's listing."""
     absolute = all(name.startswith("/") for name in names)
     folder = next((name[: -len(example)] for name in names if absolute and name.endswith(f"/{example}")), "")
     return [name.removeprefix(folder) for name in names]
@@ -113,7 +113,7 @@ def _not_finite(values: Tensor) -> list[int]:
 
 
 def write(path: str | Path, answers: AnswerTable) -> None:
-    """Write a table as .safetensors; of one view the axis V is left out. OSError: it cannot be written."""
+    """Write a table as .safetensors, without the axis V if there is one view. OSError: it cannot be written."""
     values = answers.values[0] if len(answers.values) == 1 else answers.values
     tensors = {answers.meaning: values.contiguous(), "names": _joined(answers.names)}
     if answers.val_values is not None:
@@ -123,7 +123,7 @@ def write(path: str | Path, answers: AnswerTable) -> None:
     text |= {"problem_type": answers.problem_type}
     try:
         save_file(tensors, str(path), metadata=text)
-    except SafetensorError as error:  # it hides the OSError in its text
+    except SafetensorError as error:  # safetensors reports the OSError only in its text
         raise OSError(errno.EIO, str(error)) from error
     share(Path(path))
 
@@ -135,7 +135,7 @@ def _joined(names: Sequence[str]) -> Tensor:
 def _arrays(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arrays of a .npz file, or the tensors of a .safetensors file and its metadata."""
     if file.suffix.lower() == ".npz":
-        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy leaves a damaged file open
+        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as opened:  # NumPy does not close a damaged file
             return {name: opened[name] for name in opened.files}, {}
     with safe_open(str(file), framework="pt") as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
@@ -146,7 +146,7 @@ def _tensor(found: Any) -> Tensor:
 
 
 def _texts(found: Any) -> list[str]:
-    """Return the texts of an array, or of a tensor of their bytes; none where there is neither."""
+    """Return the texts of an array, or of a tensor of their bytes; [] if there is neither."""
     if isinstance(found, Tensor):
         return found.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0") if found.numel() else []
     return [] if found is None else [str(one) for one in found]

@@ -1,7 +1,7 @@
-"""The teacher is run once: its outputs, kept on a disk, are a Teacher too.
+"""The teacher's cache: its outputs, stored on disk, act as a Teacher.
 
-Raw logits and features are kept, so that loss and temperature can change later. There is one file per view, one record
-per image (`kd.files.records.Records`): named arrays. Outputs without a whole record are computed (again).
+Raw logits and features are stored, so loss and temperature can change later. Each view has a file, and each image a
+record of named arrays (`kd.files.records.Records`). Outputs without a whole record are computed again.
 
 Legend: B images of a batch, C classes, K logits kept of each image, R bytes of a record.
 """
@@ -25,27 +25,27 @@ from kd.core.types import Batch, Outputs, TeacherOutputs
 from kd.files.records import Records, Stop
 from kd.files.storage import MANIFEST, append_rows, disk_error, lock, log, open_folder, read_rows
 
-FORMAT = 3  # raised with every change of a record; a cache of another format is filled anew
+FORMAT = 3  # raised with every change of a record; a cache of another format is rebuilt
 WHERE = "teacher.cache.path"
-DENSE_CLASSES = 1024  # up to here every logit is kept
+DENSE_CLASSES = 1024  # classes up to which every logit is stored
 TOPK = 64
-"""Logits stored for more classes, with the mass of the others: 256 bytes per image instead of 2 per class."""
+"""Logits stored for more classes, with the mass of the rest: 256 bytes per image instead of 2 per class."""
 DTYPES = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
-WAITING, WAITING_BYTES = 32, 256 << 20  # batches, and bytes, whose outputs may wait on the device for the next flush
-READ_BYTES = 64 << 20  # of records that are read at once where only their being whole counts
-COSTS = "costs.jsonl"  # in the folder: what its outputs took to compute, a row each flush
+WAITING, WAITING_BYTES = 32, 256 << 20  # most batches, and bytes of outputs, that wait on the device for the next flush
+READ_BYTES = 64 << 20  # bytes of records read at once when only their checksums matter
+COSTS = "costs.jsonl"  # file in the folder: computing time of its outputs, one row per flush
 
 
 class Codec:
-    """Outputs <-> records [B, R] of named arrays: logits, all or the K highest and the rest's mass, and features."""
+    """Codec of outputs and records [B, R]: named arrays of logits (all, or top K and the rest's mass) and features."""
 
-    # With K < C the rest are rebuilt equal to each other, with their true total mass: the probabilities of the top K,
-    # at temperature 1, are exact (up to the dtype).
+    # With K < C the other logits are restored as equal values with their true total mass, so the probabilities of the
+    # top K at temperature 1 are exact (up to the dtype).
 
     def __init__(
         self, num_classes: int, dtype: str, topk: int, features: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
-        """Lay out a record: `num_classes` C, 0: no logits are kept; `topk` K, 0: all; shapes of `features` by name."""
+        """Lay out a record: `num_classes` C (0: no logits), `topk` K (0: all), shapes of `features` by name."""
         self.num_classes, self.topk, self.dtype = num_classes, topk, DTYPES[dtype]
         self.kind = getattr(torch, self.dtype.name)
         self.features = dict(features or {})
@@ -84,7 +84,7 @@ class Codec:
         return [top.values.to(self.kind), top.indices, others_BC.logsumexp(-1)]
 
     def expand(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the logits [B, C] that a record stands for; dense ones in their stored dtype."""
+        """Return the logits [B, C] of records; dense ones in their stored dtype."""
         if not self.topk:
             return parts[0]
         values_BK, classes_BK, rest_B = parts
@@ -111,7 +111,7 @@ class Store:
         self._views: dict[int, Records] = {}
 
     @property
-    def stopped(self) -> str:  # why nothing is written any more; empty before that
+    def stopped(self) -> str:  # reason why writing has ended; empty before that
         return self._stop.reason
 
     def read(self, view: int, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -129,15 +129,16 @@ class Store:
         return records, whole
 
     def parts(self, view: int, ids: Sequence[int], crc: Sequence[int] = ()) -> tuple[list[Tensor], np.ndarray, int]:
-        """Return the content of the records [B] for `Codec.expand`, and which are of these images, bool [B]."""
-        # Also how many are of images that have changed since, by the `crc` of each one's encoded bytes now; 0: unknown.
+        """Return the content of the records [B] for `Codec.expand`, and which are valid for these images, bool [B]."""
+        # Also return the number of records whose image has since changed, by the `crc` of its encoded bytes (0:
+        # unknown).
         records, whole = self.read(view, ids)
         now = np.array(crc or [0] * len(ids), np.uint32)
         stale = whole & (now != records["crc"]) & (now != 0) & (records["crc"] != 0)
         return [_tensor(records[name]) for name in self.codec.names], whole & ~stale, int(stale.sum())
 
     def write(self, view: int, ids: Sequence[int], parts: Sequence[np.ndarray], crc: Sequence[int]) -> None:
-        """Write records, with the CRC of each image's encoded bytes (0: unknown); warn once where the disk is full."""
+        """Write records, with the CRC of each image's encoded bytes (0: unknown); warn once if the disk is full."""
         content = np.zeros(len(ids), self.codec.record)
         content["crc"] = crc
         for name, part in zip(self.codec.names, parts, strict=True):
@@ -150,12 +151,12 @@ class Store:
             records.write(id, record.tobytes())
 
     def spent(self, outputs: int, seconds: float) -> None:
-        """Record the CPU time that outputs of this cache took to compute."""
-        with suppress(OSError):  # a full disk is said where records are written
+        """Record the CPU time of computing outputs of this cache."""
+        with suppress(OSError):  # `write` reports a full disk
             append_rows(self.folder / COSTS, {"outputs": outputs, "cpu_seconds": round(seconds, 4)})
 
     def seconds_each(self) -> float | None:
-        """Return the CPU time of an output, the mean of those whose time was recorded; None: of none."""
+        """Return the mean recorded CPU time per output; None if none was recorded."""
         rows = read_rows(self.folder / COSTS, last=None)
         outputs = sum(row["outputs"] for row in rows)
         return sum(row["cpu_seconds"] for row in rows) / outputs if outputs else None
@@ -164,7 +165,7 @@ class Store:
         return np.flatnonzero(~self.whole(view, range(self.num_images)))
 
     def whole(self, view: int, ids: Sequence[int]) -> np.ndarray:
-        """Return which images have a whole record, bool [B]; only a few records are held in memory at a time."""
+        """Return which images have a whole record, bool [B]; few records are in memory at a time."""
         count = max(1, min(4096, READ_BYTES // self.codec.record.itemsize))
         found = [self.read(view, ids[start : start + count])[1] for start in range(0, len(ids), count)]
         return np.concatenate(found) if found else np.zeros(0, bool)
@@ -180,17 +181,17 @@ class Store:
 
 
 class CachedTeacher:
-    """Read outputs from the store; run the live teacher for the missing ones. See `kd.core.contracts.Teacher`."""
+    """Reads outputs from the store and runs the live teacher for missing ones. See `kd.core.contracts.Teacher`."""
 
-    # What a record says is what the student is given, in the step that writes it too: filling as training goes and
-    # filling ahead are one run, to the bit where the teacher's bits do not depend on the number of images in a batch.
+    # The student gets the record's (rounded) values even in the step that writes it. So filling the cache during
+    # training and ahead of it give the same run, bit for bit if the teacher's outputs do not depend on the batch size.
 
     def __init__(self, live: Teacher, store: Store, fixed_shape: bool = False, on_cpu: bool = True) -> None:
-        """Put a store before a live teacher; `fixed_shape`: it is compiled, so run it on whole micro-batches only."""
+        """Put a store before a live teacher; `fixed_shape`: it is compiled, so it runs on whole micro-batches."""
         self.live, self.store, self.fixed_shape, self.on_cpu = live, store, fixed_shape, on_cpu
         self._waiting: list[tuple[int, list[int], list[Tensor], list[int]]] = []
         self._bytes = 0
-        self._outputs, self._seconds = 0, 0.0  # computed since the last flush, on a CPU; elsewhere it has no clock
+        self._outputs, self._seconds = 0, 0.0  # images and CPU time since the last flush; only measured on a CPU
         self._warned: set[int] = set()
 
     @property
@@ -198,8 +199,8 @@ class CachedTeacher:
         return self.live.images
 
     def lookup(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Look each batch up while it is still on the host, where its ids can be read without waiting."""
-        # A record of an image that has changed since counts as missing; their number is logged once per view.
+        """Look up each batch while it is on the host, where its ids can be read without a sync."""
+        # A record of a changed image counts as missing; the number of such records is logged once per view.
         changed, view = 0, 0
         try:
             for batch in batches:
@@ -207,7 +208,7 @@ class CachedTeacher:
                 changed += stale
                 yield found
         finally:
-            if changed and (self.store.writable or view not in self._warned):  # what is written is found once
+            if changed and (self.store.writable or view not in self._warned):  # a written record is counted once
                 self._warned.add(view)
                 text = "teacher.cache: view %d: %d records are of images that have changed; they are computed again"
                 log.warning(text, view, changed)
@@ -219,7 +220,7 @@ class CachedTeacher:
         ids = batch.ids.tolist()
         parts, whole, stale = self.store.parts(batch.view, ids, batch.crc)
         outputs = self.store.codec.unpack(parts)
-        wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images weigh nothing
+        wanted = ~whole & (batch.weight > 0).numpy()  # padding and unreadable images have weight 0
         missing = tuple((row, ids[row]) for row in np.flatnonzero(wanted).tolist())
         if missing and batch.small and batch.whole is None:
             wrong = f"'{self.store.folder}', view {batch.view}: image {missing[0][1]} has changed since its record"
@@ -231,12 +232,12 @@ class CachedTeacher:
         return replace(batch, teacher_outputs=TeacherOutputs(outputs, missing)), stale
 
     def stored(self, view: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, C] that are stored, and of which images they are, bool [B]."""
+        """Return the stored logits [B, C], and which images have them, bool [B]."""
         parts, whole, _ = self.store.parts(view, ids)
         return self.store.codec.unpack(parts).logits, torch.from_numpy(whole)
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C] and features, as far as records keep them."""
+        """Return float32 logits [B, C] and features, rounded as in records."""
         answer = batch.teacher_outputs
         if answer is None:
             return self.live(batch)
@@ -265,7 +266,7 @@ class CachedTeacher:
         return Outputs(known.logits.index_copy(0, rows, kept.logits), features)
 
     def flush(self) -> None:
-        """Write the records that are still on the device; where another run writes, only check them."""
+        """Write the records that are still on the device; if another run is the writer, only check them."""
         waiting, self._waiting, self._bytes = self._waiting, [], 0
         codec = self.store.codec
         for view, ids, parts, crc in waiting:
@@ -289,14 +290,14 @@ def _tensor(part: np.ndarray) -> Tensor:
 
 
 def open_store(folder: Path, identity: dict[str, Any], codec: Codec, num_images: int, writable: bool) -> Store:
-    """Open a cache, or begin it if `writable`. `identity`: the inputs of its records, by name; JSON values."""
+    """Open a cache, or create it if `writable`. `identity`: the inputs of its records by name, JSON values."""
     open_folder(folder, {"format": FORMAT, **identity}, WHERE, writable)
     return Store(folder, codec, num_images, writable)
 
 
 def owned(folder: Path) -> bool:
-    """Make this process the one writer of a cache until it ends; return whether it is."""
-    # It is not if another run writes there, nor if there is a cache that this user may only read.
+    """Try to make this process the only writer of a cache; return whether it is."""
+    # It is not if another run writes there, or if the user may only read the cache.
     if folder not in _locks:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Files of weights: what one is, how it is read without running its code, and the sets of tensors that it holds.
+"""Files of weights: recognize the format, read it without running its code, list its sets of tensors.
 
-`kd/models/fitting.py` gives them to a network. Known files are listed in `kd/models/weights.json`.
+`kd/models/fitting.py` fits them to a network. Known files are listed in `kd/models/weights.json`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from kd.models import packages
 from kd.models.timm_folder import folder_classes
 
 KNOWN: dict[str, Any] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
-LARGEST = 100_000  # tensors that a file may hold: the largest network of timm has 3,000
+LARGEST = 100_000  # most tensors in a file: the largest network of timm has 3,000
 Tensors = dict[str, Tensor]
 _CLASSES: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDSU"}]
 _RENAMED: list[Any] = [(np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar") for at in ("core", "_core")]
@@ -33,27 +33,27 @@ _RENAMED += [
     for module in ("pathlib", "pathlib._local")
     for pure in ("", "Pure")
 ]
-"""What lies beside many weights and holds values alone, with the names that Python and numpy had for it."""
+"""Harmless types often stored beside weights, under their names in Python and numpy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Content of a file."""
 
-    where: str  # config path, for messages
+    where: str  # config path for messages
     file: Path
-    sets: Mapping[str, Tensors]  # by their place in the file, such as `model_ema`; "": the file is one itself
-    classes: list[str] | None  # names that its folder records
-    says: str = ""  # what a trainer wrote beside them of the network and its arguments, which no shape need show
+    sets: Mapping[str, Tensors]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
+    classes: list[str] | None  # class names recorded in its folder
+    says: str = ""  # a trainer's record of network and arguments, which shapes may not reveal
 
     @property
     def key(self) -> str:
-        """The config path of what chooses among them."""
+        """The config path of the key that chooses among them."""
         return self.where.replace(".checkpoint", ".weights")
 
 
 def located(where: str, place: str) -> list[Path]:
-    """Return the file of weights that a configuration names, or the parts of a divided one."""
+    """Return the file of weights in a configuration, or its parts if it is split."""
     path = Path(packages.fetched(where, place))
     inside = [path / name for name in KNOWN["folder"]] if path.is_dir() else [path]
     file = next((one for one in inside if one.is_file()), inside[0])
@@ -76,7 +76,7 @@ def located(where: str, place: str) -> list[Path]:
 
 
 def read(where: str, place: str) -> Weights:
-    """Read a file of weights, whatever its name ends in; without running its code."""
+    """Read a file of weights by its content, not its ending, without running its code."""
     files, content = located(where, place), dict[Any, Any]()
     for file in files:
         one = READERS[_kind(where, file)](where, file)
@@ -100,7 +100,7 @@ def _require_few(where: str, file: Path, count: int) -> None:
 
 
 def _kind(where: str, file: Path) -> str:
-    """Return which reader a file needs."""
+    """Return the name of the reader for a file."""
     with file.open("rb") as opened:
         first = opened.read(512)
     for offset, mark, kind, remedy in KNOWN["kinds"][1:]:
@@ -126,12 +126,12 @@ def _safetensors(where: str, file: Path) -> Tensors:
 
 
 def _pickle(where: str, file: Path) -> Any:
-    """Read what torch.save wrote: tensors and plain values. Anything else is named, and how the file is rewritten."""
-    if old := torch.__version__ < "2.7":  # it takes no other names
+    """Read tensors and plain values from torch.save. The error names other objects and how to rewrite the file."""
+    if old := torch.__version__ < "2.7":  # mmap accepts no other names
         torch.serialization.add_safe_globals(_CLASSES)
     with nullcontext() if old else torch.serialization.safe_globals([*_CLASSES, *_RENAMED]):
         try:
-            with suppress(Exception):  # the format before torch 1.6 cannot be mapped, nor a file of another ending
+            with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
                 return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             with file.open("rb") as opened:
                 return torch.load(opened, map_location="cpu", weights_only=True)
@@ -153,7 +153,7 @@ def _pickle(where: str, file: Path) -> Any:
 
 
 def _line(file: Path, script: bool) -> str:
-    """Return the line that makes a file of weights alone; a module in it becomes its state_dict."""
+    """Return the command that rewrites a file with weights only; a module becomes its state_dict."""
     loaded = f"torch.jit.load({str(file)!r})" if script else f"torch.load({str(file)!r}, 'cpu', weights_only=False)"
     code = f"import torch; c = {loaded}; c = c if isinstance(c, dict) else dict(model=c); "
     code += "s = [(k, v.state_dict() if hasattr(v, 'state_dict') else v) for k, v in c.items()]; "
@@ -162,11 +162,11 @@ def _line(file: Path, script: bool) -> str:
 
 
 READERS: dict[str, Callable[[str, Path], Any]] = {"safetensors": _safetensors, "pickle": _pickle}
-"""What reads a file of a kind of `weights.json`: (config path, file) -> dictionaries with tensors by name."""
+"""Readers by kind in `weights.json`: (config path, file) -> dictionaries with tensors by name."""
 
 
 def _sets(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, Tensors]]:
-    """Yield the sets of tensors in nested dictionaries; two networks in one set are one each."""
+    """Yield the sets of tensors in nested dictionaries; two networks in one set are separated."""
     tensors = {name: one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
     twins = sorted({*KNOWN["twins"]} & {name.partition(".")[0] for name in tensors})
     for twin in twins if len(twins) > 1 else ():

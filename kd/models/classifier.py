@@ -20,23 +20,23 @@ from kd.core.types import Outputs
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """The preprocessing that came with a model: its own library's transform of a whole image."""
+    """A model's native preprocessing: its own library's transform of a whole image."""
 
     library: str
     prepare: Callable[[Image.Image], Tensor]  # RGB image -> normalized pixels [3, H, W]
-    keys: str  # its keys of size and crop with their values, for messages
+    keys: str  # its keys of size and crop with their values, as text for messages
 
 
 class Classifier(nn.Module):
-    """Wrap any module that maps normalized images [B, 3, S, S] to logits [B, C].
+    """Wraps any module that maps normalized images [B, 3, S, S] to logits [B, C].
 
-    All models of a run get the same uint8 pixels. Each normalizes with its own mean and standard deviation and, where
-    its input size differs from the data's, resizes on the device (bicubic, antialiased). A teacher may be one: see
+    All models of a run get the same uint8 pixels. Each normalizes with its own mean and standard deviation and, if its
+    input size differs from the data's, resizes on the device (bicubic, antialiased). It implements
     `kd.core.contracts.TeacherModel`.
     """
 
     runtime, reads_ids = "torch", False
-    preprocessing: Preprocessing | None = None  # None: it came without preprocessing
+    preprocessing: Preprocessing | None = None  # None: the model has none
     notes: Sequence[str] = ()  # see `kd.core.contracts.HasWarnings`
 
     def __init__(
@@ -50,15 +50,15 @@ class Classifier(nn.Module):
         architecture: Any = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D] is its pooled features."""
-        # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels in 0..1. Also returned are
-        # `features`, as `Outputs.features` names them, of a timm network. `architecture`: its arguments as JSON values;
+        """Wrap `network`. `num_classes` 0: it has no classifier, and its output [B, D] is the pooled features."""
+        # `input_size` in pixels; 0: any. `mean` and `std` are per channel, for pixels in 0..1. `features`: names of
+        # `Outputs.features` to return as well (timm networks only). `architecture`: its arguments as JSON values, since
         # weights alone do not determine the number of heads.
         super().__init__()
         self.network, self.num_classes, self.input_size = network, num_classes, input_size
         self.features, self.architecture, self.classes = tuple(sorted(features)), architecture, tuple(classes)
         self.project: nn.Module | None = None
-        """Of an embedding model whose vectors are searched in its teacher's index: into the teacher's space."""
+        """Projector of an embedding student into its teacher's space, for search in the teacher's index."""
         scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
         self.register_buffer("scale", scale, persistent=False)
@@ -78,12 +78,12 @@ class Classifier(nn.Module):
         if not self.num_classes:
             return Outputs(pooled_BD.new_zeros(len(pooled_BD), 0), features)
         head = network.get_classifier()
-        # A network with two heads (distilled DeiT) has no single map from its features to its logits.
+        # A network with two heads (distilled DeiT) has no single map from features to logits.
         logits_BC = head(pooled_BD) if isinstance(head, nn.Module) else network.forward_head(inner)
         return Outputs(logits_BC, features)
 
     def answer(self, image: Tensor) -> Tensor:
-        """Return its export's outputs for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
+        """Return the outputs of its export for uint8 images: logits [B, C], or pooled features [B, D] of length 1."""
         return self.head(self.normalize(image))
 
     def head(self, pixels: Tensor) -> Tensor:  # the same for normalized images
@@ -104,7 +104,7 @@ class Classifier(nn.Module):
 
     @property
     def num_features(self) -> int:
-        """Width D of the pooled features, or of what `project` makes of them; 0 where it is not known."""
+        """Width D of the pooled features, after `project` if there is one; 0 if unknown."""
         if isinstance(self.project, nn.Linear):
             return self.project.out_features
         width = getattr(self.network, "head_hidden_size", getattr(self.network, "num_features", 0))
@@ -125,7 +125,7 @@ class Network(nn.Module):
 
 
 def resized(image: Tensor, size: int) -> Tensor:
-    """Return uint8 images [B, 3, H, W] as float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: as they are."""
+    """Resize uint8 images [B, 3, H, W] to float32 in 0..255, [B, 3, S, S]; bicubic, antialiased. S = 0: same size."""
     pixels = image.to(torch.float32)
     if not size or tuple(image.shape[-2:]) == (size, size):
         return pixels
@@ -133,7 +133,7 @@ def resized(image: Tensor, size: int) -> Tensor:
 
 
 def main_output(answer: Any, where: str) -> Tensor:
-    """Return the tensor in a module's output: itself, the first of a tuple, `.logits` or `.pooler_output`."""
+    """Return the tensor in a module's output: the output, a tuple's first item, `.logits` or `.pooler_output`."""
     if isinstance(answer, Mapping):
         answer = SimpleNamespace(**answer)
     found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
@@ -149,8 +149,8 @@ def main_output(answer: Any, where: str) -> Tensor:
 
 def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
     """Return the tokens [B, N, D] from a timm network's `forward_features`."""
-    # Those of a transformer are its patches', without the class and register tokens. Those of a feature map are its
-    # places, row by row.
+    # For a transformer: the patch tokens, without class and register tokens. For a feature map: its positions, row by
+    # row.
     if isinstance(inner, Tensor) and inner.ndim == 3:
         return inner[:, int(getattr(network, "num_prefix_tokens", 0)) :]
     if isinstance(inner, Tensor) and inner.ndim == 4:
@@ -162,7 +162,7 @@ def tokens_of(network: nn.Module, inner: Tensor) -> Tensor:
 
 @torch.no_grad()
 def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's features by name, without B: those that it computes for a black image."""
+    """Return the shapes of a model's features by name, without B, from a forward of a black image."""
     if not getattr(model, "features", ()):
         return {}
     device = getattr(next(chain(model.parameters(), model.buffers()), None), "device", None)
@@ -175,7 +175,7 @@ def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
 
 
 class Pick(nn.Module):
-    """Keep the logits of some of a teacher's classes: the data has fewer."""
+    """Keeps the logits of the data's classes, a subset of the teacher's."""
 
     def __init__(self, columns: Sequence[int]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Pick(nn.Module):
 
 
 class LogitsModel(nn.Module):
-    """Wrap any module from images to logits [B, C], without normalization, resizing or features."""
+    """Wraps any module from images to logits [B, C], without normalization, resizing or features."""
 
     # Float images are cast to the dtype of its weights, and its logits to float32.
 
@@ -207,14 +207,14 @@ class LogitsModel(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Average the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble)."""
+    """Averages the probabilities of several classifiers (arXiv:1503.02531 distills such an ensemble)."""
 
     # It averages probabilities, because a teacher with large logits would dominate an average of logits. The average is
-    # taken at temperature 1 and softened later, so that a cache stores one record per image. Features are not averaged:
-    # each model's stand in the outputs under their own names (see `Outputs.of`).
+    # taken at temperature 1 and softened later, so a cache stores one record per image. Features are not averaged: each
+    # model's have their own names in the outputs (see `Outputs.of`).
 
     def __init__(self, members: Sequence[Any], weights: Sequence[float], average: Callable[..., Tensor]) -> None:
-        """Combine K teachers of the same classes; only the ratios of their `weights`, each above 0, matter."""
+        """Combine K teachers of the same classes; only the ratios of their `weights` (each above 0) matter."""
         # `average` is the task's: (logits [K, B, C], shares [K]) -> logits [B, C] of the averaged probabilities.
         super().__init__()
         self.members, self.average = nn.ModuleList(members), average
@@ -259,7 +259,7 @@ def digest(network: nn.Module) -> str:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the `digest` of the network that has these tensors."""
+    """Return the `digest` of a network with these tensors."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -268,9 +268,9 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def set_attention(module: nn.Module, fused: bool) -> int:
-    """Choose torch's fused attention kernel or plain matrix products; return the number of layers set."""
-    # timm chooses when a layer is built. The faster kernel depends on device and shape, so it is set again here (on one
-    # CPU unfused was 1.4 times faster in training).
+    """Choose torch's fused attention kernel or plain matrix products; return the number of changed layers."""
+    # timm chooses at construction. The faster kernel depends on device and shape, so it is set again here (on one CPU
+    # unfused was 1.4 times faster in training).
     for layer in module.modules():
         if isinstance(getattr(layer, "fused_attn", None), bool):
             layer.fused_attn = fused  # type: ignore[assignment]
@@ -283,21 +283,21 @@ def count_attention(module: Any) -> int:
 
 
 def trained_network(student: Any) -> nn.Module:
-    """Return the network of a student under the names that its author gave to its parameters."""
+    """Return the network of a student, whose parameters have their author's names."""
     network = getattr(student, "network", student)
     return network.inner if isinstance(network, Network) else network
 
 
 def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
-    """Return timm's parameter groups: `lr_scale` is `layer_decay` to the power of a layer's depth; none is frozen."""
-    from timm.optim import param_groups_layer_decay  # only where layers differ
+    """Return timm's parameter groups, all trainable: `lr_scale` is `layer_decay` to the power of a layer's depth."""
+    from timm.optim import param_groups_layer_decay  # only for layer-wise rates
 
     exempt = getattr(network, "no_weight_decay", set)()
     return param_groups_layer_decay(network, weight_decay, exempt, layer_decay=layer_decay)
 
 
 def head_parameters(network: Any) -> list[nn.Parameter]:
-    """Return the parameters of a network's classifiers; none where it does not declare them."""
+    """Return the parameters of a network's classifiers; [] if it does not declare them."""
     found = network.get_classifier() if hasattr(network, "get_classifier") else ()
     modules = found if isinstance(found, (tuple, list)) else (found,)
     return [parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters()]

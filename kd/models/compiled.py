@@ -1,4 +1,4 @@
-"""torch.compile, and the folder of its libraries: one of this process's own, which it may clear."""
+"""torch.compile with a folder of compiled libraries per process, which it may clear."""
 
 import logging
 import os
@@ -13,17 +13,17 @@ from torch import nn
 from kd.files.storage import lock, log
 
 WHERE = "TORCHINDUCTOR_CACHE_DIR"
-OWN = re.compile(r"kd-\d+")  # name of such a folder, in torch's own: a process takes the first that no other one holds
+OWN = re.compile(r"kd-\d+")  # name of such a folder inside torch's: a process takes the first one that is not locked
 GRAPHS = 64
-"""Limit of compiled graphs in a process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
-training, evaluation and the copies of trials each need their own."""
+"""Limit of compiled graphs per process. At torch's default of 8, later graphs would run uncompiled: teacher, student,
+training, evaluation and trial copies each need their own."""
 
 
 def compile_forward(module: nn.Module) -> nn.Module:
     """Compile a module's forward at its first call, in place: weights keep their names, copies are not compiled."""
-    # Each shape has its own graph, so that the bits of an output do not depend on earlier shapes: a resumed run gives
-    # the same bits as an uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
-    import torch._dynamo.config as limits  # slow to import, so only where something is compiled
+    # Each shape has its own graph, so outputs do not depend on earlier shapes: a resumed run is bit-identical to an
+    # uninterrupted one. OSError: torch's folder for compiled libraries cannot be written.
+    import torch._dynamo.config as limits  # slow import, needed only to compile
 
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found", on a CPU
     _own_folder()
@@ -34,21 +34,21 @@ def compile_forward(module: nn.Module) -> nn.Module:
 
 
 def clear_libraries() -> None:
-    """Remove compiled libraries, so that they are compiled anew, if there are any."""
+    """Remove compiled libraries, so that they are compiled again."""
     for folder in _locks:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _own_folder() -> None:
-    """Let torch keep compiled libraries in a folder that this process holds until it ends."""
-    # torch writes a library under its own name and takes every file of that name for whole. A process that is killed
-    # while the linker runs leaves one that can never be loaded, so that a folder which holds one is cleared.
+    """Set torch's folder of compiled libraries to one locked by this process until it ends."""
+    # torch links a library under its final name and trusts every file of that name. A process killed while the linker
+    # runs leaves a library that can never be loaded, so a folder with such a file is cleared.
     from torch._inductor.codecache import cache_dir  # slow to import
 
     if _locks:
         return
     parent = Path(cache_dir())
-    if OWN.fullmatch(parent.name):  # that of the process that has started this one
+    if OWN.fullmatch(parent.name):  # the folder of the parent process
         parent = parent.parent
     folder = next(path for number in count() if _hold(path := parent / f"kd-{number}"))
     os.environ[WHERE] = str(folder)
@@ -65,7 +65,7 @@ def _hold(folder: Path) -> bool:
 
 
 def _unfinished(library: Path) -> bool:
-    """Return whether a linker was stopped while it wrote a library: the first bytes are written last."""
+    """Return whether a linker was killed while writing a library: it writes the first bytes last."""
     with library.open("rb") as file:
         return not any(file.read(4))
 

@@ -1,7 +1,7 @@
-"""The tensors of a file of weights for a network, under its own names.
+"""Fit the tensors of a file of weights to a network's parameter names.
 
-They go through steps over the tables of `kd/models/weights.json`: set (averaged or raw), prefix, names, grid. Each says
-what it did, where it did something. All shapes must fit at the end; that they mean the same, only a score can tell.
+Steps, with the tables of `kd/models/weights.json`: set (averaged or raw), prefix, names, grid. Each step reports its
+change. All shapes must fit at the end; only a score can show that the meaning fits too.
 """
 
 import re
@@ -19,7 +19,7 @@ from kd.models.checkpoints import KNOWN, Tensors, Weights
 
 
 class Taken(NamedTuple):
-    """The tensors of a file under the names of a network, and a phrase for each change that was made."""
+    """A file's tensors under a network's names, and a phrase for each change."""
 
     tensors: Tensors
     steps: tuple[str, ...] = ()
@@ -28,9 +28,9 @@ class Taken(NamedTuple):
 def take(
     weights: Weights, network: nn.Module, model: str, choice: str, heads: Collection[str] = (), bare: bool = False
 ) -> Taken:
-    """Return the tensors of a file for a network; `heads`: names of its classifier, whose classes may be others.
+    """Return the tensors of a file for a network; `heads`: names of its classifier, whose classes may differ.
 
-    `bare`: the network is built without a classifier, and that of the file is left out.
+    `bare`: the network has no classifier, and the file's is left out.
     """
     names, fitting, nearest = _ordered(weights, choice), dict[str, Taken](), dict[str, str]()
     own, closest = network.state_dict(), Tensors()
@@ -59,12 +59,12 @@ def take(
 
 
 def is_averaged(name: str) -> bool:
-    """Return whether a set's name says that it was averaged over training."""
+    """Return whether a set's name shows averaged weights (EMA)."""
     return not {*KNOWN["averaged"]}.isdisjoint(re.split(r"[._]", name.lower()))
 
 
 def _ordered(weights: Weights, choice: str) -> list[str]:
-    """Return the sets that a choice allows, averaged ones first: they are what trainers evaluate."""
+    """Return the sets that a choice allows, averaged ones first, because trainers evaluate these."""
     names = sorted(weights.sets, key=lambda name: (not is_averaged(name), name.count(".")))
     if choice in ("by_name", "by_order"):
         return names
@@ -77,7 +77,7 @@ def _ordered(weights: Weights, choice: str) -> list[str]:
 
 
 def _stripped(tensors: Tensors, before: str = "") -> Iterator[tuple[str, Tensors]]:
-    """Yield tensors as they are and without each prefix of their names, with those that do not have it or alone."""
+    """Yield the tensors unchanged, then with each name prefix removed, with and without tensors that lack it."""
     yield before, tensors
     firsts = dict.fromkeys(name.partition(".")[0] for name in tensors if "." in name)
     for first in (first for first in firsts if first in KNOWN["prefixes"]):
@@ -89,7 +89,7 @@ def _stripped(tensors: Tensors, before: str = "") -> Iterator[tuple[str, Tensors
 
 
 def family_filter(model: str) -> tuple[Callable[..., Tensors], dict[str, Any], str] | None:
-    """Return timm's filter of the public checkpoints of a network's family, as its own loader calls it; None: none."""
+    """Return timm's filter for public checkpoints of a network's family; None if it has no filter."""
     import timm
 
     if not timm.is_model(model):
@@ -102,7 +102,7 @@ def family_filter(model: str) -> tuple[Callable[..., Tensors], dict[str, Any], s
 
 
 def _named(tensors: Tensors, network: nn.Module, model: str) -> Iterator[tuple[str, Tensors]]:
-    """Yield whose names tensors have, and the tensors under timm's, by each way to them, and then as they are."""
+    """Yield (author of the names, tensors under timm's names) for each known mapping, then unchanged."""
     files, own = [("", tensors)], network.state_dict()
     for pattern, mark, whose, text in KNOWN["renamed"][1:]:
         if mark in tensors and re.fullmatch(pattern, model):
@@ -113,13 +113,13 @@ def _named(tensors: Tensors, network: nn.Module, model: str) -> Iterator[tuple[s
             files.append((f"its names are {whose}", {one: tensors[n] for n, one in renamed.items()}))
     found = family_filter(model)
     for whose, one in files:
-        with suppress(Exception), warnings.catch_warnings(), torch.device("cpu"):  # it may meet another family's file
+        with suppress(Exception), warnings.catch_warnings(), torch.device("cpu"):  # the file may be another family's
             warnings.simplefilter("ignore")
             if found is not None:
                 function, options, family = found
                 try:
                     changed = function(dict(one), network, **options)
-                except TypeError:  # as timm's loader: some take the tensors alone
+                except TypeError:  # as timm's loader: some filters take only the tensors
                     changed = function(dict(one))
                 same = whose or changed.keys() <= one.keys()
                 yield whose if same else f"its names are its authors' (timm's filter for {family})", dict(changed)
@@ -127,12 +127,12 @@ def _named(tensors: Tensors, network: nn.Module, model: str) -> Iterator[tuple[s
 
 
 def config_of(network: nn.Module) -> dict[str, Any]:
-    """Return what timm knows of the public weights of a network; empty for one that is not timm's."""
+    """Return timm's pretrained configuration of a network; empty for other networks."""
     return getattr(network, "pretrained_cfg", None) or {}
 
 
 def _settled(tensors: Tensors, own: Tensors, network: nn.Module, bare: bool) -> Tensors:
-    """Return tensors in the network's shapes where axes of length 1 or colours differ, and without idle ones."""
+    """Adapt tensors whose shapes differ by axes of length 1 or by colours, and drop unused ones."""
     from timm.models import adapt_input_conv  # type: ignore[attr-defined]
 
     heads, first = (
@@ -154,7 +154,7 @@ def _settled(tensors: Tensors, own: Tensors, network: nn.Module, bare: bool) -> 
 
 
 def _grid(weights: Weights, name: str, tensors: Tensors) -> str:
-    """Say which positions were resampled."""
+    """Describe resampled position embeddings."""
     given = [t for n, t in weights.sets[name].items() if n.endswith(("pos_embed", "pos_embedding"))]
     taken = [t for n, t in tensors.items() if n.endswith("pos_embed")]
     if len(given) != 1 or len(taken) != 1 or given[0].numel() == taken[0].numel():
@@ -163,18 +163,18 @@ def _grid(weights: Weights, name: str, tensors: Tensors) -> str:
 
 
 def _in_order(weights: Weights, name: str, own: Tensors, bare: bool) -> Tensors:
-    """Give tensors of other names a network's own, by their places."""
+    """Rename tensors to a network's names, by position."""
     if weights.file.suffix == ".safetensors":
         wrong = f"'{weights.file}' is safetensors, which keep no order, but {weights.key} is by_order"
         raise ModelError(weights.where, wrong, "A .pth file", f"Name that, or leave {weights.key} out")
     tensors = weights.sets[name]
-    more = [*tensors][len(own) :]  # two may be those of a classifier that the model is built without
+    more = [*tensors][len(own) :]  # two may belong to a classifier that the model does not have
     names = [*own] if bare and len(more) <= 2 else [*own, *more]
     return dict(zip(names, tensors.values(), strict=False))
 
 
 def _differences(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that two sets do not share with one shape, and the error of each."""
+    """Return the names that differ between two sets (missing, unexpected, other shape), by kind."""
     off = dict.fromkeys(own.keys() - tensors.keys(), "missing")
     off |= dict.fromkeys(tensors.keys() - own.keys(), "unexpected")
     return off | {n: "other shape" for n in tensors.keys() & own.keys() if tensors[n].shape != own[n].shape}
@@ -183,7 +183,7 @@ def _differences(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str
 def _refused(
     weights: Weights, name: str, model: str, own: Tensors, closest: Tensors, off: Mapping[str, str]
 ) -> ModelError:
-    """Return the error for a file that does not fit a network: its origin, where known, else the differences."""
+    """Return the error for a file that does not fit a network: its origin if known, else the differences."""
     where, kinds = weights.where, ("missing", "unexpected", "other shape")
     lists = {kind: sorted(name for name, what in off.items() if what == kind) for kind in kinds}
     if (error := _known(weights, "changed", lists["unexpected"], model)) is not None:
@@ -200,7 +200,7 @@ def _refused(
 
 
 def foreign(weights: Weights, name: str, model: str) -> ModelError | None:
-    """Return the error that says what else than a network of timm a set is of, where that is known."""
+    """Return the error that names a known origin of a set that is not from timm."""
     return _known(weights, "changed", weights.sets[name], model) or _known(
         weights, "foreign", weights.sets[name], model
     )

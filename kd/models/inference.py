@@ -18,8 +18,8 @@ class Predicted(NamedTuple):
 
 
 def predict(model: Callable[[Batch], Outputs], batches: Iterable[Batch], device: torch.device) -> Iterator[Predicted]:
-    """Yield ids, labels and the outputs of a model on `device`, without gradients."""
-    # For a module that takes pixels: `lambda batch: module(batch.image)`.
+    """Yield ids, labels and a model's outputs, computed on `device` without gradients."""
+    # For a module of pixels pass `lambda batch: module(batch.image)`.
     for batch in batches:
         with torch.no_grad():
             outputs = model(batch.to(device))

@@ -1,4 +1,4 @@
-"""Under which licence weights came: what timm or the folder that they lie in says of them. Nothing is guessed."""
+"""Licences of weights, as declared by timm or by their folder. Nothing is guessed."""
 
 import re
 from pathlib import Path
@@ -8,25 +8,25 @@ from kd.models.timm_folder import folder_config
 
 UNKNOWN, NONE = "unknown", "none: random weights"
 REACHING = ("dinov3",)
-"""Parts of the names of licences whose text speaks of models that are made with the weights, such as students."""
-FRONT_BYTES = 1 << 16  # of a README in which its front matter is looked for: those of the hub have a few hundred
+"""Parts of names of licences that cover models derived from the weights, such as students."""
+FRONT_BYTES = 1 << 16  # bytes of a README searched for front matter: the hub's have a few hundred
 
 
 def licence_of(model: str, checkpoint: str, pretrained: bool) -> str:
     """Return the licence of the weights that a model starts with, as declared; "" if undeclared.
 
-    They lie at `checkpoint`, or come with the name or folder `model` where they are `pretrained`.
+    They are at `checkpoint`, or belong to the name or folder `model` if `pretrained`.
     """
     place = Path(packages.place(checkpoint) or model.removeprefix("local-dir:")).expanduser()
     if place.exists():
         return _of_folder(place if place.is_dir() else place.parent)
     if checkpoint or not pretrained or ":" in model:
         return ""
-    from timm import get_pretrained_cfg, is_model  # type: ignore[attr-defined]  # only where a name is looked up
+    from timm import get_pretrained_cfg, is_model  # type: ignore[attr-defined]  # only to look up a name
 
     try:
         known = get_pretrained_cfg(model) if is_model(model.partition(".")[0]) else None
-    except RuntimeError:  # of this model, but not with this tag
+    except RuntimeError:  # a known model without this tag
         known = None
     return _line(getattr(known, "license", ""))
 
@@ -37,7 +37,7 @@ def reaches(licence: str) -> bool:
 
 
 def _of_folder(folder: Path) -> str:
-    """Return the licence in the front matter of a folder's README.md, else in its config.json; "" without any."""
+    """Return the licence in the front matter of a folder's README.md, else in its config.json, else ""."""
     readme, found = folder / "README.md", dict[str, str]()
     if readme.is_file():
         with readme.open(encoding="utf-8", errors="replace") as file:

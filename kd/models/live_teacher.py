@@ -17,13 +17,13 @@ from kd.core.errors import ModelError, named
 from kd.core.types import Batch, Outputs
 
 FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
-"""Exceptions of networks for images of a wrong size."""
+"""Exceptions that networks raise for images of a wrong size."""
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 """(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
 
 
 class Uncached:
-    """The methods of a teacher without stored outputs. See `kd.core.contracts.Teacher`."""
+    """Default methods for a teacher without stored outputs. See `kd.core.contracts.Teacher`."""
 
     images = 0
 
@@ -36,14 +36,14 @@ class Uncached:
     def flush(self) -> None: ...
 
     def validation(self, test: bool = False) -> Any:
-        """Return the teacher of the validation images, or of the test images; the same one where it looks at pixels."""
+        """Return the teacher for validation or test images; itself if it reads pixels."""
         return self
 
 
 class LiveTeacher(Uncached):
-    """Run the teacher's forward for each batch. See `kd.core.contracts.Teacher`."""
+    """Runs the teacher's forward for each batch. See `kd.core.contracts.Teacher`."""
 
-    # Not an nn.Module, so that `.train()`, DDP and `state_dict()` of the run do not include it.
+    # Not an nn.Module, so the run's `.train()`, DDP and `state_dict()` do not include it.
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class LiveTeacher(Uncached):
         inference: bool = True,
     ) -> None:
         """Freeze a copy of `model` on `device`; normalization stays float32; `micro_batch` 0: the whole batch."""
-        # `shard` shards the model over the ranks, of which rank 0's alone needs weights, `pipeline` splits it into
-        # stages: with either, all ranks must call the teacher equally often. `remake`, which goes with neither,
-        # converts the frozen model on its device. `inference`: the device knows torch's inference mode.
+        # `shard` shards the model over the ranks (only rank 0 needs weights); `pipeline` splits it into stages. With
+        # either, all ranks must call the teacher equally often. `remake`, allowed with neither, converts the frozen
+        # model on its device. `inference`: the device supports torch's inference mode.
         self.frozen = torch.inference_mode if inference else torch.no_grad
         frozen: Any = on_meta(model) if shard is not None else copy.deepcopy(model)
         self.reads_ids = model.reads_ids
@@ -94,7 +94,7 @@ class LiveTeacher(Uncached):
             return [self.model(*part) for part in zip(*asked, strict=False)]
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Return float32 logits [B, C] and features, as normal tensors, which autograd can save."""
+        """Return float32 logits [B, C] and features as normal tensors, which autograd can save."""
         if batch.teacher_outputs is not None and not batch.teacher_outputs.missing:  # known from a scoring pass
             return batch.teacher_outputs.outputs
         self.images += batch.image.shape[0]
@@ -102,7 +102,7 @@ class LiveTeacher(Uncached):
 
 
 class NoTeacher(Uncached):
-    """The teacher of a run that trains on labels alone: logits of width 0, which no loss reads."""
+    """The teacher of a run on labels alone: logits of width 0, which no loss reads."""
 
     def __call__(self, batch: Batch) -> Outputs:
         return Outputs(torch.zeros(batch.image.shape[0], 0, device=batch.image.device))
@@ -113,16 +113,16 @@ class NoTeacher(Uncached):
 
 @torch.no_grad()
 def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
-    """Run a model on the same noise twice; it is left in eval mode."""
+    """Check that a model returns equal outputs for equal noise; it is left in eval mode."""
     generator = torch.Generator("cpu").manual_seed(0)
     noise = torch.randint(256, (2, 3, size, size), generator=generator, device="cpu").to(torch.uint8)
     meta = any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
-    noise = noise.to("meta") if meta else noise  # then shapes alone are tried
+    noise = noise.to("meta") if meta else noise  # then only shapes are computed
     try:
         first, second = (model.eval()(noise) for _ in range(2))
     except FAILURES as error:
         if meta and (isinstance(error, NotImplementedError) or "meta" in str(error)):
-            return  # an operator without shapes alone; the run itself will tell
+            return  # an operator without a meta kernel; the run itself will show it
         raise fails(where, name, getattr(model, "input_size", size), error) from error
     pairs = [(first.logits, second.logits), *((first.features[key], second.features[key]) for key in first.features)]
     for one, other in (pair for pair in pairs if pair[0].numel() and not pair[0].is_meta):
@@ -138,16 +138,16 @@ def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
 
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
-    """Return the error for a model that cannot run."""
+    """Return the error for a model whose forward fails."""
     remedy = f"Set data.image_size, {where}.input_size or {where}.args where it has them, or correct its preprocessing"
     wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
     return ModelError(f"{where}.model", wrong, "A model from square RGB images", remedy)
 
 
 def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) -> Any:
-    """Return a copy of a model on the meta device, without copying its tensors; `network`: type of its weights there.
+    """Return a copy of a model on the meta device without copying tensors; `network`: dtype of its weights there.
 
-    `fake`: a FakeTensorMode, whose tensors without values take their place on the CPU.
+    `fake`: a FakeTensorMode, whose tensors replace them on the CPU.
     """
     cast = {id(tensor) for tensor in model.network.parameters()} if network is not None else set()
     made: dict[int, Tensor] = {}
@@ -160,7 +160,7 @@ def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) ->
 
 
 def is_on_meta(model: Any) -> bool:
-    """Return whether a model is on the meta device: its weights are elsewhere."""
+    """Return whether a model is on the meta device, without weights."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Any timm model by name, local folder, safetensors file or hub id; a class count that does not fit is an error."""
+"""Load a timm model by name, local folder, safetensors file or hub id; a wrong class count is an error."""
 
 import json
 import warnings
@@ -23,11 +23,11 @@ FITTED = (
     "Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit it to this data: "
     "teacher.pretrained=true with teacher.fit.epochs; or learn its features: losses=[{kind: cosine}]"
 )
-LUMA = (0.299, 0.587, 0.114)  # the share of red, green and blue in the grey of a photograph (ITU-R BT.601, as Pillow's)
+LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT.601, as in Pillow)
 
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
-    """Build a model with its weights; `image_size`, the side of the data's images, is its input size if free."""
+    """Build a model with its weights. If its input size is free, it is `image_size`, the side of the data's images."""
     if not spec.logits:
         spec = replace(spec, exact_head=False)
     source = _source(spec)
@@ -66,10 +66,9 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
-    """Let a convolutional network keep channels last in memory."""
-    # On one AMD EPYC core in bfloat16 a training step of a ResNet-18 at 64 px then takes 0.89 of the time, that of a
-    # ResNet-10 of 24 channels 0.70 (benchmarks/layout.py). Torch cannot lay out weights of 5 dimensions
-    # (lambda_resnet).
+    """Convert a convolutional network to channels-last memory format."""
+    # On one AMD EPYC core in bfloat16 a training step then takes 0.89 of the time for a ResNet-18 at 64 px, and 0.70
+    # for a ResNet-10 with 24 channels (benchmarks/layout.py). Not for 5-dimensional weights (lambda_resnet).
     convolved = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Conv2d))
     if 2 * convolved < sum(p.numel() for p in network.parameters()) or any(p.dim() == 5 for p in network.parameters()):
         return network
@@ -85,14 +84,14 @@ def _preprocessing(config: dict[str, Any]) -> Preprocessing:
 
 
 def built_bare(where: str, model: str) -> tuple[nn.Module, list[str]]:
-    """Return a network of timm as its name stands for it, without weights, and the names of its classifier."""
+    """Return a timm network with default arguments, without weights, and the names of its classifier."""
     spec = Spec(where, model, {}, None)
     network, _ = _create(spec, _source(spec), False, 0, 0)
     return network, _head_names(network)
 
 
 def _source(spec: Spec) -> str:
-    """Return the name as timm wants it: a registered name, `local-dir:FOLDER` or `hf-hub:ID`."""
+    """Return the name in timm's form: a registered name, `local-dir:FOLDER` or `hf-hub:ID`."""
     import timm
 
     name = spec.model
@@ -118,7 +117,7 @@ def _source(spec: Spec) -> str:
 
 
 def require_weights(spec: Spec) -> None:
-    """Require the weights that `load` would read: a file that is there, or one in reach; nothing is downloaded."""
+    """Require that the weights for `load` exist or can be fetched; nothing is downloaded."""
     if spec.checkpoint:
         checkpoints.located(f"{spec.where}.checkpoint", spec.checkpoint)
     else:
@@ -129,7 +128,7 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
     if source.startswith("local-dir:"):
         if pretrained or spec.args.get("pretrained"):
             folder = Path(source.removeprefix("local-dir:"))
-            if not (folder / "model.safetensors").is_file():  # other weights are pickles: loading may run their code
+            if not (folder / "model.safetensors").is_file():  # other formats are pickles: loading may run their code
                 allowed = "Weights as safetensors; other formats may run code when they are loaded"
                 remedy = "Write it anew with `kd-export` or timm.models.save_for_hf(..., safe_serialization=True)"
                 raise ModelError(f"{spec.where}.model", f"no model.safetensors in '{folder}'", allowed, remedy)
@@ -139,7 +138,7 @@ def _require_source(spec: Spec, source: str, pretrained: bool) -> None:
 
 
 def _architecture(spec: Spec, source: str) -> dict[str, Any]:
-    """Return the recipe of the network, wherever its folder lies: the model's name and its arguments."""
+    """Return the network's recipe, independent of its folder: the model's name and its arguments."""
     if not source.startswith("local-dir:"):
         return {"model": source, "args": spec.args}
     content = timm_folder.folder_config(Path(source.removeprefix("local-dir:")), f"{spec.where}.model")
@@ -149,14 +148,14 @@ def _architecture(spec: Spec, source: str) -> dict[str, Any]:
 def _own_classes(
     spec: Spec, source: str, weights: Weights | None, image_size: int
 ) -> tuple[list[str] | None, Taken | None]:
-    """Return the names of a model's own classes, and the tensors that were read for them; None: timm knows."""
+    """Return the names of a model's own classes, and the tensors that were read for them (None: timm has the names)."""
     names = weights.classes if weights is not None else None
     names = names or (timm_folder.folder_classes(Path(source.removeprefix("local-dir:"))) if ":" in source else None)
     if names or (spec.pretrained and weights is None):
-        return names, None  # without a file timm builds the head that belongs to the weights
+        return names, None  # without a file timm builds the head of its pretrained weights
     taken, count = None, 0
     if weights is not None:
-        with torch.device("meta"):  # the classifier's name is the network's; its rows are the file's
+        with torch.device("meta"):  # the classifier's name comes from the network, its number of rows from the file
             bare = _create(spec, source, False, image_size, 0)[0]
         taken = _take(spec, bare, weights)
         count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
@@ -174,7 +173,7 @@ def _numbered(network: nn.Module) -> list[str]:
 
 
 def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
-    """Return the network, and whether it was built for `image_size`."""
+    """Build the network; also return whether it was built for `image_size`."""
     import timm
 
     args = dict(spec.args)
@@ -183,17 +182,17 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
     if source.startswith("local-dir:") and not pretrained:
         args.setdefault("pretrained", False)
     last = Exception()
-    # A model whose input size is free (a ViT) is built for the data's; others refuse the argument and resize.
+    # A model with a free input size (ViT) is built for the data's; others refuse the argument and resize.
     stored = source.startswith(("local-dir:", "hf-hub:", "hf_hub:"))
     tries = [{}] if "img_size" in args or stored or not image_size else [{"img_size": image_size}, {}]
-    if spec.any_size and "dynamic_img_size" not in args:  # of timm's ViTs; others refuse it
+    if spec.any_size and "dynamic_img_size" not in args:  # an argument of timm's ViTs; others refuse it
         tries = [{**one, "dynamic_img_size": True} for one in tries] + tries
     for sized in tries:
         try:
             with without_meta_warnings():
                 made = timm.create_model(source, **{"pretrained": pretrained, **args, **sized})
             return made, "img_size" in sized
-        except Exception as error:  # timm raises many types, all caused by name, arguments or config.json
+        except Exception as error:  # timm raises many types; all are caused by name, arguments or config.json
             last = error
             if not isinstance(error, TypeError):
                 break
@@ -206,15 +205,16 @@ def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: i
 
 @contextmanager
 def without_meta_warnings() -> Iterator[None]:
-    """On the meta device weights are only compared; torch would warn of each tensor that it does not copy."""
+    """Suppress a warning: on the meta device weights are only compared, and torch warns of each uncopied tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
         yield
 
 
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
-    """Refuse a teacher's weights of another class list; timm would put a random head in their place and go on."""
-    # A student of other classes gets zeros: timm's random head starts an EfficientNet at a cross-entropy of 9.4.
+    """Refuse a teacher's weights with another class list; timm would use a random head instead."""
+    # A student with other classes gets a zero head: timm's random head starts an EfficientNet at a cross-entropy of
+    # 9.4.
     classes, config = spec.classes or (), config_of(network)
     count, names = config.get("num_classes"), config.get("label_names")
     folder = Path(spec.model.removeprefix("local-dir:"))
@@ -230,7 +230,7 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
 
 
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Require the model's class names to be the data's, in the same order."""
+    """Require the model's class names to equal the data's, in the same order."""
     _check_count(where, len(names), classes)
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if nfc(name) != nfc(expected):
@@ -249,7 +249,7 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
 
 
 def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
-    """Load a file's tensors, with its classifier or, for a student of other classes, with zeros; report the changes."""
+    """Load a file's tensors with its classifier (zeros for a student of other classes); report the changes."""
     where, names, classes = weights.where, weights.classes, spec.classes or weights.classes or ()
     taken, own, heads = taken or _take(spec, network, weights), network.state_dict(), _head_names(network)
     tensors, steps = taken.tensors, taken.steps
@@ -263,7 +263,7 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
         _check_count(where, len(tensors[head]), classes)
     if names is not None and spec.exact_head:
         check_classes(where, names, classes)
-    if not spec.exact_head and spec.logits:  # weights of other classes: the student gets a head of zeros
+    if not spec.exact_head and spec.logits:  # weights with other classes: the student gets a zero head
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
         fresh = {name: torch.zeros_like(own[name]) for name in heads if name in own}
         same = names is None or list(names) == list(classes)
@@ -274,8 +274,8 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
 
 
 def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
-    """Let a network of one channel take colours: its first layer sees the grey of the input."""
-    # Normalization is alike for all channels then, so that the sum of normalized colours is the normalized grey.
+    """Let a one-channel network accept RGB: its first layer gets the grey of the input."""
+    # Normalization is then equal for all channels, so the weighted sum of normalized colours is the normalized grey.
     first = config_of(network).get("first_conv")
     layer = dict(network.named_modules()).get(first if isinstance(first, str) else "")
     if not isinstance(layer, nn.Conv2d) or layer.in_channels != 1:
@@ -295,7 +295,7 @@ def _take(spec: Spec, network: nn.Module, weights: Weights) -> Taken:
 
 
 def _head_names(network: nn.Module) -> list[str]:
-    """Return the names of the weights, and then of the biases, of the layers whose outputs are the logits."""
+    """Return the names of the weights, then of the biases, of the layers that compute the logits."""
     count = getattr(network, "num_classes", 0)
     found = getattr(network, "get_classifier", lambda: None)()
     heads = {id(layer) for one in (found if isinstance(found, tuple) else (found,)) if one for layer in one.modules()}

@@ -1,8 +1,8 @@
-"""Weights of an ONNX graph, as a network of timm names them.
+"""Read the weights of an ONNX graph under timm's names.
 
-Exporters keep the names of parameters, but for the matrices of linear layers, which they transpose: the bias leads to
-it. A vision transformer with the names of transformers (ViT, DeiT, DINOv2) gets those of timm. Not read: quantized
-graphs, and layers without a bias.
+Exporters keep parameter names, except for the matrices of linear layers, which they transpose: these are found by their
+bias. A vision transformer with transformers' names (ViT, DeiT, DINOv2) gets timm's names. Not handled: quantized
+graphs, and linear layers without a bias.
 """
 
 import re
@@ -26,7 +26,7 @@ NAMES = {
     r"encoder\.layer\.(\d+)\.layer_scale(\d)\.lambda1": r"blocks.\1.ls\2.gamma",
     r"layernorm": "norm",
 }
-"""Names of transformers, and timm's; query, key and value are one matrix there."""
+"""Names in transformers and in timm, where query, key and value are one matrix."""
 QUERY = re.compile(r"encoder\.layer\.(\d+)\.attention\.(?:attention\.query|q_proj)\.(weight|bias)")
 PARTS = {"query": ("query", "key", "value"), "q_proj": ("q_proj", "k_proj", "v_proj")}
 
@@ -40,7 +40,7 @@ def read(where: str, file: Path) -> dict[str, Tensor]:
     except Exception as error:  # protobuf and onnx have types of their own
         raise ModelError(where, f"'{file}' is no whole ONNX graph ({error})", "", "Export it anew") from error
     tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items() if array.dtype.kind == "f"}
-    for node in graph.node:  # of equal tensors one is kept
+    for node in graph.node:  # exporters merge equal tensors
         if node.op_type == "Identity" and node.input[0] in tensors:
             tensors[node.output[0]] = tensors[node.input[0]]
     made_by = {output: node for node in graph.node for output in node.output}
@@ -66,7 +66,7 @@ def _as_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             query = name.split(".")[-2]
             three = [tensors[name.replace(query, part)] for part in PARTS[query]]
             found[f"blocks.{match[1]}.attn.qkv.{match[2]}"] = torch.cat(three)
-    if "pos_embed" not in found:  # where the graph resamples it, it is there in two, without a name
+    if "pos_embed" not in found:  # if the graph resamples it, it is stored in two unnamed parts
         folded = [t for name, t in tensors.items() if "::" in name and t.ndim == 3 and t.shape[::2] == (1, width)]
         folded.sort(key=lambda tensor: tensor.shape[1])
         found["pos_embed"] = torch.cat(folded[-2:], dim=1) if folded else tensors["embeddings.cls_token"][:, :0]

@@ -30,7 +30,7 @@ def title(checkpoint: str) -> str:
 
 
 def place(checkpoint: str) -> str:
-    """Return the file that a checkpoint is or becomes; an ONNX graph of a package is kept as safetensors."""
+    """Return the local file of a checkpoint, fetched or not; a package's ONNX graph is kept as safetensors."""
     if not (found := FORM.fullmatch(checkpoint)):
         return checkpoint
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kd" / "packages"
@@ -40,7 +40,7 @@ def place(checkpoint: str) -> str:
 
 @functools.cache
 def fetched(where: str, checkpoint: str) -> str:
-    """Return the file of a checkpoint; what lies in a package is fetched first, by one process for all."""
+    """Return the local file of a checkpoint; a package is fetched first, by one process for all."""
     if not checkpoint.startswith(SCHEME):
         return checkpoint
     found, file = FORM.fullmatch(checkpoint), Path(place(checkpoint))
@@ -79,7 +79,7 @@ def _fetch(where: str, found: re.Match[str], file: Path) -> None:
             raise ModelError(where, wrong, f"{found[4]}, as configured", f"Take the right version; {SCRATCH}")
         stated, size = licence[1].strip() if licence else "not stated", source.stat().st_size / 1e6
         if source.suffix == ".onnx":
-            from kd.models.onnx_weights import read  # only where weights lie in a graph
+            from kd.models.onnx_weights import read  # only for weights in a graph
 
             tensors, source = read(where, source), source.with_suffix(".safetensors")
             save_file(tensors, source)

@@ -1,4 +1,4 @@
-"""Which network of timm a file of weights belongs to: by a name in the file's name, else by the shapes of its tensors.
+"""Recognize the timm network of a file of weights, by the file's name, else by the shapes of its tensors.
 
 `python tools/shapes.py` writes the index of shapes, `kd/models/shapes.txt`.
 """
@@ -21,21 +21,21 @@ from kd.models.fitting import config_of, foreign, take
 from kd.models.load_classifier import built_bare
 
 INDEX = Path(__file__).with_name("shapes.txt")
-TRIED = 60  # networks of the same shapes that are tried; 46 share those of a ViT-B/16
+TRIED = 60  # most candidates with equal shapes to try; 46 networks share those of a ViT-B/16
 
 
 class Recognized(NamedTuple):
-    """A network whose tensors a file has."""
+    """A network that fits a file's tensors."""
 
     model: str
-    by_order: bool  # its tensors have names of which no table knows anything
-    why: str  # what the file holds, and how that is known
+    by_order: bool  # the names of its tensors are in no table
+    why: str  # content of the file, and how it was recognized
 
 
 def identify(where: str, file: Path, model: str = "") -> Recognized:
-    """Return the network of timm that a file of weights belongs to; tried are `model`, or all that may fit."""
-    # Weights under names that no table knows are more often those of a network `tf_...` than of its twin, since they
-    # were converted from TensorFlow.
+    """Return the timm network of a file of weights. Only `model` is tried if given, else all that may fit."""
+    # Weights with unknown names belong more often to a network `tf_...` than to its twin, since they were converted
+    # from TensorFlow.
     import timm
 
     plain = partial(re.sub, "[^a-z0-9]", "")
@@ -43,7 +43,7 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
     named = [model] if model else [name for name in timm.list_models() if plain(name.removeprefix("tf_")) in stem]
     shaped = [] if model else [*dict.fromkeys(name for one in weights.sets.values() for name in by_shapes(one))]
     for by_order in (False, True):
-        for name in weights.sets if by_order else ():  # names known to be others' are not taken by their places
+        for name in weights.sets if by_order else ():  # names known to be another library's are not matched by position
             if (error := foreign(weights, name, model or "no network of timm")) is not None:
                 raise error
         named.sort(key=lambda name: ((plain(name) in stem) == by_order, -len(name)))
@@ -62,7 +62,7 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
 
 
 def _fits(weights: Weights, name: str, by_order: bool) -> str | None:
-    """Return the changes that fit a file's tensors to a network, and the result; None: they do not fit."""
+    """Return the changes that fit a file's tensors to a network, and the result; None if they do not fit."""
     with suppress(ModelError), torch.device("meta"):
         network, heads = built_bare(weights.where.partition(".")[0], name)
         taken = take(weights, network, name, "by_order" if by_order else "by_name", heads)
@@ -77,7 +77,7 @@ def _fits(weights: Weights, name: str, by_order: bool) -> str | None:
 
 
 def by_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the networks of timm whose matrices have the sizes of these, but for a classifier or two."""
+    """Return the timm networks whose matrices have these sizes, up to one or two classifiers."""
     total, counts = signature(tensors)
     index = dict(line.split(" ", 1) for line in INDEX.read_text(encoding="utf-8").splitlines())
     left = [0, *counts, *(2 * one for one in counts)]
@@ -86,8 +86,8 @@ def by_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def signature(tensors: Mapping[str, Tensor]) -> tuple[int, Counter[int]]:
-    """Return the sum of the hashes of the sizes of all matrices and kernels, and of those of matrices alone each."""
-    # Vectors, positions and tables of them are left out: families store them in more ways, and images have more sizes.
+    """Return the sum of hashes of all matrix and kernel sizes, and the hash of each matrix's size."""
+    # Vectors and position tables are left out: they depend on the family's format and on the image size.
     sizes = {n: t for n, t in tensors.items() if t.ndim in (2, 4, 5) and t.shape[0] > 1 and "_pos" not in n}
     hashed = {n: _hash(t.numel()) for n, t in sizes.items() if "pos_" not in n and "position" not in n}
     return sum(hashed.values()), Counter(value for n, value in hashed.items() if sizes[n].ndim == 2)

@@ -1,8 +1,9 @@
-"""Export a classifier to graphs that run without timm: ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR; run one.
+"""Export a classifier to graphs that run without timm (ONNX, int8 ONNX, torch.export's .pt2, OpenVINO's IR), and run
+them.
 
-Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C], or of an
-embedding model to vectors [batch, D] of length 1. It contains the normalization, and the resize where the network has
-another input size, so that users need no other constants.
+Each graph maps evaluation's crop, uint8 [batch, 3, S, S] with S = `data.image_size`, to logits [batch, C], or for an
+embedding model to vectors [batch, D] of length 1. It contains the normalization, and the resize if the network has
+another input size, so users need no other constants.
 
 Packages are imported only when needed.
 """
@@ -32,17 +33,17 @@ from kd.core.types import Outputs
 from kd.models.classifier import Classifier
 from kd.models.timm_folder import is_timm
 
-OPSET = 20  # of ONNX: the first in which GELU is one operator
-OLDEST_EXPORTER = "2.9"  # oldest torch whose exporter was tried
-LARGEST_BATCH = 4096  # upper bound of the dynamic batch: torch.export wants one; kd never sends so many
+OPSET = 20  # ONNX opset: the first with GELU as one operator
+OLDEST_EXPORTER = "2.9"  # oldest torch with a tested exporter
+LARGEST_BATCH = 4096  # upper bound of the dynamic batch, which torch.export requires; kd's batches are smaller
 INPUT, LOGITS, EMBEDDING = "image", "logits", "embedding"
-ROUNDS = 30  # timed calls of each, at most: a median of 30 stands though a third of them met a busy neighbour
+ROUNDS = 30  # most timed calls each: a median of 30 is robust to a third of disturbed calls
 
 
 class Graph(nn.Module):
-    """A classifier for export, from uint8 [B, 3, S, S] to logits [B, C]."""
+    """A classifier for export: uint8 [B, 3, S, S] to logits [B, C]."""
 
-    # The resize to the network's size is two matrix products, on which all runtimes agree, unlike on antialiased
+    # The resize to the network's size is two matrix products, which are equal in all runtimes, unlike antialiased
     # bicubic resizing. They run on planes [B * 3, S, S], because OpenVINO 2026.4 fuses the normalization into a
     # four-dimensional product and confuses channels with columns.
 
@@ -68,9 +69,9 @@ class Graph(nn.Module):
 
 
 def reparameterized(model: Classifier) -> Classifier:
-    """Return a copy whose branches are merged where timm can (repvit, fastvit): fewer layers, same outputs."""
-    # The model itself stays as it was trained. One without such layers is returned itself.
-    from timm.utils.model import reparameterize_model  # only exports need it
+    """Return a copy with branches merged by timm (repvit, fastvit): fewer layers, same outputs."""
+    # The model is not changed. Without such layers it is returned itself.
+    from timm.utils.model import reparameterize_model  # needed only for exports
 
     branches, network = ("fuse", "reparameterize", "switch_to_deploy"), getattr(model.network, "inner", model.network)
     if not is_timm(network) or not any(hasattr(layer, name) for layer in network.modules() for name in branches):
@@ -81,15 +82,15 @@ def reparameterized(model: Classifier) -> Classifier:
 
 
 def export_program(model: Classifier, size: int, images: int = 0) -> torch.export.ExportedProgram:
-    """Trace a classifier for that many images; 0: with a dynamic batch dimension."""
+    """Trace a classifier for a batch size; 0: with a dynamic batch dimension."""
     graph = Graph(model, size).eval()
-    # Traced with two images, because torch treats a dimension of size 1 as constant.
+    # The trace uses two images, because torch treats a dimension of size 1 as constant.
     example = (torch.zeros(images or 2, 3, size, size, dtype=torch.uint8),)
     shapes = None if images else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
     try:
         with torch.no_grad():
             return torch.export.export(graph, example, dynamic_shapes=shapes)
-    except Exception as error:  # torch.export raises many types, all caused by the network
+    except Exception as error:  # torch.export raises many types; all are caused by the network
         raise _failed("torch.export", error) from error
 
 
@@ -105,19 +106,19 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = 
             names = {"input_names": [INPUT], "output_names": [output]}
             options = {"opset_version": OPSET, "dynamo": True, "external_data": False, "verbose": False}
             torch.onnx.export(program, f=path, **names, **options)
-    except Exception as error:  # the exporter raises many types, all caused by the network
+    except Exception as error:  # the exporter raises many types; all are caused by the network
         raise _failed("torch.onnx.export", error) from error
 
 
 def write_int8(source: Path, path: Path) -> None:
-    """Write an ONNX file whose matrix products have int8 weights, one scale per channel, and dynamic inputs."""
+    """Write an ONNX file of int8 matrix products: weights with a scale per channel, inputs quantized dynamically."""
     # Convolutions stay float32, because onnxruntime's integer convolution is slower.
     onnx = require("onnx", "--int8")
     require("onnxruntime", "--int8")
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(source)
-    del graph.graph.value_info[:]  # shapes from before the exporter transposed weights; onnxruntime infers them again
+    del graph.graph.value_info[:]  # outdated shapes (before weights were transposed); onnxruntime infers them again
     with quiet():
         quantize_dynamic(
             graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8
@@ -125,7 +126,7 @@ def write_int8(source: Path, path: Path) -> None:
 
 
 def int8_share(path: Path) -> float:
-    """Return the share of a graph's weights that `write_int8` made int8: not those of convolutions."""
+    """Return the share of a graph's weights that `write_int8` quantized; convolutions are not."""
     onnx = require("onnx", "--int8")
     weights = [one for one in onnx.load(path, load_external_data=False).graph.initializer if len(one.dims) > 1]
     counts = [(math.prod(one.dims), one.data_type == onnx.TensorProto.INT8) for one in weights]
@@ -134,7 +135,7 @@ def int8_share(path: Path) -> float:
 
 def onnx_runner(source: Path | bytes, threads: int = 1, spin: bool = True) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to logits [B, C]."""
-    # `spin`: threads wait for work by spinning, which is faster where nothing else uses the cores.
+    # `spin`: threads wait for work by spinning, which is faster on idle cores.
     session = open_session(source, threads, "--onnx", spin)
     return lambda image: session.run(None, {INPUT: image})[0]
 
@@ -149,7 +150,7 @@ def open_session(source: Path | bytes, threads: int, where: str, spin: bool = Fa
     model = source if isinstance(source, bytes) else str(source)
     try:
         return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has its own types, one for each kind of damage
+    except Exception as error:  # onnxruntime has one exception type per kind of damage
         raise _no_graph(where, source, error) from error
 
 
@@ -159,7 +160,7 @@ def _no_graph(where: str, source: Path | bytes, error: Exception) -> ModelError:
 
 
 class Sessions:
-    """A graph's sessions, each of a fixed number of threads: called, the one of torch's number now."""
+    """A graph's sessions, each with a fixed number of threads; a call uses torch's current number."""
 
     def __init__(self, start: Callable[[int], Any]) -> None:
         self._start, self.open = start, dict[int, Any]()
@@ -167,17 +168,17 @@ class Sessions:
     def __call__(self) -> Any:
         threads = torch.get_num_threads()
         if threads not in self.open:
-            # two are kept: `--check` alternates between two numbers
+            # two are kept, because `--check` alternates between two numbers
             self.open = {**dict([*self.open.items()][-1:]), threads: self._start(threads)}
         return self.open[threads]
 
 
 def graph_files(path: Path, where: str) -> list[Path]:
-    """Return an ONNX file and those beside it that hold its weights."""
+    """Return an ONNX file and its external weight files."""
     onnx = require("onnx", where)
     try:
         names = sorted(set(_external(onnx.load(str(path), load_external_data=False))))
-    except Exception as error:  # protobuf and onnx have their own types, one for each kind of damage
+    except Exception as error:  # protobuf and onnx have one exception type per kind of damage
         raise _no_graph(where, path, error) from error
     home, files = path.parent.resolve(), [path]
     for name in names:
@@ -193,7 +194,7 @@ def graph_files(path: Path, where: str) -> list[Path]:
 
 
 def _external(message: Any) -> Iterator[str]:
-    """Yield the file names of all tensors in a message of ONNX: initializers, attributes, functions, subgraphs."""
+    """Yield the file names of external tensors in an ONNX message: initializers, attributes, functions, subgraphs."""
     if message.DESCRIPTOR.name == "TensorProto":
         yield from (pair.value for pair in message.external_data if pair.key == "location")
         return
@@ -205,7 +206,7 @@ def _external(message: Any) -> Iterator[str]:
 
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function from uint8 [B, 3, S, S] to float32 logits [B, C]."""
-    # `threads` 0: OpenVINO's default. `bf16`: compute matrix products in bfloat16 instead of float32.
+    # `threads` 0: OpenVINO's default. `bf16`: matrix products in bfloat16 instead of float32.
     openvino = require("openvino", "--openvino", "openvino")
     options = {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"}
     if bf16 and not has_bf16():
@@ -240,7 +241,7 @@ def _failed(tool: str, error: Exception) -> ModelError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the exporters' warnings about their internals, which a user cannot act on."""
+    """Suppress the exporters' warnings about internals, which users cannot act on."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -252,11 +253,10 @@ def quiet() -> Iterator[None]:
 
 
 class Exported(nn.Module):
-    """A classifier as an exported graph in memory, from uint8 [B, 3, S, S] on the CPU to logits [B, C] alone."""
+    """A classifier as an exported graph in memory: uint8 [B, 3, S, S] on the CPU to logits [B, C] only."""
 
-    # The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime:
-    # the weights of matrix products are quantized, and their inputs dynamically; "bf16" with openvino. It takes
-    # seconds.
+    # The model is in eval mode, float32, on the CPU, without features. `precision`: "fp32"; "int8" with onnxruntime
+    # (weights of matrix products quantized, inputs dynamically); "bf16" with openvino. Takes seconds.
 
     classes, reads_ids = (), False
 
@@ -271,7 +271,7 @@ class Exported(nn.Module):
 
 
 def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
-    """Return the bytes of a classifier's ONNX file; temporary files are removed."""
+    """Return a classifier's ONNX file as bytes; temporary files are removed."""
     with tempfile.TemporaryDirectory(prefix="kd-") as folder:
         path = Path(folder) / "model.onnx"
         write_onnx(export_program(model, size), path)
@@ -282,7 +282,7 @@ def exported(model: Classifier, size: int, int8: bool = False) -> bytes:
 
 
 def cpu_ms(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return the CPU milliseconds of each call with one thread, in turns, as medians: 30, or four and `seconds`."""
+    """Return each call's median CPU ms on one thread, timed in turns: 30 rounds, or 4 and `seconds`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

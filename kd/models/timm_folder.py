@@ -1,4 +1,4 @@
-"""A model as a folder that timm loads: its config.json, how it is written, and whether weights are there and fit."""
+"""A model as a folder that timm loads: reading and writing its config.json, checking its weights."""
 
 import json
 import re
@@ -17,20 +17,20 @@ from kd.files.json_file import read_json
 from kd.models.classifier import Classifier
 
 PROBLEM_TYPES = {"single_label_classification": "one label", "multi_label_classification": "several labels"}
-"""Kind of the logits, in the words of transformers, and what an image has."""
+"""transformers' `problem_type` and its meaning."""
 
 
-CONFIG = {"crop_mode": "center", "interpolation": "bicubic"}  # of evaluation, whatever the network's own weights saw
+CONFIG = {"crop_mode": "center", "interpolation": "bicubic"}  # evaluation's, not that of the pretrained weights
 
 
 def folder_config(folder: Path, where: str = "model") -> dict[str, Any]:
-    """Return the config.json of a folder; empty where it has none."""
+    """Return the config.json of a folder; {} if it has none."""
     config = folder / "config.json"
     if not config.is_file():
         return {}
 
     def build(content: Any) -> dict[str, Any]:
-        content.get("pretrained_cfg", {}).get("label_names")  # AttributeError: they are no objects
+        content.get("pretrained_cfg", {}).get("label_names")  # AttributeError: not JSON objects
         return content
 
     return read_json(config, where, "Write the folder anew", build, ModelError)
@@ -44,18 +44,18 @@ def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
 
 
 def data_config(network: nn.Module) -> dict[str, Any]:
-    """Return normalization and input size of a timm network: those that it was built for."""
+    """Return the normalization and input size that a timm network was built for."""
     from timm.data import resolve_model_data_config
 
     config = resolve_model_data_config(network)
     size = getattr(getattr(network, "patch_embed", None), "img_size", None)
-    if size is not None:  # what the model was built for, not what its pretrained weights were
+    if size is not None:  # the built model's, not the pretrained weights'
         config["input_size"] = (3, *size)
     return config
 
 
 def is_timm(network: nn.Module) -> bool:
-    """Return whether timm built a network, and builds it again by name."""
+    """Return whether timm built a network and can rebuild it by name."""
     return hasattr(network, "pretrained_cfg")
 
 
@@ -78,7 +78,7 @@ def export_files(
 def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> dict[str, Any]:
     from timm.models._hub import save_config_for_hf
 
-    network, size = student.network, student.input_size  # a network of any size was trained on this one
+    network, size = student.network, student.input_size  # training size of a network for any size
     config = {**data_config(network), "input_size": (3, size, size)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -87,7 +87,7 @@ def _timm_config(student: Classifier, classes: Sequence[str], crop: float) -> di
         save_config_for_hf(network, str(path), model_config=model, data_config=data)
         content = json.loads(path.read_text())
     for stale in ("tag", "license", "hf_hub_id", "url", "paper_ids", "paper_name", "origin_url"):
-        content["pretrained_cfg"].pop(stale, None)  # of the weights that the architecture's name stands for, not ours
+        content["pretrained_cfg"].pop(stale, None)  # keys about the architecture's pretrained weights, not these
     return content
 
 
@@ -101,13 +101,13 @@ def _own_config(student: Classifier, classes: Sequence[str], crop: float) -> dic
     return {**own, "pretrained_cfg": pixels}
 
 
-HUB_SECONDS = 2.0  # how long a hub may take to respond
+HUB_SECONDS = 2.0  # seconds in which a hub must respond
 WEIGHTS, ARCHITECTURE = (".safetensors", ".bin", ".pth", ".pt", ".npz"), (".json",)  # endings of the requested files
 
 
 def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS) -> None:
-    """Require what `timm.create_model` would fetch; nothing is downloaded."""
-    # Not looked for: the weights of the one model in a hundred that lie at an address of their own.
+    """Require that `timm.create_model` could fetch the weights; nothing is downloaded."""
+    # Not checked: weights at other addresses, about one model in a hundred.
     from huggingface_hub import constants
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
@@ -128,7 +128,7 @@ def require_fetched(where: str, source: str, endings: tuple[str, ...] = WEIGHTS)
 
 
 def _unanswered(repository: str) -> str:
-    """Return why the hub does not show a repository in time; empty where it does."""
+    """Return why the hub does not list a repository in time; "" if it does."""
     from huggingface_hub import HfApi, constants
 
     name, _, revision = repository.partition("@")
@@ -141,14 +141,14 @@ def _unanswered(repository: str) -> str:
         except Exception as error:
             outcome.append(named(error))
 
-    thread = Thread(target=ask, daemon=True)  # a name server may be slower than any timeout
+    thread = Thread(target=ask, daemon=True)  # name resolution has no timeout
     thread.start()
     thread.join(HUB_SECONDS)
     return outcome[0] if outcome else f"no response within {HUB_SECONDS:g} s"
 
 
 def cached() -> dict[str, Path]:
-    """Return the models in the hub's cache on this machine, by the name that a configuration has, and their weights."""
+    """Return the models in this machine's hub cache, by their names in a configuration, and their weights."""
     from huggingface_hub import constants
 
     found = {}
@@ -160,18 +160,18 @@ def cached() -> dict[str, Path]:
 
 
 def takes_any_size(name: str) -> bool:
-    """Return whether a network of timm takes images of any size as it is; False for a vision transformer."""
+    """Return whether a timm network accepts any image size unchanged; False for a vision transformer."""
     from timm import get_pretrained_cfg  # type: ignore[attr-defined]
 
     config = get_pretrained_cfg(name)
     return config is not None and not config.fixed_input_size
 
 
-LARGEST = 4096  # an argument of a network that no weight shows, such as the size of its images
+LARGEST = 4096  # network arguments that weights do not show, such as the image size
 
 
 def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse a folder whose arguments name layers that its weights do not have, before one is built."""
+    """Refuse a folder whose arguments name layers missing in its weights, before the network is built."""
     import timm
 
     sides = [side for one in tensors.values() for side in one.shape]
@@ -179,7 +179,7 @@ def require_fitting(folder: Path, tensors: Mapping[str, Tensor], where: str) -> 
     if (asked := max(map(int, numbers), default=0)) > max([LARGEST, len(tensors), *sides]):
         raise ModelError(where, f"has the argument {asked}; the weights have no such size")
     count = 0
-    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some networks compute as they are built
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some networks compute when constructed
         count = sum(one.numel() for one in timm.create_model(f"local-dir:{folder}").parameters())
     if count > sum(one.numel() for one in tensors.values()):
         raise ModelError(where, f"names a network of {count:,} parameters, which the weights do not have")
@@ -193,7 +193,7 @@ def config_keys() -> set[str]:
 
 
 def known_configs(architecture: str) -> list[dict[str, Any]]:
-    """Return timm's own configurations of a network, one for each of its weights."""
+    """Return timm's configurations of a network, one per set of weights."""
     import timm
 
     found = []

@@ -1,1 +1,1 @@
-"""A configuration becomes a `Run`: plans of values, from which parts are opened, built and compared."""
+"""Turn a configuration into a `Run`: plans of values, from which parts are opened, built and compared."""

@@ -1,4 +1,4 @@
-"""Plans -> Run: the only place where a run is assembled."""
+"""Assemble a run from plans; the only place that does."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ BANK = 10_000  # most training images in the k-NN index that scores an embedding
 
 @contextmanager
 def distributed(section: BackendSection) -> Iterator[Backend]:
-    """Join the world of a backend, and leave it again."""
+    """Join a backend's process group for this block."""
     backend = build_backend(section)
     backend.setup()
     try:
@@ -56,7 +56,7 @@ def build_backend(section: BackendSection) -> Backend:
 
 
 def build_optimizer(plan: LoopPlan, module: StudentWithLoss, backend: Backend) -> torch.optim.Optimizer:
-    """Build the optimizer with fused kernels where the device has them."""
+    """Build the optimizer, with fused kernels if the device has them."""
     section = plan.optimizer
     parameters = parameter_groups(plan.tuning, section.weight_decay, module)
     fused, betas = backend.facts.complete, tuple(section.betas)
@@ -73,7 +73,7 @@ def build_optimizer(plan: LoopPlan, module: StudentWithLoss, backend: Backend) -
 
 
 def settings_of(plan: LoopPlan, distillation: StudentWithLoss, backend: Backend) -> dict[str, Any]:
-    """Return the fields of a `Run` that follow from its plan; the module is on the device of the backend, set up."""
+    """Return the fields of a `Run` that follow from its plan; `module` is on the device, and the backend is set up."""
     section = plan.optimizer
     return {
         "seed": plan.seed,
@@ -95,15 +95,15 @@ class Built:
 
     run: Run
     facts: dict[str, Any]  # see `found_out`
-    val: Source  # images of the validation split
-    test: Source | None  # those of the test split, where there is one
-    test_evaluator: Callable[[], Evaluator]  # makes what scores the test split; only where there is one
+    val: Source  # number of validation images
+    test: Source | None  # number of test images; 0: no test split
+    test_evaluator: Callable[[], Evaluator]  # builds the test split's evaluator, if there is one
 
 
 def build_run(
     teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, store: RunStore, logger: Logger
 ) -> Built:
-    """Build the run of a recipe from its parts; without a teacher model it learns labels alone."""
+    """Build the run of a recipe; without a teacher model it trains on labels alone."""
     backend, model, data, split = setting.backend, setting.teachers.model, setting.teachers.data, setting.split
     distillation = build_distillation(student, setting.teachers).to(backend.device)
 
@@ -113,7 +113,7 @@ def build_run(
     with region("open cache"):
         answering: Teacher = report.live if teacher.needed else NoTeacher()
         if model is not None and teacher.needed and teacher.cache.views:
-            from kd.setup.open_cache import open_cache  # only where outputs are stored
+            from kd.setup.open_cache import open_cache  # only if outputs are stored
 
             answering = open_cache(teacher, report, setting)
     with region("choose student"):
@@ -147,13 +147,13 @@ def build_run(
         **settings_of(loop, distillation, backend),
     )
     test = partial(test_evaluator, setting, student.task, evaluation, report.live)
-    backend.end_step()  # on XLA what was built so far would otherwise be part of the first step's graph
+    backend.end_step()  # on XLA the set-up would otherwise be part of the first step's graph
     facts = found_out(setting, student.task, report, mode, run)
     return Built(run, facts, data.val, data.test, test)
 
 
 def found_out(setting: Setting, task: Task, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
-    """Return the findings of a set-up, for the manifest: what runs, and how; `mode` is the student's."""
+    """Return the findings of a set-up for the manifest: models and execution modes; `mode` is the student's."""
     facts = {
         "decides": run.evaluator.selection_metric,
         "task": task.name,
@@ -171,7 +171,7 @@ def found_out(setting: Setting, task: Task, report: TeacherReport, mode: Executi
 
 
 def test_evaluator(setting: Setting, task: Task, evaluation: Evaluation, live: LiveTeacher | NoTeacher) -> Evaluator:
-    """Return what scores the test split as an evaluation does the validation split; made at the end of a run."""
+    """Return the evaluator of the test split, built at the end of a run."""
     source = setting.data.test
     assert source is not None
     split = shown_split(setting, source, torch.arange(len(source)))
@@ -180,7 +180,7 @@ def test_evaluator(setting: Setting, task: Task, evaluation: Evaluation, live: L
 
 
 def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
-    """Return images of a source as evaluation shows them, by their ids [N]."""
+    """Return evaluation's view of a source's images, by their ids [N]."""
     data, split, seconds = setting.data, setting.split, setting.machine.timeout_seconds
     loader = evaluation_loader(data.shown(source), data.plan, split, setting.backend, seconds)
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
@@ -190,7 +190,7 @@ def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
 def sift_context(
     num_images: int, labels: Callable[[], torch.Tensor], backend: Backend, split: BatchSplit, seed: int
 ) -> SiftContext:
-    """Return a sifter's facts on the images and their division."""
+    """Return a sifter's context: the images and their split into batches and ranks."""
     return SiftContext(
         num_images=num_images,
         batch_size=split.batch_size,
@@ -205,21 +205,21 @@ def sift_context(
 
 
 def build_sifter(setting: Setting, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
-    """Build the sifter, with stored outputs (`answers`) or None; and a line where its delay leaves it nothing to do."""
+    """Build the sifter, with stored outputs (`answers`) or None; also return a warning if its delay exceeds the run."""
     data = setting.data
     context = sift_context(len(data.train), data.labels, setting.backend, setting.split, loop.seed)
     return sifter_of(loop, replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers))
 
 
 def sifter_alone(loop: LoopPlan, data: Data, split: BatchSplit) -> Sifter:
-    """Build the sifter of a run that is only described: one process, nothing stored."""
+    """Build the sifter for an estimate: one process, nothing stored."""
     context = SiftContext.alone(data.labels(), split.batch_size, loop.seed)
     context = replace(context, micro_batch=split.micro_batch, views=data.plan.views, balance=data.plan.balance)
     return sifter_of(loop, context)[0]
 
 
 def sifter_of(loop: LoopPlan, context: SiftContext) -> tuple[Sifter, str]:
-    """Build the sifter of a context; and a line where its delay leaves it nothing to do."""
+    """Build the sifter of a context; also return a warning if its delay exceeds the run."""
     section, length, line = loop.sifter, loop.length, ""
     delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
     steps = length.steps or length.epochs * (context.num_images // length.batch_size)

@@ -1,4 +1,4 @@
-"""The frozen teacher: loaded, and executed as the configuration and the machine say."""
+"""Load the frozen teacher and choose how it is executed on this machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,28 +27,28 @@ from kd.setup.modes import ExecutionMode, noise, require, torch_mode
 from kd.setup.recipe import TeacherPlan, fit_folders, is_fitted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PLAIN = ExecutionMode("fp32", "unfused")  # what other modes are compared with
+PLAIN = ExecutionMode("fp32", "unfused")  # reference mode for comparisons
 COMPARED = 16
-"""Validation images on which a teacher is compared with itself in float32: one forward of a second for a ViT-B."""
+"""Validation images for comparing a teacher with itself in float32: one forward of a second for a ViT-B."""
 LARGEST_ERROR = 0.1
-"""Of a logit in bfloat16 that `precision: auto` takes, as a share of the logits' standard deviation. Eight networks of
-timm with random weights (ViT, DeiT III, XCiT, CaiT, ResNet, MobileNet, ConvNeXt) had 0.015 to 0.048 on 16 images of
-noise. One whose outputs bfloat16 spoils had 0.31."""
+"""Largest logit error in bfloat16 that `precision: auto` accepts, as a share of the logits' standard deviation. Eight
+timm networks with random weights (ViT, DeiT III, XCiT, CaiT, ResNet, MobileNet, ConvNeXt) had 0.015 to 0.048 on 16
+images of noise. A network that does not tolerate bfloat16 had 0.31."""
 REAL, RANDOM, META = "real", "random", "meta"
-"""Weights of a teacher: its own; random ones, where only its cost matters; none, on the meta device."""
+"""Weights of a teacher: its own; random (only the cost matters); none, on the meta device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teachers:
     """The teachers of a run as one model, and the data with its classes."""
 
-    model: TeacherModel | None  # None: the run learns labels alone
+    model: TeacherModel | None  # None: the run trains on labels alone
     data: Data
-    members: Sequence[TeacherModel] = ()  # each alone
+    members: Sequence[TeacherModel] = ()  # the single teachers
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user about them, a line each."""
+        """Notes about them for the user, one per line."""
         notes = [note for model in self.members if isinstance(model, HasWarnings) for note in model.notes]
         given = self.data.plan.image_size
         for own in (getattr(model, "input_size", 0) or given for model in self.members):
@@ -59,7 +59,7 @@ class Teachers:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a run takes place: its teachers with their data, and the backend, set up."""
+    """The session of a run: its teachers with their data, and the backend after setup."""
 
     teachers: Teachers
     backend: Backend
@@ -75,7 +75,7 @@ class Setting:
 
 
 def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
-    """Load the teachers of a run, all of several; their classes must be the data's, or name its classes.
+    """Load all teachers of a run. Their classes must equal the data's, or define them for unlabelled images.
 
     `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
     """
@@ -83,7 +83,7 @@ def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Pat
     for where, section in plan.members.items():
         models.append(_load(where, section, plan, data, weights.get(where, REAL)))
         if not data.labelled:
-            data = replace(data, teacher_classes=tuple(models[0].classes))  # those of the others must be the same
+            data = replace(data, teacher_classes=tuple(models[0].classes))  # other teachers must have the same classes
     if len(models) < 2:
         return Teachers(models[0] if models else None, data, models)
     weights_of = [1.0, *(one.weight for one in plan.also)]
@@ -115,7 +115,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         task=plan.task,
     )
     if isinstance(weights, Path):
-        own = section.kind != "timm"  # of such a network the folder has the weights alone
+        own = section.kind != "timm"  # for such a network the folder has only the weights
         found = {"checkpoint": str(weights)} if own else {"model": str(weights), "args": {}, "checkpoint": ""}
         spec = replace(spec, **found, pretrained=True, weights="by_name")
     elif weights != REAL:
@@ -132,7 +132,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
 
 
 def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -> None:
-    """Refuse ways to run a model that is not torch's: it runs as it is."""
+    """Refuse execution options for a model that does not run in torch."""
     if model.runtime == "torch":
         return
     refused = {
@@ -150,22 +150,22 @@ def _check_execution(section: TeacherSection, model: TeacherModel, where: str) -
 
 @dataclass(frozen=True, slots=True)
 class TeacherReport:
-    """The live teacher, and the findings on it."""
+    """The live teacher and findings about it."""
 
     live: LiveTeacher | NoTeacher
-    mode: ExecutionMode | None = None  # how it is executed; None without a teacher
+    mode: ExecutionMode | None = None  # execution mode; None without a teacher
     error: dict[str, Any] = field(default_factory=dict)
-    """Against torch float32: the largest |difference| of a logit (`largest`), the same as a share of the logits'
-    standard deviation (`of_std`), and `images`; empty where nothing was compared. `refused`: the mode that it was
-    measured in, where that is not the one that runs."""
-    line: str = ""  # what was decided or measured, as text
+    """Difference from torch float32: the largest |difference| of a logit (`largest`), also as a share of the logits'
+    standard deviation (`of_std`), and the number of `images`; empty if not compared. `refused`: the measured mode, if
+    it was refused."""
+    line: str = ""  # decision and measured values as text
 
 
 def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
     """Build the live teacher as configured. All ranks must call this.
 
-    `precision: auto` is that of the machine (`Backend.auto_mode`), and float32 where the teacher's logits would differ
-    by more than `LARGEST_ERROR`, or could not be compared.
+    `precision: auto` is the machine's (`Backend.auto_mode`), or float32 if the teacher's logits would differ by more
+    than `LARGEST_ERROR` or cannot be compared.
     """
     backend, model, size = setting.backend, setting.teachers.model, setting.data.plan.image_size
     if model is None:
@@ -175,7 +175,7 @@ def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
     if section.precision == "auto" and mode.precision == "bf16":
         error, line = logit_error(replace(mode, compiled=False), factory, setting)
         apart = torch.tensor([float(not error["of_std"] <= LARGEST_ERROR)], device=backend.device)
-        backend.broadcast_([apart])  # rank 0 decides: on a machine of another kind the last bits are others
+        backend.broadcast_([apart])  # rank 0 decides: the last bits may differ on another machine
         if apart.item():
             exact, error = replace(mode, precision="fp32"), {**error, "refused": str(mode)}
             line = f"{exact}: in {mode}, {line.partition('; ')[2]}; {LARGEST_ERROR:g} is allowed"
@@ -185,7 +185,7 @@ def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
         key = "teacher.runtime" if mode.exported else "teacher.compile"
         require(lambda: factory(mode)(batch).main, key, mode)
     live = factory(mode)
-    if section.pipeline:  # it is cut at its first batch; what each rank holds is recorded before step 1
+    if section.pipeline:  # it is split at its first batch; each rank's part is recorded before step 1
         live(noise(setting.split.micro_batch, size, backend))
     if mode.rebuilt or (mode.precision != "fp32" and not (error or line)):
         error, line = logit_error(mode, factory, setting)
@@ -199,14 +199,14 @@ def teacher_mode(section: TeacherSection, model: TeacherModel, backend: Backend)
         return PLAIN
     runtime, precision = section.exported(cpu=backend.facts.cpu), section.precision
     if precision == "auto" and (runtime or section.shard or section.pipeline):
-        precision = "fp32"  # one that is divided cannot be compared with itself: that would be a second divided copy
+        precision = "fp32"  # a divided teacher is not compared with itself: that would need a second divided copy
     if runtime:
         return ExecutionMode(precision, runtime)
     return torch_mode(precision, section.attention, section.compile == "on", model, backend)
 
 
 class TeacherFactory:
-    """Make the live teacher that a mode stands for; what takes seconds to make is made once."""
+    """Build the live teacher of a mode; slow conversions are done once."""
 
     def __init__(self, plan: TeacherSection, model: TeacherModel, backend: Backend, image_size: int) -> None:
         self.plan, self.model, self.backend, self.image_size = plan, model, backend, image_size
@@ -230,12 +230,12 @@ class TeacherFactory:
 
 
 def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
-    """Return what runs instead of a frozen teacher in plain torch, for images of `size` pixels."""
+    """Return the conversion of a frozen teacher for its mode (compiled or exported), for images of `size` pixels."""
     if not mode.exported:
-        from kd.models.compiled import compile_forward  # only where a compiler is used
+        from kd.models.compiled import compile_forward  # only if a compiler is used
 
         return compile_forward(frozen)
-    from kd.models.runtimes import Exported  # only where a graph runs instead of torch
+    from kd.models.runtimes import Exported  # only if a graph replaces torch
 
     if isinstance(frozen, Ensemble):
         graphs = [Exported(one, size, mode.kernel, mode.precision) for one in frozen.members]  # type: ignore[arg-type]
@@ -244,11 +244,11 @@ def rebuild(mode: ExecutionMode, size: int, frozen: Any) -> nn.Module:
 
 
 def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) -> tuple[dict[str, Any], str]:
-    """Return how far a teacher's logits are from its own in torch float32, in numbers and in words."""
+    """Return the error of a teacher's logits relative to torch float32, in numbers and in words."""
     backend = setting.backend
     if factory.plan.shard or factory.plan.pipeline:
-        return {}, f"{mode}; its logits were not compared with float32's"  # that would divide another teacher
-    alone = backend.facts.compiles  # on the CPU: 16 images would be a graph of their own
+        return {}, f"{mode}; its logits were not compared with float32's"  # this would need a second divided teacher
+    alone = backend.facts.compiles  # on the CPU: 16 images would need another graph
     device = torch.device("cpu") if alone else backend.device
     live = factory.on(device, mode) if alone else factory(mode)
     shown = setting.data.shown(setting.data.val)
@@ -256,7 +256,7 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) 
     batch = Batch.of(images, torch.zeros(0, dtype=torch.int64)).to(device)
     reference_BC, logits_BC = factory.on(device, PLAIN)(batch).main, live(batch).main
     largest = (logits_BC - reference_BC).abs().max().item()
-    spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 where a teacher's outputs are alike everywhere
+    spread = max(reference_BC.std(correction=0).item(), 1e-12)  # 0 for a constant teacher
     error = {"largest": largest, "of_std": largest / spread, "images": len(images)}
     return error, (
         f"{mode}; its logits differ from torch float32's by {largest:.2g} at most, {error['of_std']:.2g} of their "
@@ -266,7 +266,7 @@ def logit_error(mode: ExecutionMode, factory: TeacherFactory, setting: Setting) 
 
 @torch.no_grad()
 def spread_text(teachers: Teachers) -> str:
-    """Say how a teacher predicts validation images, which shows wrong weights without labels; "" if it cannot."""
+    """Describe a teacher's predictions on validation images, to show wrong weights; "" if it fails."""
     model, shown = teachers.model, teachers.data.shown(teachers.data.val)
     if not isinstance(model, Classifier) or is_on_meta(model):
         return ""
@@ -281,19 +281,19 @@ def spread_text(teachers: Teachers) -> str:
 
 
 def pixels_of(pictures: Sequence[Image.Image], shown: Views) -> torch.Tensor:
-    """Return pictures as evaluation shows them, uint8 [N, 3, S, S]."""
+    """Return pictures in evaluation's view, uint8 [N, 3, S, S]."""
     views = [np.asarray(shown.transform(one, Random(0))).transpose(2, 0, 1) for one in pictures]
     return torch.from_numpy(np.stack(views))
 
 
 def readable(source: Source) -> tuple[list[Image.Image], list[int]]:
-    """Return images from all over a split, as they lie, and their ids."""
+    """Return evenly spaced images of a split, unchanged, and their ids."""
     found, ids, broken = [], [], None
     for id in evenly_spaced(len(source), COMPARED):
         try:
             found.append(source.decode(id).image)
             ids.append(id)
-        except CorruptImage as error:  # data.on_corrupt decides where the run reads it
+        except CorruptImage as error:  # data.on_corrupt decides in the run
             broken = error
     if not found and broken is not None:
         raise broken

@@ -1,4 +1,4 @@
-"""The splits of a configuration, listed and opened; the views of their images; the batch, and the loaders of both."""
+"""The splits of a configuration, the views of their images, the division of the batch, and the loaders."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from kd.files.pixels import MARGIN
 from kd.models.spec import DatasetSpec
 from kd.parts import registry
 
-MOST_WORKERS = 32  # worker processes beside an accelerator at most; hosts of eight GPUs have 24 cores for each
+MOST_WORKERS = 32  # most worker processes beside an accelerator; hosts with eight GPUs have 24 cores per GPU
 
 log = logging.getLogger("kd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPlan(DataSection):
-    """Which images a run sees, and how. `views` are those of the teacher's cache where the data names none."""
+    """The images of a run and their form. `views` defaults to the teacher's cache's."""
 
-    seed: int = 0  # of the run; views and order depend on it
-    folder: str = ""  # `run.folder`, below which stores and caches lie
+    seed: int = 0  # the run's seed; views and order depend on it
+    folder: str = ""  # `run.folder`, which contains stores and caches
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The splits of a run, opened."""
+    """The opened splits of a run."""
 
     plan: DataPlan
     train: Source
     val: Source
-    test: Source | None = None  # images that only the end of a run looks at, where some are named or set aside
+    test: Source | None = None  # test images, if a test split is named or set aside; read only at the end of a run
     stored: tuple[Source, Source] | None = None
-    """Training and validation images behind a store of decoded pixels, where there is one."""
-    teacher_classes: tuple[str, ...] = ()  # the teacher's classes, where the images have no labels
+    """Training and validation images behind a store of decoded pixels, if there is one."""
+    teacher_classes: tuple[str, ...] = ()  # the teacher's classes, if the images are unlabelled
 
     @property
     def fingerprint(self) -> str:
@@ -57,7 +57,7 @@ class Data:
 
     @property
     def classes(self) -> Sequence[str]:
-        """Class names, in the order of the labels; without labels the teacher's, once it is loaded."""
+        """Class names in the order of the labels; for unlabelled images the teacher's, once it is loaded."""
         return self.teacher_classes or self.train.classes
 
     @property
@@ -71,7 +71,7 @@ class Data:
 
     @property
     def notes(self) -> list[str]:
-        """Files that the listings left out, a line each."""
+        """Notes on files left out of the listings, one per line."""
         notes = [note for one in self.splits.values() if isinstance(one, HasWarnings) for note in one.notes]
         names = self.train.classes
         if list(names) != sorted(names) and list(names) == class_order(names):
@@ -80,7 +80,7 @@ class Data:
         return [*dict.fromkeys(notes)]
 
     def images(self) -> DatasetSpec:
-        """Return the dataset's facts for a teacher that looks outputs up by image id."""
+        """Return facts of the dataset for a teacher that looks up outputs by image id."""
         return DatasetSpec(self.train, self.val, self.plan.seed, self.plan.views, self.transform(), self.test)
 
     def transform(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Data:
         changes = asdict(self.plan.augment)
         changes["crop"] = changes.pop("crop_scale")  # its name in the caches and tables of kd 0.3
         found = {"image_size": self.plan.image_size, **changes, "margin": MARGIN, "format": FORMAT}
-        if not found["erase"]:  # the pixels are those from before this key
+        if not found["erase"]:  # the pixels are as before this key existed
             del found["erase"]
         if self.plan.store in ("ram", "disk"):  # a store of decoded pixels changes them
             from kd.setup.open_store import keep_rules
@@ -101,14 +101,14 @@ class Data:
         return self.plan.labels != "none"
 
     def labelled_share(self) -> float:
-        """Return the expected share of training images whose label, and that of a mixed one's partner, is known."""
+        """Return the expected share of training images with a label, including the mixing partner's."""
         if self.plan.labels != "some":
             return 1.0
         share, augment = (self.labels() >= 0).float().mean().item(), self.plan.augment
         return share * (1 - (1 - share) * augment.mix_probability) if augment.mixes else share
 
     def labels(self, val: bool = False) -> torch.Tensor:
-        """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: it has none."""
+        """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: unlabelled."""
         source = self.val if val else self.train
         first = np.asarray(source.label(0))
         labels = np.empty((len(source), *first.shape), first.dtype)
@@ -117,10 +117,10 @@ class Data:
         return torch.from_numpy(labels)
 
     def with_labels(self) -> Data:
-        """Return the training images that have a label alone, which is all that a loss on labels learns from."""
+        """Return only the training images with a label, for training on labels alone."""
         if self.plan.labels != "some":
             return self
-        from kd.data.subset import subset  # only where some have none
+        from kd.data.subset import subset  # only if some are unlabelled
 
         labels = self.labels()
         ids = (labels if labels.ndim == 1 else labels.amax(1)).ge(0).nonzero().flatten().numpy()
@@ -132,12 +132,12 @@ class Data:
         return EvalTransform(self.plan.image_size, self.plan.crop_pct)
 
     def shown(self, source: Source, on_corrupt: str = "") -> Views:
-        """Return the images of a split as evaluation shows them, from their files; `on_corrupt` "": as configured."""
+        """Return evaluation's view of a split, decoded from files; `on_corrupt` "": as configured."""
         plan = self.plan
         return Views(source, self.evaluate(), plan.image_size, plan.seed, on_corrupt=on_corrupt or plan.on_corrupt)
 
     def views(self) -> tuple[Views, Views]:
-        """Return the views of both splits, of the stored pixels where there is a store."""
+        """Return the views of both splits, from the store of pixels if there is one."""
         plan, val = self.plan, self.stored[1] if self.stored else self.val
         crop = EvalTransform(plan.image_size, 1.0) if self.stored else self.evaluate()  # the stored pixels are the crop
         train = self._training(plan.image_size)
@@ -171,23 +171,23 @@ def open_sources(plan: DataPlan) -> Data:
     named = registry.facts("datasets", plan.kind, plan.options, "data.kind").test
     splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
     if plan.exclude:
-        from kd.data.subset import without  # only where images are left out
+        from kd.data.subset import without  # only if images are left out
 
         splits = without(plan.exclude, splits)
     train, val = splits["train"], splits["val"]
     if plan.labels_per_class:
-        from kd.data.subset import keep_labels  # only where labels are withheld
+        from kd.data.subset import keep_labels  # only if labels are withheld
 
         train = keep_labels(train, plan.labels_per_class, plan.seed, hide=plan.labels == "some")
     if plan.test_fraction:
-        from kd.data.subset import set_aside  # only where images are set aside
+        from kd.data.subset import set_aside  # only if images are set aside
 
         return Data(plan, train, *set_aside(val, plan.test_fraction))
     return Data(plan, train, val, splits.get("test"))
 
 
 def _of_bits(source: Any, plan: DataPlan) -> Source:
-    """Have a source read images of 16 bits a channel in the range of `data.bits`; what depends on pixels sees it."""
+    """Let a source read images of 16 bits per channel in the range of `data.bits`, which enters its fingerprint."""
     if not hasattr(source, "bits"):
         wrong = f"is {plan.bits}, but data.kind={plan.kind} decodes its images itself"
         raise ConfigError("data.bits", wrong, "16", "Leave data.bits out")
@@ -197,9 +197,9 @@ def _of_bits(source: Any, plan: DataPlan) -> Source:
 
 
 def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data | None = None) -> Data:
-    """List the splits, let rank 0 make missing images, open the store of pixels if `fill`. All ranks must call this.
+    """List the splits, let rank 0 create missing images, open the store of pixels if `fill`. All ranks must call this.
 
-    `listed`: what `open_sources` has listed already.
+    `listed`: the result of an earlier `open_sources`.
     """
     data = listed or open_sources(plan)
     if backend.rank == 0:
@@ -210,13 +210,13 @@ def open_data(plan: DataPlan, backend: Backend, fill: bool = True, listed: Data 
     backend.barrier()
     if plan.store in ("none", "views"):
         return data
-    from kd.setup.open_store import open_store  # only where pixels are stored
+    from kd.setup.open_store import open_store  # only if pixels are stored
 
     return replace(data, stored=open_store(plan, (data.train, data.val), plan.folder, backend, fill))
 
 
 def train_transform(size: int, augment: Augment, where: str = "data.augment") -> TrainTransform:
-    """Build what happens to a training image; `where`: the config path of its section."""
+    """Build the transform of training images; `where`: the config path of its section."""
     if augment.policy:
         try:
             build_policy(augment.policy, size)
@@ -226,12 +226,13 @@ def train_transform(size: int, augment: Augment, where: str = "data.augment") ->
     return TrainTransform(size, augment.crop_scale, augment.flip, augment.jitter, augment.policy, augment.erase)
 
 
-# ---------------------------------------------------------------------------------- the batch, divided, and the loaders
+# ---------------------------------------------------------------------------------- division of the batch, and the
+# loaders
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """How the global batch is divided over ranks and micro-batches."""
+    """The division of the global batch over ranks and micro-batches."""
 
     batch_size: int
     world_size: int
@@ -265,11 +266,11 @@ def split_batch(section: DataSection, world_size: int, num_images: int) -> Batch
 def workers_of(section: DataSection, backend: Backend) -> int:
     """Return the number of worker processes of this rank.
 
-    `auto`: on a CPU one, which hides reading, since more would take the step's cores; none on one or two cores. Beside
-    an accelerator all of this rank's cores but one, at most `MOST_WORKERS`.
+    `auto`: on a CPU one, which hides reading (more would take cores from the step); none on one or two cores. Beside an
+    accelerator all of this rank's cores but one, at most `MOST_WORKERS`.
     """
     if section.loader == "ray":
-        return 0  # a fork of a process with Ray's threads may never run
+        return 0  # a fork of a process with Ray's threads may hang
     if section.workers != "auto":
         return int(section.workers)
     share = max(1, cores() // backend.local_world_size)
@@ -286,12 +287,12 @@ def loaders(
         return _remote(both, section, split, backend)
     count, shown = workers_of(section, backend), both[0]
     if section.store == "views" and section.views:
-        from kd.setup.open_store import store_views  # only where views are stored
+        from kd.setup.open_store import store_views  # only if views are stored
 
         shown = store_views(shown, section.views, backend)
     train = _local(shown, _share(backend, split.batch_size, split.accumulate), section, backend, timeout_seconds)
     val = evaluation_loader(both[1], section, split, backend, timeout_seconds)
-    # Both at once: an evaluation may take place in the middle of an epoch.
+    # Both are open together: an evaluation may interrupt an epoch.
     sizes = section.image_size, section.progressive.size
     needed = sum(map(train.batch_bytes, filter(None, sizes))) + val.batch_bytes(section.image_size)
     require_shared_memory(needed * backend.local_world_size, shared_memory_mib(), count)
@@ -301,7 +302,7 @@ def loaders(
 def _remote(
     both: tuple[Views, Views], section: DataSection, split: BatchSplit, backend: Backend
 ) -> tuple[LocalLoader, LocalLoader]:
-    """Build loaders of one pool of decoders, which rank 0 starts."""
+    """Build loaders on a pool of decoders, which rank 0 starts."""
     from kd.cluster.decoders import Pool  # Ray: 1 s of imports, and an extra
     from kd.cluster.remote import RemoteLoader
 
@@ -317,7 +318,7 @@ def _remote(
 def evaluation_loader(
     shown: Views, section: DataSection, split: BatchSplit, backend: Backend, timeout_seconds: float
 ) -> LocalLoader:
-    """Build a loader of this rank's batches of an evaluation."""
+    """Build a loader of this rank's evaluation batches."""
     share = _share(backend, split.eval_batch * split.world_size)
     return _local(shown, share, section, backend, timeout_seconds)
 

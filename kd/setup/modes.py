@@ -1,4 +1,4 @@
-"""How a model is executed: as named, or for `auto` by facts of the machine alone. A trial on noise."""
+"""Execution modes of a model, as configured or (auto) by facts of the machine; trial steps on noise."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kd.models.classifier import count_attention
 
 log = logging.getLogger("kd")
 
-Work = Callable[[], torch.Tensor]  # does a piece of work once and returns a tensor that is waited for
+Work = Callable[[], torch.Tensor]  # does the work once and returns a tensor to sync on
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionMode:
-    """How a model is executed. As text it is what the manifest records: `fp32+fused`, `bf16+unfused+compiled`,
+    """How a model is executed. The manifest records its text: `fp32+fused`, `bf16+unfused+compiled`,
     `int8+onnxruntime`.
     """
 
     precision: str
-    kernel: str  # the attention kernel of torch, or the runtime of an exported graph
+    kernel: str  # torch's attention kernel, or the runtime of an exported graph
     compiled: bool = False
 
     def __str__(self) -> str:
@@ -47,17 +47,17 @@ class ExecutionMode:
 
     @property
     def rebuilt(self) -> bool:
-        """Whether making it takes more than moving weights."""
+        """Whether building it takes more than moving weights."""
         return self.exported or self.compiled
 
 
 def made_of(model: Any) -> tuple[float, float]:
     """Return which shares of a network's multiplications are in convolutions, and in depthwise ones, 0 to 1.
 
-    By torch's count of a forward of 64 x 64 pixels in colour; of a network that takes no such image both are 0. A
-    depthwise one has as many groups as channels.
+    Counted by torch in a forward of a 64 x 64 RGB image; both are 0 if the network does not accept it. A depthwise
+    convolution has as many groups as channels.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # only where the result decides
+    from torch.utils.flop_counter import FlopCounterMode  # only if the result decides
 
     def note(module: nn.Conv2d, given: Any, output: torch.Tensor) -> None:
         depthwise.append(2 * output.numel() * module.weight[0].numel())
@@ -71,7 +71,7 @@ def made_of(model: Any) -> tuple[float, float]:
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=weight.device))
-    except Exception:  # a network of one's own that takes other images: not counted
+    except Exception:  # an own network for other images: not counted
         return 0.0, 0.0
     finally:
         model.train(training)
@@ -83,20 +83,20 @@ def made_of(model: Any) -> tuple[float, float]:
 
 
 def torch_mode(precision: str, attention: str, compiled: bool, module: Any, backend: Backend) -> ExecutionMode:
-    """Return the mode of a module in torch; `auto`: that of machine and network, on all ranks rank 0's."""
+    """Return the mode of a module in torch; `auto`: chosen by machine and network, on rank 0 for all ranks."""
     own_precision, own_kernel = backend.auto_mode.split("+")
     network, trained = getattr(module, "student", module), hasattr(module, "student")
     pays = precision == "auto" and own_precision == "bf16" and backend.bf16_pays(partial(made_of, network), trained)
     half = torch.tensor([float(pays)], device=backend.device)
     backend.broadcast_([half])
     precision = ("bf16" if half.item() else "fp32") if precision == "auto" else precision
-    if attention == "auto":  # a module without such a layer has one kernel
+    if attention == "auto":  # without attention layers there is one kernel
         attention = own_kernel if count_attention(module) else "unfused"
     return ExecutionMode(precision, attention, compiled)
 
 
 def require(work: Work, where: str, mode: ExecutionMode) -> None:
-    """Do once what is requested by name; what cannot be compiled is tried again without earlier libraries."""
+    """Try a requested mode once; if compiling fails, try again without earlier libraries."""
     wrong, allowed = f"'{mode}' is requested", "A mode that this machine and this model support"
     remedy = f"Set {where}={'off' if mode.compiled else 'auto'} in a new run"
     try:
@@ -116,7 +116,7 @@ def require(work: Work, where: str, mode: ExecutionMode) -> None:
         if error.where.startswith("teacher."):
             raise
         raise type(error)(where, f"{wrong}, but {error.wrong}", allowed, remedy) from error
-    except Exception as error:  # compilers and runtimes fail in their own ways
+    except Exception as error:  # compilers and runtimes raise many types
         raise ModelError(where, f"{wrong}, but {in_short(error)}", allowed, remedy) from error
 
 
@@ -126,7 +126,7 @@ def in_short(error: Any) -> str:
 
 
 class Trial:
-    """Training steps on noise, as the loop makes them; its end restores gradients, statistics and training mode."""
+    """Training steps on noise like the loop's; its exit restores gradients, statistics and training mode."""
 
     def __init__(
         self, distillation: StudentWithLoss, teacher: Teacher, backend: Backend, image_size: int, images: int
@@ -165,7 +165,7 @@ class Trial:
         return self.teacher(self.batch).main
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
-        """Run the student's forward and backward, and an optimizer's step where one is given; return the loss."""
+        """Run the student's forward and backward, and the optimizer's step if given; return the loss."""
         self._begin(training=True)
         with self.backend.autocast():
             _, scores = self.distillation(self.batch, self.outputs)
@@ -178,7 +178,7 @@ class Trial:
         return loss.detach()
 
     def score(self) -> torch.Tensor:
-        """Run the student's forward as a scoring pass does; return the losses [B]."""
+        """Run the student's forward as in a scoring pass; return the losses [B]."""
         self._begin(training=False)
         with torch.no_grad(), self.backend.autocast():
             loss = self.distillation(self.batch, self.outputs)[1]["loss"]
@@ -187,7 +187,7 @@ class Trial:
 
 
 def noise(images: int, size: int, backend: Backend, labels: torch.Tensor | None = None) -> Batch:
-    """Make a batch of noise, uint8 [images, 3, size, size]; without labels all are class 0."""
+    """Make a batch of noise, uint8 [images, 3, size, size]; labels default to class 0."""
     image = torch.randint(256, (images, 3, size, size), dtype=torch.uint8).to(backend.device)
     labels = torch.zeros(images, dtype=torch.int64) if labels is None else labels
     return Batch.of(image, labels.to(image.device))

@@ -1,4 +1,4 @@
-"""The teacher's cache of a run: its sources, and whether its records are still the teacher's outputs."""
+"""Open a run's teacher cache and check that its records still equal the teacher's outputs."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,22 +23,22 @@ from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import TeacherPlan
 
-CHECKED = 16  # records that are computed again whenever a cache is opened
-SEARCHED = 4096  # ids among which these are looked for first: a large cache is not read as a whole
+CHECKED = 16  # records recomputed whenever a cache is opened
+SEARCHED = 4096  # ids searched first for these records: a large cache is not read as a whole
 TOLERANCE = {"fp16": 2e-3, "fp32": 1e-4}
-"""Largest difference, as a share of the largest logit: rounding, and what another batch's shape does to a product."""
+"""Largest difference as a share of the largest logit: rounding, and the effect of another batch shape."""
 BF16_TOLERANCE = 0.05
-"""The same for a teacher in bfloat16: between its two attention kernels 0.014 was measured on untrained ViTs."""
+"""Tolerance in bfloat16: the two attention kernels differ by 0.014 on untrained ViTs."""
 TF32_TOLERANCE = 0.01
-"""The same where products may be rounded to TensorFloat-32, 10 bits: which are depends on the batch's shape."""
+"""Tolerance with TensorFloat-32 (10 bits): the batch shape decides which products are rounded."""
 QUANTIZED_TOLERANCE = 0.1
-"""The same for a quantized teacher: the steps in which an image's activations are counted depend on its neighbours."""
+"""Tolerance of a quantized teacher: an image's activation scale depends on the rest of its batch."""
 
 
 def cache_identity(
     plan: TeacherPlan, model: dict[str, Any], mode: ExecutionMode, data: Data, codec: Codec
 ) -> dict[str, Any]:
-    """Return all that the stored outputs depend on, by name; JSON values."""
+    """Return everything that the stored outputs depend on, by name; JSON values."""
     made_from: dict[str, Any] = {
         **model,
         "precision": mode.numerics,
@@ -54,20 +54,20 @@ def cache_identity(
         made_from["features"] = {name: list(shape) for name, shape in codec.features.items()}
     if plan.task.logits not in ("", "softmax"):
         made_from["outputs"] = plan.task.logits
-    if not codec.num_classes:  # labels and their names play no part
+    if not codec.num_classes:  # labels and class names do not matter
         del made_from["classes"]
     return made_from
 
 
 def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
-    """Return how logits of `num_classes` classes, and features of these shapes, are stored."""
+    """Return the codec for logits of `num_classes` classes and features of these shapes."""
     cache, classes = plan.cache, num_classes if plan.logits else 0
     topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and plan.task.keeps_topk else 0)
     return Codec(classes, cache.dtype, topk if topk < classes else 0, features)
 
 
 def price(cache: Cache, codec: Codec, num_images: int) -> str:
-    """Say how large a whole cache becomes."""
+    """Describe the size of a full cache; ConfigError: beyond `max_gb`."""
     views, size = cache.views, record_bytes(codec.record.itemsize)
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in codec.features.items()) or "logits"
@@ -82,7 +82,7 @@ def price(cache: Cache, codec: Codec, num_images: int) -> str:
 
 
 def tolerance(mode: ExecutionMode, dtype: str, cuda: bool) -> float:
-    """Return how far a stored value may lie from a computed one, as a share of the largest."""
+    """Return the largest allowed difference between stored and computed values, as a share of the largest."""
     if mode.precision in QUANTIZED:
         return QUANTIZED_TOLERANCE
     if mode.precision == "bf16":
@@ -92,7 +92,7 @@ def tolerance(mode: ExecutionMode, dtype: str, cuda: bool) -> float:
 
 
 def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> CachedTeacher:
-    """Put the cache before the live teacher. The first run that opens it writes, others read and compute the rest."""
+    """Put the cache before the live teacher. The first run to open it writes; others read and compute the rest."""
     backend, data, mode, model = setting.backend, setting.data, report.mode, setting.teachers.model
     assert mode is not None
     assert model is not None
@@ -108,7 +108,7 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> Ca
     if backend.rank == 0 and codec.features:
         log.info("teacher.cache: %s", size)
     store = None
-    for turn in (True, False):  # rank 0 begins the folder, then the others find it
+    for turn in (True, False):  # rank 0 creates the folder, then the others find it
         if turn == (backend.rank == 0):
             store = open_store(folder, made_from, codec, len(data.train), writable)
         backend.barrier()
@@ -119,10 +119,10 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> Ca
 
 
 def check_records(cached: CachedTeacher, setting: Setting, tolerance: float) -> None:
-    """Compute a few records of view 0 again and compare; all ranks must call this, rank 0 computes, all get the error.
+    """Recompute a few records of view 0 and compare. All ranks must call this; rank 0 computes, all get the error.
 
-    This finds what no list of fields can: another version of timm, of Pillow or of a JPEG decoder. The cost is one
-    forward of `CHECKED` images; of a micro-batch, where each shape of a batch is compiled.
+    This detects changes that the identity does not record: other versions of timm, Pillow or a JPEG decoder. It costs
+    one forward of `CHECKED` images (of a micro-batch, if batch shapes are compiled).
     """
     backend, found = setting.backend, {name: (0.0, 0.0) for name in ("logits", *cached.store.codec.features)}
     ids, store = [], cached.store
@@ -158,7 +158,7 @@ def compare(store: Store, live: Teacher, batch: Batch) -> dict[str, tuple[float,
 
 
 def _batch(ids: list[int], train: Dataset) -> Batch | None:
-    """Return the pixels that training sees in view 0; images that cannot be read now are left to the run."""
+    """Return the training pixels of view 0, without images that cannot be read; the run handles those."""
     read = {}
     for id in ids:
         with suppress(CorruptImage):

@@ -1,4 +1,4 @@
-"""Open the store of decoded pixels: the stored size of an image, and the room for it."""
+"""Open the store of decoded pixels: choose the stored image size and check the free space."""
 
 import shutil
 from dataclasses import asdict
@@ -27,8 +27,8 @@ from kd.data.views import EvalTransform, Views
 from kd.files.records import record_bytes
 from kd.files.storage import hashed_folder, log
 
-SAMPLE = 16  # training images that are decoded to estimate the size of a store
-Splits = tuple[Source, Source]  # training and validation images
+SAMPLE = 16  # training images decoded to estimate the size of a store
+Splits = tuple[Source, Source]  # those of training and validation
 
 
 def keep_rules(section: DataSection) -> tuple[Shrunk, EvalTransform]:
@@ -38,7 +38,7 @@ def keep_rules(section: DataSection) -> tuple[Shrunk, EvalTransform]:
 
 
 def open_store(section: DataSection, splits: Splits, run_folder: str, backend: Backend, fill: bool = True) -> Splits:
-    """Put the store before both splits, empty unless `fill`. All ranks must call it, after the images exist."""
+    """Put the store before both splits, empty unless `fill`. All ranks must call it after the images exist."""
     rules, ram, (train, val) = keep_rules(section), section.store == "ram", splits
     if not fill:
         return Stored(train, rules[0]), Stored(val, rules[1])
@@ -93,7 +93,7 @@ def _require_room(
 
 
 def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
-    """Keep the first `number` views of each image in memory, if there is room. All ranks must call it."""
+    """Keep the first `number` views of each image in memory; ConfigError: too little memory. All ranks must call it."""
     sizes = (record_bytes(view_bytes(one)) for one in (views, views.small) if one is not None)
     total = number * len(views) * sum(sizes) / 2**20
     left = torch.tensor([free_mib()], dtype=torch.float32, device=backend.device)
@@ -113,7 +113,7 @@ def _mean_bytes(source: Source, rule: Shrunk) -> float:
         try:
             image = rule(source.decode(id).image)
         except CorruptImage:
-            continue  # training will ask for it, and data.on_corrupt decide
+            continue  # training will decode it, and data.on_corrupt decides
         found.append(slot_bytes(image.width * image.height))
     return sum(found) / len(found) if found else float(slot_bytes(rule.most))
 

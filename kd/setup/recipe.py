@@ -1,4 +1,4 @@
-"""Recipe: the resolved configuration, a part for each floor."""
+"""Recipe: the resolved configuration, with one plan per room."""
 
 import hashlib
 import json
@@ -31,61 +31,61 @@ from kd.files.run_dir import BASELINE, RunDir
 from kd.parts.registry import default_options
 from kd.setup.data import DataPlan
 
-SMOOTHING = Fit().label_smoothing  # of labels alone: what a teacher is fitted with, where nothing else is said
+SMOOTHING = Fit().label_smoothing  # loss on labels alone, the default for fitting a teacher
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The run folder's record of a configuration; no computation reads it."""
+    """A configuration as recorded in the run folder; no computation reads it."""
 
     name: str
     path: Path  # the run folder
     keep: int  # checkpoints beside the best one
     trackers: tuple[str, ...]
-    yaml: str  # the configuration, every key written out; texts from the environment are references
-    keys: Mapping[str, Any]  # the same as {"section.key": value}, with the values of references, to compare
-    shown: Mapping[str, Any]  # the same with the references themselves, to show
+    yaml: str  # the configuration with every key as YAML; texts from the environment are references
+    keys: Mapping[str, Any]  # as {"section.key": value}, with the values of references, for comparison
+    shown: Mapping[str, Any]  # the same with the references, for display
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherPlan(TeacherSection):
-    """The teachers, how they run, and which outputs are read. `kind`, `model` and their like are the first one's."""
+    """The teachers, their execution, and the outputs that losses read. `kind`, `model` etc. are the first teacher's."""
 
-    members: Mapping[str, TeacherSection]  # each teacher alone, by its config path; empty without a teacher
-    fits: Mapping[str, Config]  # the runs that fit those that have no checkpoint, by the same path
+    members: Mapping[str, TeacherSection]  # the single teachers by config path; empty without a teacher
+    fits: Mapping[str, Config]  # runs that fit teachers without a checkpoint, by the same path
     task: Task
     needed: bool  # whether a loss reads a teacher
-    logits: bool  # whether a loss reads its logits; else it is loaded without a classifier
+    logits: bool  # whether a loss reads its logits; if not, it is loaded without a classifier
     features: tuple[str, ...]  # names of the features that a loss reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudentPlan(StudentSection):
-    """The student and what it minimizes."""
+    """The student and its losses."""
 
     losses: tuple[LossSection, ...]
     task: Task
     features: tuple[str, ...]  # names of the features that a loss reads
     seed: int
-    where: str = "student"  # config path of its section, for messages; in a fit that of the teacher
-    small: int = 0  # smaller images that it must take too, pixels; 0: none
+    where: str = "student"  # config path of its section for messages; in a fit the teacher's
+    small: int = 0  # smaller image size that it must accept too, pixels; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """How long a run is, how its weights move and which images it visits."""
+    """Length, optimizer and sifter of a run."""
 
     length: RunLength
     optimizer: OptimizerSection
-    tuning: Tuning  # how single layers of the student learn
+    tuning: Tuning  # learning rates of single layers
     sifter: SifterSection
-    profile: tuple[int, ...]  # first and last step that are traced; empty: none
+    profile: tuple[int, ...]  # first and last traced step; empty: none
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The training of one student. Rooms below the jobs take parts."""
+    """The training of one student. Rooms below kd/jobs use some of its plans."""
 
     record: Record
     backend: BackendSection
@@ -94,11 +94,11 @@ class Recipe:
     student: StudentPlan
     loop: LoopPlan
     price: PriceSection
-    baseline: Config | None  # the requested run of the same student on labels alone; see `as_long`
+    baseline: Config | None  # the requested baseline on labels alone; see `as_long`
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
-    """Resolve a configuration; `path` is the run folder, where it is not `run.folder`/`run.name`."""
+    """Resolve a configuration; `path`: the run folder, if it is not `run.folder`/`run.name`."""
     run, data, read, task = config.run, config.data, reads(config.losses), build_task(config.task)
     views = data.views or config.teacher.cache.views
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
@@ -150,27 +150,27 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     )
 
 
-# -------------------------------------------------------------------------------- runs that follow from another
+# -------------------------------------------------------------------------------- runs derived from another
 
 
 def teacher_fit(config: Config, section: TeacherSection) -> Config:
-    """Return the run that fits a teacher: the teacher as a student of the labels."""
+    """Return the run that fits a teacher: it trains the teacher as a student on labels."""
     fit, task, rate = section.fit, config.task, FROM_PRETRAINED if section.pretrained else FROM_SCRATCH
     batch_size = fit.batch_size or config.data.batch_size
-    if not build_task(task).logits:  # a model that learns labels has a classifier
+    if not build_task(task).logits:  # training on labels needs a classifier
         task = TaskSection(kind="single_label", options=default_options("tasks", "single_label"))
     return Config(
         run=RunSection(
             folder=fit.folder,
             seed=fit.seed,
-            epochs=max(1, fit.epochs),  # steps alone may say how long it is
+            epochs=max(1, fit.epochs),  # the length may be given in steps only
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,
             patience=fit.patience,
         ),
-        # Fresh whole views each epoch, whatever the student will see: no such key must choose another teacher. An
-        # evaluation of 500 images, which a student of 32 px takes, took 3 GB for an EfficientNet-Lite0 at 128 px.
+        # Fresh full-size views each epoch, independent of the student's: its keys must not change the teacher.
+        # Evaluating 500 images at once, fine for a student at 32 px, took 3 GB for an EfficientNet-Lite0 at 128 px.
         data=replace(
             in_fresh_views(config.data),
             batch_size=batch_size,
@@ -190,7 +190,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
             attention=section.attention,
             options=section.options,
         ),
-        # its own key of the rate is what it was before 0 meant one: a part of the hash of `fit_folders`
+        # keeps its old value: it is part of the hash in `fit_folders`
         teacher=TeacherSection(fit=Fit(lr=FROM_SCRATCH), options=default_options("networks", "timm")),
         losses=on_labels(config.task, label_smoothing=fit.label_smoothing),
         sifter=SifterSection(options=default_options("sifters", "none")),
@@ -200,12 +200,12 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
 
 
 def in_fresh_views(data: DataSection) -> DataSection:
-    """Return the same images, in a new view each epoch: none that could be kept is shown twice."""
+    """Return the same images with a fresh view each epoch, without stored views."""
     return replace(data, views=0, store="none" if data.store == "views" else data.store)
 
 
 def labels_only(config: Config) -> Config:
-    """Return the run on labels alone at its best simple way: same student and batches, fresh views, label smoothing."""
+    """Return the baseline on labels alone: same student and batches, fresh views, label smoothing."""
     run = replace(config.run, baseline=False, baseline_steps=0, steps=config.run.baseline_steps)
     return replace(
         config,
@@ -218,9 +218,9 @@ def labels_only(config: Config) -> Config:
 
 
 def as_long(alone: Config, folder: RunDir) -> Recipe:
-    """Return the baseline of a run that has ended: with `run.baseline_steps`, else with as many steps.
+    """Return the baseline of a finished run: with `run.baseline_steps`, else with as many steps as the run.
 
-    It is evaluated as often as that run was: each more evaluation is one more chance for the best.
+    It is evaluated as often as the run: each further evaluation is another chance of a best score.
     """
     rows, given = folder.rows(), alone.run.steps
     steps = given or max((row["step"] for row in rows), default=1)
@@ -231,18 +231,18 @@ def as_long(alone: Config, folder: RunDir) -> Recipe:
 
 
 def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
-    """Return the loss that learns labels alone."""
+    """Return the loss for training on labels alone."""
     kind = build_task(section).label_loss
     return (LossSection(kind=kind, options=default_options("losses", kind, **options)),)
 
 
 def values_of(section: Any) -> dict[str, Any]:
-    """Return the values of a section by their keys: a plan has them beside what it adds."""
+    """Return the values of a section by key, for a plan that extends them."""
     return {one.name: getattr(section, one.name) for one in fields(section)}
 
 
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
-    """Return each teacher alone, by its config path; one that is written like an earlier one gets another seed."""
+    """Return each teacher by its config path; a repeated entry gets another seed."""
     found: dict[str, TeacherSection] = {}
     for i, one in enumerate([section, *section.also] if section.model else []):
         where = f"teacher.also[{i - 1}]" if i else "teacher"
@@ -264,34 +264,34 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
 
 
-# Keys that may differ when a run is entered again: they change what is shown and how fast, not what is computed.
-# Where the data lies is one of them: its content is compared by its fingerprint.
+# Keys that may differ on resume: they change display and speed, not results. The data's folder is one: the content is
+# compared by its fingerprint.
 FREE = (
     "run.name",
     "run.folder",
     "run.keep",
     "run.trackers",
     "run.every.",
-    "run.baseline",  # and its length: the student is the same, and each baseline has a folder of its own
+    "run.baseline",  # and its length: the student is equal, and each baseline has its own folder
     "data.root",
     "data.copies",
     "data.exclude",
-    "data.test",  # test_split and its like: no weight depends on them
+    "data.test",  # test_split etc.: no weight depends on them
     "data.workers",
     "data.loader",
     "data.deadline",
     "data.eval_batch",
-    "data.max_skipped",  # it can only end a run
+    "data.max_skipped",  # it can only stop a run
     "data.license",
     "teacher.license",
     "teacher.shard",
     "teacher.pipeline",
-    "optimizer.on_nonfinite",  # no bit of a run depends on it before the first such step
+    "optimizer.on_nonfinite",  # it has no effect before the first such step
     "backend.timeout_seconds",
     "profile.",
     "teacher.cache.path",
     "price.",
-    "teacher.cache.max_gb",  # it can only refuse
+    "teacher.cache.max_gb",  # it can only refuse a run
 )
 
 
@@ -301,15 +301,15 @@ def is_free(key: str, *more: str) -> bool:
 
 
 def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
-    """Return for each teacher to be fitted the recipe, with its run folder, and the export folder that it leaves."""
+    """Return for each teacher to fit its recipe, with run folder, and its export folder."""
     found = {}
     for where, fit in plan.fits.items():
-        # How often it is evaluated decides which weights are the best ones, and those are kept.
+        # The evaluation interval is included, because it decides which weights are kept as the best.
         keys = flatten(configuration.to_dict(fit, values=True))
-        # `module:function` names the kind; a fit sees whole views, and has no teacher that would be augmented
+        # `module:function` names the kind; a fit has full-size views and no teacher
         never = "student.kind", "data.progressive.", "teacher.fit.augment"
         counts = {key: value for key, value in keys.items() if not is_free(key, *never) or key == "run.every.evaluate"}
-        if counts["data.store"] == "disk":  # `kd-sweep` needs one; it keeps the same pixels
+        if counts["data.store"] == "disk":  # `kd-sweep` sets a store; pixels are equal
             counts["data.store"] = "ram"
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -321,5 +321,5 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
 
 
 def is_fitted(target: Path) -> bool:
-    """Return whether a teacher was exported there."""
+    """Return whether a teacher was exported to a folder."""
     return (target / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""The student: built from the run's seed, tuned and executed as the configuration and the machine say."""
+"""Build the student from the run's seed, apply tuning, choose its execution."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ from kd.setup.recipe import StudentPlan
 def build_student(
     plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True, any_size: bool = False
 ) -> Classifier:
-    """Build the student; its random weights follow from the seed, and it has no others unless `weights`."""
+    """Build the student with random weights from the seed, or with its pretrained ones if `weights`."""
     torch.manual_seed(seed_from(plan.seed, "student"))
     spec = replace(student_spec(plan, classes), any_size=any_size)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
@@ -53,7 +53,7 @@ def build_student(
 
 
 def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
-    """Return which model a student is, with which weights."""
+    """Return a student's specification: model and weights."""
     return Spec(
         where=plan.where,
         model=plan.model,
@@ -68,7 +68,7 @@ def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
 
 
 def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
-    """Return what losses are built for, one for each teacher; one without teachers too."""
+    """Return the losses' dimensions for each teacher; one entry without teachers."""
     data = teachers.data
     image_size, classes = data.plan.image_size, tuple(data.classes)
     own, none = feature_shapes(student, image_size), (0, 0)
@@ -87,7 +87,7 @@ def dims_of(student: Classifier, teachers: Teachers) -> list[Dims]:
 
 
 def loss_term(kind: str, weight: float = 1.0, dims: Dims | None = None, **options: Any) -> Term:
-    """Build a loss by its name, for a loop of one's own: `loss_term("kl", temperature=2.0)`.
+    """Build a loss by name for your own loop: `loss_term("kl", temperature=2.0)`.
 
     `kind`: a file of `kd/parts/losses`, or a module from outside; `dims`: sizes for a loss that learns a projector.
     """
@@ -103,7 +103,7 @@ def build_criterion(
     shares: Sequence[float] = (1.0,),
     labelled: float = 1.0,
 ) -> Criterion:
-    """Build the loss terms; what they learn starts from the run's seed.
+    """Build the loss terms; learned parameters start from the run's seed.
 
     A term on features is built once for each of several teachers, with a projector for each (arXiv:2312.06709).
     `labelled` is the share of the training images that have a label.
@@ -118,10 +118,10 @@ def build_criterion(
 
 
 def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False) -> StudentWithLoss:
-    """Build student and criterion as one nn.Module; `meta`: the student without values, but for a file's."""
+    """Build student and criterion as one nn.Module; `meta`: the student without values, except a file's."""
     data = teachers.data
     with torch.device("meta") if meta else nullcontext():
-        weights = not meta or bool(plan.checkpoint)  # a file may not fit; other weights do
+        weights = not meta or bool(plan.checkpoint)  # a file may not fit; other weights always do
         student = build_student(plan, data.classes, data.plan.image_size, weights, any_size=plan.small > 0)
         require_size(plan, student, data.plan.image_size)
     frozen = tune(plan, student)
@@ -132,7 +132,7 @@ def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False
 
 
 def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> None:
-    """Require a student to take images of `data.progressive.size`; the error names those that it takes."""
+    """Require a student to accept images of `data.progressive.size`; the error lists accepted sizes."""
 
     @torch.no_grad()
     def takes(side: int) -> bool:
@@ -141,7 +141,7 @@ def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> Non
             with at_size(student, side, image_size):
                 student(pixels)
         except FAILURES as error:
-            return isinstance(error, NotImplementedError)  # no shapes on the meta device: the run itself will tell
+            return isinstance(error, NotImplementedError)  # no shapes on the meta device: the run itself will show it
         return True
 
     training = student.training
@@ -158,7 +158,7 @@ def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> Non
 def choose_student(
     setting: Setting, distillation: StudentWithLoss, plan: StudentPlan, teacher: Teacher
 ) -> ExecutionMode:
-    """Return how the student is executed. `distillation` is on the device and not wrapped yet."""
+    """Return the student's execution mode. `distillation` is on the device and not wrapped yet."""
     backend = setting.backend
     mode = torch_mode(setting.machine.precision, plan.attention, plan.compile == "on", distillation, backend)
     if mode.compiled:
@@ -170,24 +170,24 @@ def choose_student(
 
 
 def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -> None:
-    """Let student and backend compute in a mode."""
+    """Set student and backend to a mode."""
     backend.autocast_dtype = torch.bfloat16 if mode.precision == "bf16" else None
     set_attention(module, mode.kernel == "fused")
     if mode.compiled and module.student._compiled_call_impl is None:
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
-        compile_forward(module.student)  # inside of DDP's wrapper, whose hooks stay outside of the graph
+        compile_forward(module.student)  # inside DDP's wrapper, whose hooks stay outside the graph
 
 
 def load_distillation(distillation: StudentWithLoss, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the weights of a checkpoint: those of the losses' projectors, and the student's, averaged ones first."""
+    """Load a checkpoint's weights of the losses' projectors and of the student, averaged ones first."""
     prefix = "model."
     distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
     load_student(distillation.student, tensors)
 
 
 def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Load the student's weights of a checkpoint, averaged ones first."""
+    """Load a checkpoint's weights of the student, averaged ones first."""
     prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
     student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
@@ -196,9 +196,9 @@ def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> 
 
 
 def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
-    """Check that a student has the layers that are to learn otherwise, and freeze those that are named."""
+    """Check that a student has the layers named in `tuning`, and freeze those to be frozen."""
     tuning, network = plan.tuning, trained_network(student)
-    where = "student.tuning" if plan.where == "student" else "teacher.fit.tuning"  # all fits have one
+    where = "student.tuning" if plan.where == "student" else "teacher.fit.tuning"  # all fits have a `tuning` section
     if tuning.layer_decay < 1:
         key, wrong = f"{where}.layer_decay", "does not declare its layers"
         if hasattr(network, "group_matcher"):
@@ -234,17 +234,17 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
 
 @contextmanager
 def _asked(key: str, model: str, method: str) -> Iterator[None]:
-    """Name the key for which a network's method was called, where that fails."""
+    """Name the key for which a network's method was called if the method fails."""
     try:
         yield
-    except Exception as error:  # any error of a foreign method
+    except Exception as error:  # a foreign method may raise anything
         wrong = f"needs {method} of '{model}', which fails: {raised(error)}"
         raise ModelError(key, wrong, "A method as timm's", f"Correct it, or set {key}=1") from error
 
 
 def parameter_groups(tuning: Tuning, weight_decay: float, module: StudentWithLoss) -> list[dict[str, Any]]:
     """Return the parameter groups of student and criterion for a torch optimizer."""
-    network: nn.Module = getattr(module.student, "network", module.student)  # it knows what must not decay
+    network: nn.Module = getattr(module.student, "network", module.student)  # it defines which parameters do not decay
     if tuning.layer_decay < 1:
         found = layer_groups(trained_network(module.student), weight_decay, tuning.layer_decay)
         found += groups([module.criterion], weight_decay)
@@ -258,7 +258,7 @@ def parameter_groups(tuning: Tuning, weight_decay: float, module: StudentWithLos
 def best_student(
     folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
 ) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and where it came from; learned parameters of losses are left out."""
+    """Return the best checkpoint's student and its origin, without the losses' learned parameters."""
     state, tensors, _ = folder.best()
     student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)
