@@ -62,15 +62,29 @@ def _train(argv: Sequence[str]) -> int:
             files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
             extra=_read_json(options.extra) if options.extra else {},
         )
-        request = training_request(job)
+        planned, request = _plan(job), training_request(job)
         final = request["HyperParameters"].items()
         config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with the changes by options
-        if _validate({"CreateTrainingJob": request}, options.dry_run):
+        send = _validate({"CreateTrainingJob": request}, options.dry_run)
+        for line in planned:
+            print(line, file=sys.stderr)  # the requests of a dry run are JSON
+        if send:
             from kd.cluster import aws
 
             aws.train(request, options.follow)
 
     return guarded(command)
+
+
+def _plan(job: Job) -> list[str]:
+    """Return lines: whether the cores of a job can feed its accelerators; none without the time of a view."""
+    from kd.config import instances
+
+    if job.images_per_second and not job.view_ms:
+        remedy = "Take loading of kd-train CONFIG --check"
+        raise ConfigError("--view-ms", "is not given, but --images-per-second is", "Milliseconds per view", remedy)
+    usd, rate = float(job.keys.get("price.per_hour", 0.0)), job.images_per_second
+    return instances.plan(job.instance, job.count, job.view_ms, rate, job.data_group, usd) if job.view_ms else []
 
 
 def _train_here(options: argparse.Namespace) -> int:

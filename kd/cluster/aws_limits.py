@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kd.cluster.sagemaker_profiler import INTERVALS_MS
 from kd.core.errors import ConfigError
 
 PAYLOADS_MB = 100  # CreateTransformJob, MaxPayloadInMB: limit of its product with MaxConcurrentTransforms
@@ -25,6 +26,10 @@ def _training(request: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(where, f"is {wait}, below the run time", f"At least {run}", "Raise it in --extra")
     if wait is not None and not spot:
         yield ConfigError(where, "is given, but the job is no spot job", "Only with --spot", "Add --spot, or drop it")
+    interval = request.get("ProfilerConfig", {}).get("ProfilingIntervalInMilliseconds", INTERVALS_MS[0])
+    if interval not in INTERVALS_MS:  # API_ProfilerConfig
+        where, allowed = "ProfilerConfig.ProfilingIntervalInMilliseconds", f"One of {', '.join(map(str, INTERVALS_MS))}"
+        yield ConfigError(where, f"is {interval}", allowed, "Correct it in --extra")
     if resources.get("KeepAlivePeriodInSeconds"):  # train-warm-pools, "Considerations"
         for wrong, found in (("a spot job", spot), ("instance groups", "InstanceGroups" in resources)):
             if found:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import posixpath
 import re
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kd.cluster.aws_limits import refusals
+from kd.cluster.cloudwatch import definitions
+from kd.cluster.sagemaker_profiler import sections
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
 from kd.core.facts import BackendFacts
 from kd.core.options import option, whole_number
@@ -25,17 +28,6 @@ if TYPE_CHECKING:
 CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 during a job, and back at a restart
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
-NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
-METRICS = {
-    "train:loss": rf"\| loss {NUMBER}",
-    "train:lr": rf" lr {NUMBER} ",
-    "train:images_per_second": rf" {NUMBER} images/s",
-    "val:accuracy_percent": rf"\| val accuracy {NUMBER} %",
-    "val:map_percent": rf"\| val mAP {NUMBER} %",
-    "val:teacher_accuracy_percent": rf"\(teacher {NUMBER} %",
-    "val:agreement_percent": rf"agreement {NUMBER} %",
-}
-"""Metrics of CloudWatch, read from the lines that `kd-train` prints without a terminal."""
 SPOT_WAIT_SECONDS = 24 * 3600  # seconds that a job may wait for spot capacity, beside its run time
 PATTERN = re.compile(r"[{*?\[]")
 COUNT = whole_number(1, 999_999)
@@ -46,6 +38,13 @@ def _data_group(text: str) -> tuple[str, int]:
     if not kind or not colon:
         raise ValueError(f"'{text}' is not TYPE:N, such as ml.c5.18xlarge:2")
     return kind, COUNT(count)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(f"'{text}' is not a number above 0")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +72,12 @@ class Job:
     """Longest run time."""
     volume: int = option(100, "GIB", COUNT)
     """Disk of each instance."""
+    view_ms: float = option(0.0, "MS", _positive)
+    """Milliseconds of a core per view, which `kd-train CONFIG --check` measures: plan the cores that the job needs."""
+    images_per_second: float = option(0.0, "N", _positive)
+    """Images per second of the student on one accelerator, for this plan."""
+    profiler: bool = option(False)
+    """SageMaker's profiler: system metrics once a second and the report of its rules, in OUTPUT/profiler."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the request: VpcConfig, Tags, ... Sections are merged, lists are appended."""
 
@@ -98,7 +103,7 @@ def training_request(job: Job) -> dict[str, Any]:
         "AlgorithmSpecification": {
             "TrainingImage": job.image,
             "TrainingInputMode": "FastFile",
-            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+            "MetricDefinitions": definitions(job.keys["run.name"]),
         },
         "RoleArn": job.role,
         "HyperParameters": dict(sorted(keys.items())),
@@ -112,6 +117,8 @@ def training_request(job: Job) -> dict[str, Any]:
         request["Environment"] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if channels:
         request["InputDataConfig"] = channels
+    if job.profiler:
+        request |= sections(job.image, job.output)
     return _joined(request, job.extra)
 
 

@@ -1,32 +1,119 @@
-"""Prices of rented machines, USD per hour.
+"""Rented machines: prices, accelerators and cores, and whether the cores can feed the accelerators.
 
 On-demand list prices of SageMaker training in us-east-1 on 2026-09-27, from the AWS Price List API (`AmazonSageMaker`
-offer file) as a public notebook toolkit recorded them. `price.per_hour` of a configuration overrides them.
+offer file) as a public notebook toolkit recorded them; that of ml.p3.2xlarge is from AWS's post on heterogeneous
+clusters (2022). `price.per_hour` of a configuration overrides them. Accelerators, vCPUs and GiB of memory are those of
+EC2, as torchx and Red Hat's documentation list them (read 2026-11); of p5.4xlarge, g6 and c7i they were not looked up.
 """
 
+import math
+from typing import NamedTuple
+
+from kd.core.errors import ConfigError, did_you_mean
+from kd.core.text import money
+
 PRICED_ON = "2026-09-27"  # date of the prices
+DATA_HOST = "ml.c5.18xlarge"  # the type that a plan proposes for a data group
+
+
+class Instance(NamedTuple):
+    """A row of the table."""
+
+    usd: float  # per hour
+    accelerators: int  # GPUs, or chips of Trainium
+    vcpus: int  # two for each core
+    gib: int
+
+    @property
+    def cores(self) -> int:
+        return self.vcpus // 2
+
 
 TABLE = {
-    "ml.p5.48xlarge": 63.296,
-    "ml.p5.4xlarge": 7.912,
-    "ml.p4de.24xlarge": 31.5641,
-    "ml.p4d.24xlarge": 25.2513,
-    "ml.g6e.48xlarge": 37.66,
-    "ml.g6e.xlarge": 2.61,
-    "ml.g6.48xlarge": 16.688,
-    "ml.g6.xlarge": 1.127,
-    "ml.g5.48xlarge": 20.36,
-    "ml.g5.12xlarge": 7.09,
-    "ml.g5.xlarge": 1.41,
-    "ml.g4dn.xlarge": 0.7364,
-    "ml.trn1.32xlarge": 24.73,
-    "ml.trn1.2xlarge": 1.54,
-    "ml.c7i.8xlarge": 1.714,
-    "ml.c5.18xlarge": 3.672,
-    "ml.c5.9xlarge": 1.836,
+    "ml.p5.48xlarge": Instance(63.296, 8, 192, 2048),
+    "ml.p5.4xlarge": Instance(7.912, 1, 16, 256),
+    "ml.p4de.24xlarge": Instance(31.5641, 8, 96, 1152),
+    "ml.p4d.24xlarge": Instance(25.2513, 8, 96, 1152),
+    "ml.p3.2xlarge": Instance(3.825, 1, 8, 61),
+    "ml.g6e.48xlarge": Instance(37.66, 8, 192, 1536),
+    "ml.g6e.xlarge": Instance(2.61, 1, 4, 32),
+    "ml.g6.48xlarge": Instance(16.688, 8, 192, 768),
+    "ml.g6.xlarge": Instance(1.127, 1, 4, 16),
+    "ml.g5.48xlarge": Instance(20.36, 8, 192, 768),
+    "ml.g5.12xlarge": Instance(7.09, 4, 48, 192),
+    "ml.g5.xlarge": Instance(1.41, 1, 4, 16),
+    "ml.g4dn.xlarge": Instance(0.7364, 1, 4, 16),
+    "ml.trn1.32xlarge": Instance(24.73, 16, 128, 512),
+    "ml.trn1.2xlarge": Instance(1.54, 1, 8, 32),
+    "ml.c7i.8xlarge": Instance(1.714, 0, 32, 64),
+    "ml.c5.18xlarge": Instance(3.672, 0, 72, 144),
+    "ml.c5.9xlarge": Instance(1.836, 0, 36, 72),
 }
 
 
+def find(name: str) -> tuple[str, Instance] | None:
+    """Return the full name and the row of a machine, named with or without `ml.`; None: it is not in the table."""
+    full = name if name in TABLE else f"ml.{name}"
+    return (full, TABLE[full]) if full in TABLE else None
+
+
 def price_per_hour(name: str) -> float:
-    """Return the list price of a machine, named with or without `ml.`; 0: it is not in the table."""
-    return TABLE.get(name) or TABLE.get(f"ml.{name}", 0.0)
+    """Return the list price of a machine; 0: it is not in the table."""
+    found = find(name)
+    return found[1].usd if found else 0.0
+
+
+def required(name: str, where: str) -> tuple[str, Instance]:
+    """Return the same of a machine that the option `where` names; ConfigError: it is not in the table."""
+    if (found := find(name)) is None:
+        wrong = f"is {name}, which is not in the table of {PRICED_ON}"
+        raise ConfigError(where, wrong, f"One of {', '.join(TABLE)}", did_you_mean(name, TABLE) or "Drop --view-ms")
+    return found
+
+
+def saving(before: tuple[float, float], after: tuple[float, float]) -> tuple[float, float]:
+    """Return how many times as fast `after` is, and the share of the cost that it saves.
+
+    Both are (USD per hour, time of the same work).
+    """
+    faster = before[1] / after[1]
+    return faster, 1 - after[0] / before[0] / faster
+
+
+def plan(
+    name: str, count: int, view_ms: float, rate: float = 0.0, group: tuple[str, int] | None = None, usd: float = 0.0
+) -> list[str]:
+    """Return lines: whether the cores of `count` machines load as many views as their accelerators train on.
+
+    `view_ms`: milliseconds of one core per view. `rate`: images/s of the student per accelerator; 0: not known.
+    `group`: a data group; without one, the smallest that is enough is proposed. `usd`: the price per hour of a machine
+    without a data group; 0: its list price. Not handled: the time that a network or a disk adds.
+    """
+    name, own = required(name, "--instance")
+    if not own.accelerators:
+        raise ConfigError("--instance", f"is {name}, which has no accelerator", "A type with one", "Choose another")
+    number, cores = count * own.accelerators, count * own.cores
+    most, shown = 1000 * cores / view_ms, f"{cores} ({count * own.vcpus} vCPUs)"
+    if not rate:
+        each = f"{most / number:,.0f} images/s for each of {number} accelerators"
+        return [f"loading   {shown} cores of {count} x {name} load {each} at {view_ms:g} ms per view"]
+    need, hourly = math.ceil(number * rate * view_ms / 1000), count * (usd or own.usd)
+    verdict = "enough" if need <= cores else "too few"
+    text = f"loading   {number} x {rate:,.0f} images/s need {need} cores at {view_ms:g} ms per view; {name} has {shown}"
+    lines = [f"{text}: {verdict}, as they load {most / number:,.0f} images/s per accelerator"]
+    if need <= cores and group is None:
+        return lines
+    family = name[: name.rindex(".") + 1]  # such as `ml.g5.`: the same accelerator
+    ratio, other = max((one.cores / one.accelerators, kind) for kind, one in TABLE.items() if kind.startswith(family))
+    if need > cores and ratio > cores / number:
+        lines.append(f"ratio     {other} has {ratio:g} cores per accelerator instead of {cores / number:g}")
+    kind, hosts = group or (DATA_HOST, math.ceil((need - cores) / TABLE[DATA_HOST].cores))
+    kind, data = required(kind, "--data-group")
+    both, dearer = 1000 * (cores + hosts * data.cores) / view_ms, 1 + hosts * data.usd / hourly
+    faster, saved = saving((hourly, 1 / min(most, number * rate)), (hourly * dearer, 1 / min(both, number * rate)))
+    text = f"data      --data-group {kind}:{hosts} brings {hosts * data.cores} cores for USD "
+    text += f"{money(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays from "
+    lines.append(f"{text}{most * dearer / number:,.0f} images/s per accelerator on")
+    cost = f"{100 * abs(saved):.0f} % {'cheaper' if saved > 0 else 'dearer'} per image"
+    lines.append(f"data      here it is {faster:.2f} times as fast and {cost}")
+    return lines

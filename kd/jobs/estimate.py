@@ -207,6 +207,9 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
         lines += same_cost(sum(fits.values()) + distilling, alone, fewer)
     if hourly := recipe.price.per_hour or instances.price_per_hour(recipe.price.instance):
         lines.append(f"cost      about USD {money(hourly * total / 3600)} at USD {hourly:g} an hour")
+    if load and (rented := instances.find(recipe.price.instance)) and rented[1].accelerators:
+        rate = 1000 / (mean["step"] + asking) if backend.facts.cuda else 0.0  # a CPU says nothing about an accelerator
+        lines += instances.plan(rented[0], 1, round(load, 2), rate, usd=recipe.price.per_hour)
     return lines
 
 

@@ -333,9 +333,13 @@ def test_the_installed_commands_are_those_of_the_module(capfd):
 
 
 def test_one_epoch_is_one_and_an_hour_has_its_price(written, command):
-    answer = command("train", written(run={"epochs": 1}), "--check", "price.per_hour=36")
+    given = ("price.per_hour=36", "price.instance=ml.p4d.24xlarge")
+    answer = command("train", written(run={"epochs": 1}), "--check", *given)
     assert "(1 epoch)" in answer.out
     assert "USD 36 an hour" in answer.out
+    ms = float(re.search(r"loading ([\d.]+) ms per image", answer.out)[1])
+    (line,) = (line for line in answer.out.splitlines() if line.startswith("loading   48 (96 vCPUs)"))
+    assert float(re.search(r"load ([\d,]+) images/s", line)[1].replace(",", "")) == pytest.approx(6000 / ms, rel=0.05)
 
 
 def test_one_command_beside_the_others(capfd):

@@ -7,23 +7,29 @@ import re
 import tarfile
 import time
 import urllib.request
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import yaml
+from botocore.session import Session
+from botocore.validate import ParamValidator
 
 from kd import config
 from kd.cluster import aws as sending
 from kd.cluster import requests
+from kd.cluster.cloudwatch import definitions
+from kd.config import instances
 from kd.config.explain import explain
 from kd.config.flat import flat
 from kd.config.schema import Member
 from kd.core.errors import ConfigErrors, RunError
 from kd.core.types import State
+from kd.files.run_dir import RunDir
 from kd.jobs.progress.console import Console
 from kd.parts import registry
+from kd.parts.tasks.embedding import SCORES as EMBEDDING
 from kd.parts.tasks.label_sets import SCORES as LABEL_SETS
-from kd.parts.tasks.single_label import SCORES as SINGLE_LABEL
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd:1"
 ROLE = "arn:aws:iam::123456789012:role/kd"
@@ -99,6 +105,93 @@ def test_botocore_accepts_the_request(options, resources, more, food, command):
     (channel,) = request["InputDataConfig"]
     assert channel["ChannelName"] == "data-root"
     assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/food/"
+
+
+def test_the_profiler_is_configured_as_documented(food, command, refused, tmp_path):
+    """`validate` has compared it with botocore's model; the account is that of the page for the image's region."""
+    plain = dry(command, food, *G5)["CreateTrainingJob"]
+    assert not {"ProfilerConfig", "ProfilerRuleConfigurations"} & plain.keys()
+    request = dry(command, food, *G5, "--profiler")["CreateTrainingJob"]
+    shape = Session().get_service_model("sagemaker").operation_model("CreateTrainingJob").input_shape
+    report = ParamValidator().validate(request, shape)
+    assert not report.has_errors(), report.generate_report()
+    assert request["ProfilerConfig"] == {
+        "S3OutputPath": f"{OUTPUT}/profiler",
+        "ProfilingIntervalInMilliseconds": 1000,
+    }
+    (rule,) = request["ProfilerRuleConfigurations"]
+    assert rule["RuleParameters"] == {"rule_to_invoke": "ProfilerReport"}
+    host, _, name = rule["RuleEvaluatorImage"].partition("/")
+    assert (host, name) == ("503895931360.dkr.ecr.us-east-1.amazonaws.com", "sagemaker-debugger-rules:latest")
+
+    extra = tmp_path / "extra.json"
+    extra.write_text('{"ProfilerConfig": {"ProfilingIntervalInMilliseconds": 300}}')
+    options = ("launch", food, *G5, "--profiler", *GIVEN, "--dry-run")
+    assert "ProfilingIntervalInMilliseconds: is 300. One of 100, 200" in refused(*options, "--extra", extra)
+    assert refused(*options, "--image", "kd:1").startswith("--profiler: cannot read a region")
+    assert "no image of the rules in 'xx-north-9'" in refused(
+        *options, "--image", IMAGE.replace("us-east-1", "xx-north-9")
+    )
+
+
+def test_the_plan_of_the_cores(food, command, refused):
+    """The numbers of the example: 8 x 1,900 images/s at 3 ms are 45.6 cores."""
+    options = ("launch", food, *P4D, *GIVEN, "--dry-run", "--images-per-second", "1900")
+    told = command(*options, "--view-ms", "3")
+    assert json.loads(told.out)["CreateTrainingJob"]
+    (line,) = told.err.splitlines()
+    assert "8 x 1,900 images/s need 46 cores at 3 ms" in line
+    assert "has 48 (96 vCPUs): enough" in line
+    slow = command(*options, "--view-ms", "6.64").err
+    assert "need 101 cores" in slow
+    assert "too few" in slow
+    assert "--data-group ml.c5.18xlarge:2 brings 72 cores" in slow
+    group = command(*options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:2").err
+    assert "brings 72 cores" in group
+    small = ("launch", food, *G5, *GIVEN, "--dry-run", "--view-ms", "3")
+    assert "667 images/s for each of 1 accelerators" in command(*small).err
+    assert (
+        "ml.g5.48xlarge has 12 cores per accelerator instead of 2" in command(*small, "--images-per-second", "900").err
+    )
+    assert refused(*options).startswith("--view-ms: is not given")
+    assert "Did you mean" in refused(
+        "launch", food, "--instance", "ml.g5.2xlarge", *GIVEN, "--dry-run", "--view-ms", "3"
+    )
+    no_gpu = refused("launch", food, "--instance", "ml.c5.18xlarge", *GIVEN, "--dry-run", "--view-ms", "3")
+    assert "has no accelerator" in no_gpu
+    for text in ("0", "nan", "-1", "many"):
+        answer = command(*small[:-1], text)
+        assert answer.code == 2
+        assert "--view-ms" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("alone", "group", "usd", "faster", "cheaper"),
+    [
+        pytest.param((37.688, 192), (45.032, 86), (0.201, 0.108), 2.2, 0.46, id="TensorFlow, 2 c5.18xlarge"),
+        pytest.param((3.825, 1193), (5.661, 184), (0.127, 0.029), 6.5, 0.77, id="PyTorch, 1 c5.9xlarge"),
+    ],
+)
+def test_savings_are_those_of_the_published_tables(alone, group, usd, faster, cheaper):
+    """AWS's posts on heterogeneous clusters: USD an hour, ms a step, USD of 100 steps."""
+    found = instances.saving(alone, group)
+    assert found[0] == pytest.approx(faster, abs=0.05)
+    assert found[1] == pytest.approx(cheaper, abs=0.01)
+    for (hourly, ms), printed in zip((alone, group), usd, strict=True):
+        assert hourly * ms * 100 / 3_600_000 == pytest.approx(printed, abs=0.0006)
+    kind, hosts = ("ml.c5.18xlarge", 2) if alone[0] > 30 else ("ml.c5.9xlarge", 1)
+    assert group[0] - alone[0] == pytest.approx(hosts * instances.TABLE[kind].usd)
+
+
+def test_the_plan_gives_the_published_ratio_of_a_job_that_waited_for_its_data():
+    """Where the accelerators take 86 ms a step and 48 cores 192, and two hosts are enough, it is the table's row."""
+    batch, (name, price) = 8192, ("ml.p4d.24xlarge", 37.688)
+    view_ms, rate = 48 * 192 / batch, batch / 0.086 / 8
+    told = instances.plan(name, 1, view_ms, rate, ("ml.c5.18xlarge", 2), price)
+    assert "1.19 times the price" in told[1]
+    assert "2.23 times as fast and 46 % cheaper" in told[2]
+    edge = float(re.search(r"pays from ([\d,]+) images/s", told[1])[1].replace(",", ""))
+    assert "0 % " in instances.plan(name, 1, view_ms, edge, ("ml.c5.18xlarge", 2), price)[-1]
 
 
 @pytest.mark.parametrize("group", [(), ("--data-group", "ml.c5.xlarge:1")], ids=["one group", "two groups"])
@@ -305,31 +398,56 @@ def test_too_long_and_too_many_values_are_found():
     assert "At most 2500" in str(caught.value)
 
 
-def test_the_metrics_match_the_log(capfd):
-    """CloudWatch reads what the console prints."""
-    console = Console("food", scores=SINGLE_LABEL)
-    state = State(step=3, epoch=0)
+def read_by_cloudwatch(log: str, run: str) -> dict[str, list[float]]:
+    """Return what the definitions of a job read in a log."""
+    return {
+        one["Name"]: [float(found[1]) for line in log.splitlines() if (found := re.search(one["Regex"], line))]
+        for one in definitions(run)
+    }
+
+
+def test_the_metrics_are_those_of_a_real_run(written, command, inside):
+    """With a fit of the teacher and labels alone, whose lines are no metrics of the run."""
+    fit = {"model": "vit_tiny_patch16_224", "checkpoint": "", "kind": "timm", "fit": {"steps": 2}, "min_accuracy": 0.0}
+    path = written(run={"epochs": 2, "baseline": True, "every": {"log": 1}}, teacher=fit)
+    told = command("train", path)
+    assert told.code == 0, told
+    assert "labels only) | step" in told.out
+    assert "teacher | step" in told.out
+    found, folder = read_by_cloudwatch(told.out, "tiny"), RunDir(Path(config.load(path).run.folder) / "tiny")
+    train, val = folder.metrics("train"), folder.metrics("val")
+    units = {"loss": 0.0006, "images_per_second": 0.51, "step_ms": 0.051}
+    for key, unit in units.items():
+        assert found[f"train:{key}"] == pytest.approx([row[key] for row in train], abs=unit), key
+    assert found["train:lr"] == pytest.approx([row["lr"] for row in train], rel=0.06)
+    assert found["train:data_wait_percent"] == pytest.approx([100 * row["data_wait"] for row in train], abs=0.06)
+    for name, key in (("accuracy", "accuracy"), ("teacher_accuracy", "teacher_accuracy"), ("agreement", "agreement")):
+        assert found[f"val:{name}_percent"] == pytest.approx([100 * row[key] for row in val], abs=0.06), key
+    others = {name for name, values in found.items() if not values}
+    assert others == {"val:map_percent", "val:nearest_neighbours_percent", "val:agreement_cosine"}
+    (steps,) = {line.count(" | step ") for line in told.out.splitlines() if line.startswith("tiny | step")}
+    assert steps == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "row", "expected"),
+    [
+        (LABEL_SETS, {"map": 0.75, "f1_macro": 0.5}, {"val:map_percent": [75]}),
+        (
+            EMBEDDING,
+            {"knn": 0.5, "teacher_knn": 0.75, "agreement": 0.9125},
+            {"val:nearest_neighbours_percent": [50], "val:teacher_accuracy_percent": [75]}
+            | {"val:agreement_cosine": [0.9125]},
+        ),
+    ],
+    ids=["label sets", "embedding"],
+)
+def test_the_metrics_of_other_tasks(scores, row, expected, capfd):
+    console, state = Console("food", scores=scores), State(step=3, epoch=0)
     console.step(state, 0.1)
-    console.log("train", state, {"loss": 1.25, "kl": 1.5, "lr": 5e-05, "grad_norm": 1.0, "images_per_second": 41.0})
-    console.step(state, 0.2)
-    console.log("train", state, {"loss": 1.125, "kl": 1.5, "lr": 0.001, "grad_norm": 1.0, "images_per_second": 42.0})
-    console.log("val", state, {"accuracy": 0.5, "teacher_accuracy": 0.75, "agreement": 0.625})
-    console.log("val", state, {"accuracy": 0.25})
-    console.scores = LABEL_SETS
-    console.log("val", state, {"map": 0.75, "f1_macro": 0.5})
-    log = capfd.readouterr().out.splitlines()
-    found = {
-        name: [float(m[1]) for line in log if (m := re.search(regex, line))] for name, regex in requests.METRICS.items()
-    }
-    assert found == {
-        "train:loss": [1.25, 1.125],
-        "train:lr": [5e-05, 0.001],
-        "train:images_per_second": [41, 42],
-        "val:accuracy_percent": [50, 25],
-        "val:map_percent": [75],
-        "val:teacher_accuracy_percent": [75],
-        "val:agreement_percent": [62.5],
-    }
+    console.log("val", state, row)
+    found = read_by_cloudwatch(capfd.readouterr().out, "food")
+    assert {name: values for name, values in found.items() if values} == expected
 
 
 def test_a_job_is_created_and_its_log_followed(aws, food, command, monkeypatch):
