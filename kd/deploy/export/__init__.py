@@ -1,1 +1,1 @@
-"""A finished student as files for others: timm folder, graphs, parity, calibration, model card, hub."""
+"""Export of a finished student: timm folder, graphs, parity, calibration, model card, hub."""

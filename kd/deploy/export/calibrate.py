@@ -1,9 +1,9 @@
-"""Make the confidences of a classifier right on average: one temperature for its logits.
+"""Calibrate a classifier's confidences by one temperature for its logits.
 
 Temperature scaling (Guo et al. 2017, arXiv:1706.04599, section 4.2): `kd.parts.tasks.single_label.temperature` finds T
-> 0 on images that were not trained on, and the weights of the last, linear layer are divided by it. Predictions stay
-the same. It is taken only where its gain, counted on images that did not choose it, has a 95 % interval above 0: of a
-student that is calibrated already, T is noise.
+> 0 on validation images, and the weights of the last, linear layer are divided by T. Predictions do not change. T is
+used only if its gain, measured on images that did not choose it, has a 95 % interval above 0: for an already calibrated
+student T is noise.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ from kd.models.classifier import Classifier, Network
 from kd.parts.tasks.single_label import calibration_error, temperature
 
 LINEAR = (nn.Linear, Linear)
-FEWEST_LABELLED = 100  # for a temperature: of fewer, the interval of the gain is wider than any gain
+FEWEST_LABELLED = 100  # fewest labelled images: with fewer, the interval is wider than any realistic gain
 
 
 def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str]:
-    """Fit a temperature on validation images and divide the student's logits by it, in its last layer.
+    """Fit a temperature on validation images and divide the weights of the student's last layer by it.
 
-    Return the result as JSON values and a line about it; nothing and the reason if nothing was changed.
+    Return the result as JSON values and one line of text; {} and the reason if nothing was changed.
     """
     answer = eager_runner(student)
     batches: list[tuple[np.ndarray, np.ndarray]] = []
@@ -55,7 +55,7 @@ def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str
 
 
 def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:
-    """Return logits [N, C], each divided by the temperature that every second image, not its own half, has chosen."""
+    """Return logits [N, C], each half divided by the temperature fitted on the other half."""
     first_N = torch.arange(len(label_N)) % 2 == 0
     divided_NC = logits_NC.clone()
     for half_N in (first_N, ~first_N):
@@ -71,7 +71,7 @@ def gain(logits_NC: Tensor, divided_NC: Tensor, label_N: Tensor) -> tuple[float,
 
 
 def _divide(student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarray) -> str:
-    """Divide a student's logits, and compare with those of `pixels` before; return why it cannot be done, or ""."""
+    """Divide a student's logits and check the change on `pixels`; return why it failed, or ""."""
     network = student.network
     name = type(network.inner if isinstance(network, Network) else network).__name__
     weights = {key: tensor.clone() for key, tensor in network.state_dict().items()}
@@ -84,10 +84,10 @@ def _divide(student: Classifier, by: float, pixels: np.ndarray, logits: np.ndarr
 
 
 def divide_logits(network: nn.Module, by: float) -> bool:
-    """Divide the weights of a network's last layer, in place, and return whether it has one.
+    """Divide the weights of a network's last layer in place; return whether it has one.
 
-    A timm network may have several, all linear, whose outputs are added or averaged. Of a network of one's own it is
-    the linear layer that is registered last; the caller must check that the logits are divided. Else nothing changes.
+    A timm network may have several linear layers whose outputs are added or averaged. In other networks it is the last
+    registered linear layer; the caller must check that the logits are divided.
     """
     own = isinstance(network, Network)
     model: Any = network.inner if own else network

@@ -1,4 +1,4 @@
-"""The model card of an export: README.md in Hugging Face's format. Everything in it comes from manifest.json."""
+"""The model card of an export: README.md in Hugging Face's format, made from manifest.json only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from kd.models.licences import UNKNOWN
 from kd.study.report.summary import DIFFERENCES_NOTE, chain_lines
 
 LUCK = "The numbers above are from one run. Intervals cover sampling of the images, not variation between seeds."
-NAMED = 30  # most labels listed in the card; config.json has all
+NAMED = 30  # most labels in the card; config.json has all
 Facts = Mapping[str, Any]
 
 
 def card(facts: Facts) -> str:
-    """Return README.md, a function of manifest.json alone: `kd verify` draws it again and compares every byte.
+    """Return README.md, a function of manifest.json only: `kd verify` generates it again and compares every byte.
 
-    `facts`: the manifest as it is read. An error of `kd.files.json_file.DAMAGE`: the manifest has another format.
+    `facts`: the manifest. Raises one of `kd.files.json_file.DAMAGE` if it has another format.
     """
     pixels, sure = facts["input"], [f"- {line}" for line in lines_of(facts["output"].get("defer", {}))]
     text = [*_front(facts), *_intro(facts), *_scores(facts), *_graphs(facts), *_use(facts)]
@@ -106,7 +106,7 @@ def _scores(facts: Facts) -> list[str]:
             for name, one in told["differences"].items()
         ]
         lines += [*compared, "", DIFFERENCES_NOTE, ""] if compared else []
-        if scored.images and (student or scored.split == "test"):  # the note is of the student's checkpoints
+        if scored.images and (student or scored.split == "test"):  # the note is about the student's checkpoints
             lines += [scored.note, ""]
     else:
         lines += ["Trained and evaluated without labels, against its teacher.", ""]
@@ -115,12 +115,12 @@ def _scores(facts: Facts) -> list[str]:
 
 
 def interval(one: Facts) -> tuple[float, float] | None:
-    """Return the interval of a score: that of a share of images, or what was recorded; None: it has none."""
+    """Return the interval of a score: computed for a share of images, else the recorded one, else None."""
     return wilson(one["value"], one["images"]) if "images" in one else one.get("interval")
 
 
 def _difference(one: Facts) -> tuple[float, float, float]:
-    """Return how much better the student is, with the ends of the interval: of counts, or as it was recorded."""
+    """Return the student's gain with the ends of its interval, computed from counts or as recorded."""
     if "gained" in one:
         gained, lost, images = one["gained"], one["lost"], one["images"]
         return (gained - lost) / images, *paired(gained, lost, images)
@@ -177,7 +177,7 @@ def _use(facts: Facts) -> list[str]:
 
 
 def _meaning(facts: Facts) -> str:
-    """Return the limits of a prediction."""
+    """Return the text on the limits of a prediction."""
     apart = "a score is not the probability that the image shows that class."
     if _embeds(facts):
         text = "Compare vectors by their cosine: the graphs return them with length 1, PyTorch as they are. "

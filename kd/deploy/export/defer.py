@@ -1,12 +1,12 @@
-"""When an export says that it is not sure: a threshold on its confidence, and what that threshold is worth.
+"""The threshold on confidence below which an export's prediction is unsure, and its measured effect.
 
-An image whose prediction is less probable than the threshold is passed on, to a larger model or to a human. Deferral by
-confidence is about as good as a learned rule unless labels are noisy or the photographs change (arXiv:2307.02764).
-Every second validation image chooses the threshold; the others say how many are passed on and how many of the rest are
-wrong. The confidence is the one that the export returns, after calibration.
+An image with a less probable prediction is passed on to a larger model or a human. Deferral by confidence is about as
+good as a learned rule unless labels are noisy or the photographs change (arXiv:2307.02764). Every second validation
+image chooses the threshold; the others measure the share passed on and the errors among the rest. The confidence is the
+exported, calibrated one.
 
-"At most this share wrong" holds for the upper end of the 95 % interval on the images that choose (in the manner of
-arXiv:1705.08500), because the share itself would be exceeded on every second set of new images.
+"At most this share wrong" holds for the upper end of the 95 % interval on the choosing images (as in arXiv:1705.08500):
+the measured share itself would be exceeded on half of all new sets of images.
 
 Shape legend: N images, C classes.
 """
@@ -30,15 +30,15 @@ from kd.core.text import percent
 class Rule:
     """The rule of `--defer` or `--defer-share`."""
 
-    wrong: float = 0.0  # at most this share of the sure predictions is wrong; of several labels, of each label
-    share: float = 0.0  # this share of images is unsure. Both 0: no threshold.
+    wrong: float = 0.0  # at most this share of the sure predictions is wrong (for several labels: per label)
+    share: float = 0.0  # share of unsure images. Both 0: no threshold.
 
     @property
     def where(self) -> str:
         return "--defer-share" if self.share else "--defer"
 
     def check(self, task: Task, images: bool) -> None:
-        """Refuse what cannot be chosen, before minutes of work; `images`: whether validation images are read."""
+        """Refuse an impossible rule before minutes of work; `images`: whether validation images are read."""
         if not self.wrong and not self.share:
             return
         if self.wrong and self.share:
@@ -54,7 +54,7 @@ class Rule:
             raise ConfigError(self.where, wrong, "", "Leave out --no-onnx")
 
     def lowest(self, confidence_N: np.ndarray, right_N: np.ndarray) -> tuple[float, float]:
-        """Return the lowest confidence that is sure, NaN where none is, and the least upper end that was found."""
+        """Return the lowest sure confidence (NaN: no confidence is sure), and the smallest upper end found."""
         order = np.argsort(-confidence_N, kind="stable")
         value_N, wrong_N = confidence_N[order], np.cumsum(~right_N[order])
         last_N = np.append(value_N[1:] != value_N[:-1], True)  # equal confidences are sure or unsure together
@@ -72,10 +72,10 @@ def choose(
     thresholds: Mapping[str, Mapping[str, Any]],
     classes: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what manifest.json says of the threshold, as JSON values; nothing without a rule.
+    """Return manifest.json's entry on the threshold as JSON values; {} without a rule.
 
-    `outputs` are logits [N, C] of the weights, under "", and of each graph; `labels` int [N], or sets [N, C], -1 where
-    unknown; `thresholds` those of each class where an image may have several labels, else empty.
+    `outputs`: logits [N, C] by graph, with the PyTorch weights' under ""; `labels`: int [N], or sets [N, C], -1 if
+    unknown; `thresholds`: per class if an image may have several labels, else empty.
     """
     if not rule.wrong and not rule.share:
         return {}
@@ -93,7 +93,7 @@ def choose(
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
-    """Return what `choose` found as text, a line for each graph."""
+    """Return the result of `choose` as text, one line per graph."""
     lines = []
     for name, one in found.get("stated", {}).items():
         text = f"passes {_share(one, 'passed_on')} of the images on; "
@@ -130,13 +130,13 @@ class _Label:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Several labels per image: of each, the confidence is the distance of its logit from that of its threshold."""
+    """Several labels per image: a label's confidence is the distance of its logit from its threshold's."""
 
     thresholds: Mapping[str, Mapping[str, Any]]
     classes: Sequence[str]
 
     def answers(self, logits_NC: Tensor, label_NC: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the distances and whether each label is rightly there or not, [N, C]."""
+        """Return the distances and whether each label's presence or absence is right, [N, C]."""
         distance_NC = logits_NC - self._edges()
         return distance_NC.abs().numpy(), ((distance_NC > 0) == (label_NC > 0)).numpy()
 
@@ -153,7 +153,7 @@ class _Labels:
             if without := [i for i, margin in enumerate(margins) if math.isnan(margin)]:
                 least = max(each[i][1] for i in without)
                 raise _unreached(rule, least, len(right), f" for {', '.join(self.classes[i] for i in without[:3])}")
-        margin_C = torch.tensor(margins, dtype=torch.float64) * (1 - 1e-9)  # the image that chose it stays sure
+        margin_C = torch.tensor(margins, dtype=torch.float64) * (1 - 1e-9)  # the image at the threshold stays sure
         low, high = ((self._edges() + sign * margin_C).sigmoid().tolist() for sign in (-1, 1))
         rows = zip(self.classes, low, high, margin_C.tolist(), strict=True)
         return {"labels": {name: {"low": below, "high": above, "margin": m} for name, below, above, m in rows}}

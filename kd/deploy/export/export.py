@@ -39,7 +39,7 @@ from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import best_student
 from kd.study.finished import Trust, opened_run, require_files
 
-FORMAT = 2  # of manifest.json: another number where the card is drawn otherwise, or keys have another meaning
+FORMAT = 2  # version of manifest.json, raised with every change of the card or of a key's meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class WrittenExport:
     """The written export."""
 
     folder: Path
-    lines: Sequence[str]  # one for each graph, as text
+    lines: Sequence[str]  # one line per graph
     load: str  # Python that loads the student
-    manifest: Mapping[str, Any]  # what manifest.json says, without files and checksum
+    manifest: Mapping[str, Any]  # content of manifest.json, without files and checksum
 
 
 def export(
@@ -60,28 +60,28 @@ def export(
     trust: bool = False,
     teacher: bool = False,
 ) -> WrittenExport:
-    """Export the best student of a run folder, or its teacher, to `target` (None: `export` or `export-teacher` in it).
+    """Export a run's best student or teacher to `target` (None: `export` or `export-teacher` in the run folder).
 
-    `overrides`: `key=value` over the run's configuration, such as where its data lies now. `trust`: import modules that
-    the run names, and read images wherever it says.
+    `overrides`: `key=value` for the run's configuration, such as the data's present folder. `trust`: import modules and
+    read paths named in the run's configuration.
     """
     options = options or ExportOptions()
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides) if overrides else stored)
     target = target or path / ("export-teacher" if teacher else "export")
-    refuse_other(target)  # before minutes of work, not after
+    refuse_other(target)  # refuse before minutes of work
     options.require(recipe.student.task)
     vouched = Trust.of(trust, overrides, recipe.data)
     vouched.check_models({"student": recipe.student})
-    if options.any_graph:  # they are compared on images
+    if options.any_graph:  # graphs are compared on images
         vouched.check_folder(recipe.data)
     subject = subject_of(folder, recipe, vouched, options.index)
     return write(teacher_of(subject, folder, vouched) if teacher else subject, target, options)
 
 
 def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
-    """Read the best student of a run; with `index` also what maps its vectors into the teacher's space."""
+    """Read the best student of a run; with `index` also its projector into the teacher's space."""
     manifest = folder.manifest()
     if not manifest.get("classes"):
         raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
@@ -107,7 +107,7 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
 
 
 def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
-    """Return the source of the teacher's export, from that of the student's."""
+    """Return the source of the teacher's export, given the student's."""
     recipe, task = subject.recipe, subject.recipe.student.task
     plan, kinds = recipe.teacher, [one.kind for one in recipe.teacher.members.values()]
     if not kinds:
@@ -155,20 +155,20 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
 
 
 def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
-    """Write a student with its graphs, manifest and card; nothing is left where one of them is refused."""
+    """Write a student with its graphs, manifest and card; if one of them is refused, nothing is left."""
     options.require(subject.recipe.student.task)
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
         facts = _write_weights(subject, draft, made)
         facts |= receipt(subject, made, draft, _exported(subject, made), options.license)
-        as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be drawn again
+        as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be generated again
         (draft / "README.md").write_text(card(as_read), encoding="utf-8")
         seal(draft, facts)
     return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
 
 
 def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
-    """Write weights, config.json and kd.json, so that graphs can be served; return the facts for manifest.json."""
+    """Write weights, config.json and kd.json, which serving needs; return the facts for manifest.json."""
     student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
     task, section = recipe.student.task, recipe.data
     if made.calibration:
@@ -193,7 +193,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
 
 
 def _exported(subject: Subject, made: Made) -> str:
-    """Return a hash of the weights as they are exported."""
+    """Return a hash of the exported weights."""
     return digest(subject.student.network) if made.calibration else subject.provenance["digest"]
 
 
@@ -231,13 +231,13 @@ def _output(student: Classifier, made: Made) -> dict[str, Any]:
 
 def _environment() -> dict[str, Any]:
     found = environment()
-    found.pop("command")  # it holds paths of the exporting user, and this file is published
+    found.pop("command")  # it contains the user's paths, and this file is published
     found["packages"] |= versions("onnx", "onnxscript", "onnxruntime", "openvino")
     return found
 
 
 def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
-    """Return the map from the student's pooled features to its first teacher's that the best checkpoint has learned."""
+    """Return the best checkpoint's learned projector from the student's pooled features to its first teacher's."""
     _, tensors, _ = folder.best()
     number = 0
     for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):

@@ -1,4 +1,4 @@
-"""The options of an export. `kd-export` makes its flags of these fields, and their help of these texts."""
+"""The options of an export. Fields become `kd-export`'s flags, the texts below them its help."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:  # they import torch, and `kd-export --help` needs none
     from kd.deploy.export.defer import Rule
 
 HIGHEST = {"drop": 100.0, "teacher-drop": 100.0, "ece": 100.0, "ms": 1e6, "mb": 1e6}
-"""The words of a sentence, and the largest number behind each: points of 100, a quarter of an hour, a terabyte."""
+"""The words of `--accept` and their largest numbers: points of 100, a quarter of an hour, a terabyte."""
 EXAMPLE = 'such as "drop<=2 ms<=5 mb<=4"'
 
 
 class NotAcceptedError(ModelError):
-    """No graph keeps the sentence."""
+    """No graph is within the limits of `--accept`."""
 
     exit_code = 3
 
 
 def limits(sentence: str) -> dict[str, float]:
-    """Return the largest number of each word; ValueError: it is no such sentence."""
+    """Parse limits into {word: largest number}; ValueError: anything else."""
     found: dict[str, float] = {}
     for part in sentence.split():
         match = re.fullmatch(r"([a-z-]+)<=([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
@@ -41,7 +41,7 @@ def limits(sentence: str) -> dict[str, float]:
         if limit > HIGHEST[word] or (word in ("ms", "mb") and not limit):
             raise ValueError(f"'{part}' is out of range: {word} is at most {HIGHEST[word]:g}")
         if word in found:
-            raise ValueError(f"'{word}' stands there twice")
+            raise ValueError(f"'{word}' is repeated")
         found[word] = limit
     if not found:
         raise ValueError("is empty")
@@ -49,13 +49,13 @@ def limits(sentence: str) -> dict[str, float]:
 
 
 def sentence(text: str) -> str:
-    """Return a sentence with single blanks; ValueError: it is not one."""
+    """Return limits with normalized spaces; ValueError: they are malformed."""
     limits(text)
     return " ".join(text.split())
 
 
 def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]:
-    """Return by how much a measured value misses its limit."""
+    """Describe by how much a measured value misses its limit."""
     return [
         f"{word} by {found[word] - most:.3g} ({found[word]:.4g})"
         for word, most in wanted.items()
@@ -71,7 +71,7 @@ def accepted_line(accepted: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Which graphs are written beside the folder that timm loads, how each is compared, and which one is served."""
+    """Which graphs are written beside the timm folder, how they are compared, and which one is served."""
 
     onnx: bool = option(True)
     """write model.onnx; without it and --pt2 no images are read"""
@@ -84,24 +84,24 @@ class ExportOptions:
     formats: str = option("", "NAME,...")
     """also the graphs of these exporters, such as executorch; `kd-parts exporters` has all"""
     index: bool = option(False)
-    """of an embedding student: embeddings that can be searched in an existing index of the teacher"""
+    """for an embedding student: embeddings searchable in an existing teacher index"""
     tolerance: float = option(1e-3, "X", positive)
-    """logits of float32 graphs may differ by this much"""
+    """largest difference of a float32 graph's logits"""
     images: int = option(2000, "N", whole_number(0, 10**9))
     """validation images compared, evenly spaced; 0: all"""
     compare: bool = option(False)
-    """write every graph that runs here and measure each, by kd-serve"""
+    """write every graph that runs here and measure each through kd-serve"""
     accept: str | None = option(None, "LIMITS", sentence)
     """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points: write the first graph
     within them all, else exit with code 3"""
     threads: int = option(1, "N", whole_number(1, 4096))
     """threads for measuring `ms` (default 1)"""
     calibrate: bool = option(True)
-    """divide the logits by one temperature, fitted on validation images, where that makes confidences better"""
+    """divide the logits by one temperature, fitted on validation images, if that improves the confidences"""
     defer: float = option(0.0, "X", float)
-    """say which predictions are sure: at most this share of them wrong, such as 0.02 (default: none)"""
+    """mark sure predictions, of which at most this share is wrong, such as 0.02 (default: no marks)"""
     defer_share: float = option(0.0, "X", float)
-    """instead: this share of images is unsure (default: none)"""
+    """instead mark this share of images as unsure (default: no marks)"""
     license: str = option("", "ID")
     """licence to state in the model card, e.g. apache-2.0"""
 
@@ -126,10 +126,10 @@ class ExportOptions:
         return Rule(self.defer, self.defer_share)
 
     def require(self, task: Task) -> None:
-        """Refuse what does not go together, before minutes of work."""
+        """Refuse incompatible options before minutes of work."""
         for name in filter(None, self.formats.split(",")):
             registry.find("exporters", name, "--formats")
-            if name not in registry.names("exporters"):  # a module of one's own, which writes nothing
+            if name not in registry.names("exporters"):  # an own module, which writes nothing
                 allowed = ", ".join(registry.names("exporters"))
                 raise ConfigError("--formats", f"'{name}' lies outside kd/parts/exporters", f"One of: {allowed}")
         if not self.onnx and (self.int8 or self.openvino or self.measures):

@@ -31,54 +31,54 @@ from kd.models.classifier import Classifier
 from kd.parts import registry
 from kd.setup.recipe import Recipe
 
-CALIBRATION_IMAGES = 1000  # at most: one number does not gain by more, and PyTorch predicts each
+CALIBRATION_IMAGES = 1000  # most images for calibration: more do not improve one number, and PyTorch predicts each
 ReadImages = Callable[..., parity.Batches]
-"""(limit, training=False) -> that many validation images, evenly spaced; 0: all. With `training`, views of training
+"""(limit, training=False) -> `limit` validation images, evenly spaced; 0: all. With `training`, views of training
 images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A student, and all claims of its export."""
+    """A student and its provenance."""
 
     recipe: Recipe
     student: Classifier  # on the CPU
     classes: Sequence[str]
-    data: str  # a hash of the data
+    data: str  # hash of the data
     provenance: Mapping[str, Any]  # for kd.json: step, metrics, run, `digest` of the weights
-    origin: str  # of its initial weights, as text
-    images: Callable[[], AbstractContextManager[ReadImages]]  # opens the validation images
-    baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the same student trained on labels alone
-    scored: tuple[Scored | None, Scored | None] = (None, None)  # student, and labels only
+    origin: str  # origin of its initial weights, as text
+    images: Callable[[], AbstractContextManager[ReadImages]]  # opener of the validation images
+    baseline: Sequence[Mapping[str, Any]] = ()  # validation rows of the baseline on labels alone
+    scored: tuple[Scored | None, Scored | None] = (None, None)  # of the student and the baseline
     made_from: Mapping[str, Any] = field(default_factory=dict)  # the run's record of `teacher` and `answers`
     licences: Mapping[str, str] = field(default_factory=dict)  # see `kd.deploy.export.receipt`
 
 
 @dataclass(slots=True)
 class Made:
-    """Written files and measured values."""
+    """Files and measurements of an export."""
 
     parity: dict[str, dict[str, Any]] = field(default_factory=dict)
     eager_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)  # by class: see `Task.thresholds`
-    defer: dict[str, Any] = field(default_factory=dict)  # when it is not sure: see `defer.choose`
-    calibration: dict[str, Any] = field(default_factory=dict)  # empty: the logits are those of the run
+    defer: dict[str, Any] = field(default_factory=dict)  # the threshold of sure predictions: see `defer.choose`
+    calibration: dict[str, Any] = field(default_factory=dict)  # temperature scaling; empty: not applied
     qualities: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `variants.quality`
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file, through `kd-serve`, for manifest.json
-    accepted: dict[str, Any] = field(default_factory=dict)  # sentence, threads, and the file with what was found
+    accepted: dict[str, Any] = field(default_factory=dict)  # limits, threads, chosen file and its values
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.shift.Reference`
     self_check: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.serve.self_check`
 
 
 def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
-    """Write the graphs that the options name; compare each with PyTorch. `seal` makes what `kd-serve` can serve."""
+    """Write the requested graphs and compare each with PyTorch. `seal` completes a folder that `kd-serve` can serve."""
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
     if not options.any_graph:
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
     known = registry.graphs()
-    for name in filter(options.wants, known):  # before the images are read
+    for name in filter(options.wants, known):  # refuse before the images are read
         if why := registry.exporter(name).missing(name, True):
             wrong, _, remedy = why.partition(": ")
             raise MissingExtra(known[name].option or "--onnx", wrong, "", remedy)
@@ -110,7 +110,7 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
 
 
 def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Write the self-check of the graphs, of which the first is model.onnx; return its entry in manifest.json."""
+    """Write the self-check of the graphs (the first is model.onnx); return its entry in manifest.json."""
     data, engines, least = subject.recipe.data, {}, {}
     for name in names:
         engines[name] = [open_graph(folder / name, threads) for threads in (1, 2)]
@@ -125,7 +125,7 @@ def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[st
 
 @dataclass(slots=True)
 class _Workbench:
-    """An export in the making, while its images are open."""
+    """An unfinished export with its open images."""
 
     subject: Subject
     folder: Path
@@ -142,7 +142,7 @@ class _Workbench:
         return self.subject.recipe.student.task
 
     def add_first(self) -> None:
-        """Write the graphs of torch, and those that flags name or that `--compare` wants, and time all in turns."""
+        """Write torch's graphs and those requested by flags or `--compare`, and time all in turns."""
         student, size, names = runtimes.reparameterized(self.subject.student), self.subject.recipe.data.image_size, []
         output = runtimes.LOGITS if student.num_classes else runtimes.EMBEDDING
         program, views = cache(partial(runtimes.export_program, student, size)), partial(self.images, training=True)
@@ -157,7 +157,7 @@ class _Workbench:
 
     @property
     def candidates(self) -> list[str]:
-        """The graphs that an endpoint serves, without those that no flag names and only a flag may."""
+        """The graphs to serve, without those that need a flag."""
         served = ((name, one) for name, one in self.known.items() if not one.code)
         return [name for name, one in served if self.options.wants(name) or not one.named]
 
@@ -170,7 +170,7 @@ class _Workbench:
             return self.failures[name]
         try:
             registry.exporter(name).write(self.folder / name, self.network)
-        except Exception as error:  # of any type: runtimes and NNCF have their own
+        except Exception as error:  # any type: runtimes and NNCF have their own
             self._remove(name)
             self.made.lines.append(f"left out: {name}, because writing it failed ({named(error)})")
             self.failures[name] = f"cannot be written ({named(error)})"
@@ -183,7 +183,7 @@ class _Workbench:
             one.pop(name, None)
 
     def _compare(self, names: Sequence[str]) -> None:
-        """Run PyTorch and the graphs on the images, require that exact ones are exact, and record the predictions."""
+        """Run PyTorch and the graphs on the images, require exact graphs to be exact, and record the predictions."""
         eager = parity.eager_runner(self.subject.student)
         opened = {name: open_graph(self.folder / name) for name in names}
         found = parity.compare(eager, opened, self.images(self.options.images))
@@ -215,7 +215,7 @@ class _Workbench:
         return variants.size(self.folder / name) / 1e6
 
     def accept(self, text: str, seal: Callable[[Made], object]) -> None:
-        """Find the first graph that keeps the sentence; the others that were made for it alone are removed."""
+        """Find the first graph within the limits; other candidates are removed."""
         wanted, asked, told = limits(text), {ONNX, *self.made.parity}, list[str]()
         for name in self.candidates:
             found, why = self._tried(name, wanted, seal)
@@ -233,7 +233,7 @@ class _Workbench:
     def _tried(
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
     ) -> tuple[dict[str, float], str]:
-        """Find numbers of a graph, the cheap ones first, up to one that misses; return them and why it is refused."""
+        """Measure a graph, cheap values first, until one misses its limit; return values and the reason."""
         if name not in self.made.parity and (why := self._missing(name) or self._failed(name)):
             return {}, f"{name}: {why}"
         found = {"mb": self._megabytes(name)}
@@ -249,7 +249,7 @@ class _Workbench:
         return found, f"{name} misses {', '.join(missed)}" if missed else ""
 
     def _losses(self, name: str, wanted: Mapping[str, float]) -> dict[str, float]:
-        """Return a graph's loss in points, and the calibration error where it is requested."""
+        """Return a graph's loss in points, and the calibration error if requested."""
         lost = 100 * self.outputs.drop(name, self.task)
         found = {"drop": lost}
         if "teacher-drop" in wanted:
@@ -266,7 +266,7 @@ class _Workbench:
         return found
 
     def _measure(self, names: Sequence[str], threads: Sequence[int]) -> dict[str, dict[int, Latency]]:
-        """Measure graphs by `kd-serve`; say where other work has disturbed that."""
+        """Measure graphs through `kd-serve`; report disturbance by other work."""
         cpu_ms = {name: self.outputs.cpu_ms[name] for name in names}
         found = variants.measure(self.folder, cpu_ms, self.outputs.first, threads)
         noisy = [name for name, speed in found.items() if variants.noisy(speed[self.options.threads], cpu_ms[name])]

@@ -1,4 +1,4 @@
-"""The student as a folder: what timm loads, what an endpoint serves, where it came from, and a hash of every file."""
+"""The export folder: timm's files, served graphs, provenance, and a hash of every file."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def new_export(folder: Path) -> Iterator[Path]:
     refuse_other(folder)
     with atomic_folder(folder, where="export") as draft:
         yield draft
-        refuse_other(folder)  # again: the export took minutes
+        refuse_other(folder)  # checked again: the export took minutes
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], provenance: dict[str, Any]) -> None:
@@ -36,10 +36,10 @@ def complete(
     provenance: dict[str, Any],
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Write what each export has, and the list of all files, into a folder that may hold graphs and the model card.
+    """Write the common files and the list of all files into a folder that may hold graphs and the model card.
 
-    `config` and `tensors` are what `timm.create_model('local-dir:FOLDER', pretrained=True)` loads, `provenance` becomes
-    kd.json, `facts` go into manifest.json.
+    `timm.create_model('local-dir:FOLDER', pretrained=True)` loads `config` and `tensors`; `provenance` becomes kd.json,
+    `facts` go into manifest.json.
     """
     save_tensors(draft / "model.safetensors", tensors, metadata={"format": "pt"})
     write_json(draft / "config.json", config)
@@ -50,14 +50,14 @@ def complete(
 def seal(draft: Path, facts: dict[str, Any]) -> None:
     """Write manifest.json, after which `kd-serve` serves the folder: facts, all files, a checksum."""
     (draft / MANIFEST).unlink(missing_ok=True)
-    content = json.loads(json.dumps({**facts, "files": _listing(draft)}))  # as it will be read
+    content = json.loads(json.dumps({**facts, "files": _listing(draft)}))  # as a reader will parse it
     write_json(draft / MANIFEST, {**content, "checksum": checksum(content)})
 
 
 def refuse_other(folder: Path) -> None:
     """Refuse to replace a folder that is not an export, or an export that was edited."""
     listed: dict[str, Any] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or a damaged one: it lists nothing
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # no valid manifest: no files
         content = json.loads((folder / MANIFEST).read_bytes())
         listed = {**content["files"], MANIFEST: None} if unchanged(content) else {}
     if not listed and folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()):

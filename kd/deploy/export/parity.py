@@ -1,4 +1,4 @@
-"""Compare the exported graphs with PyTorch on real images, and measure the cost per image."""
+"""Compare exported graphs with PyTorch on real images and measure the cost per image."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from kd.setup.data import Data
 
 Runner = Callable[[np.ndarray], np.ndarray]
 Batches = Iterable[tuple[Any, ...]]
-"""uint8 images [B, 3, S, S], labels [B] or sets [B, C], and where they are known the CRC-32 of their files [B]."""
-BATCH = 16  # images that every graph predicts at once: outputs do not depend on it, and memory stays small
-TIMED_SECONDS = 4.0  # for timing all graphs in turns: some hundred predictions of a small student
-EAGER = ""  # the name of PyTorch among the graphs
-IMAGES = "images.csv"  # of an export: the images that its numbers are of
+"""uint8 images [B, 3, S, S], labels [B] or sets [B, C], and the CRC-32 of their files [B] if known."""
+BATCH = 16  # batch size of the comparison: outputs do not depend on it, and memory stays small
+TIMED_SECONDS = 4.0  # seconds for timing all graphs in turns: some hundred predictions of a small student
+EAGER = ""  # name of PyTorch among the graphs
+IMAGES = "images.csv"  # file of an export: the list of images used for its numbers
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """What PyTorch and each graph return for the same N images. Memory: 4 bytes per output value, image and graph."""
+    """Outputs of PyTorch and of each graph for the same N images; 4 bytes per value."""
 
     outputs: Mapping[str, torch.Tensor]  # logits [N, C] or vectors [N, D] by graph
-    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 where unknown
+    labels: torch.Tensor  # int [N], or label sets [N, C]; -1 if unknown
     measures: Sequence[Measures]  # see `kd.deploy.shift.measure`
-    cpu_ms: Mapping[str, float]  # CPU time of an image with one thread
+    cpu_ms: Mapping[str, float]  # CPU time per image on one thread
     first: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # the first image, uint8 [3, S, S]
-    images: Sequence[tuple[int, int]] = ()  # CRC-32 of each file (0 where unknown) and of its pixels
+    images: Sequence[tuple[int, int]] = ()  # CRC-32 of each file (0 if unknown) and of its pixels
 
     def reference(self, name: str, task: Task, classes: Sequence[str], calibrated: bool) -> Reference:
-        """Return a graph's predictions, as the reference for later images."""
+        """Return a graph's predictions as the reference for input shift."""
         if not task.logits:
             return Reference.of((), ((0, numbers) for numbers in self.measures), False)
         logits_NC = self.outputs[name].double()
@@ -62,23 +62,23 @@ class GraphOutputs:
         return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
 
     def score(self, name: str, task: Task, picks: Any = slice(None)) -> float:
-        """Return the score that decides, on all images or on the picked ones."""
+        """Return the selection metric on all images or on the picked ones."""
         found = task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks])
         return found.facts[found.selection_metric]
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
-        """Return the 95 % interval of the score that decides: Wilson for shares, else the bootstrap."""
+        """Return the 95 % interval of the selection metric: Wilson for shares, else the bootstrap."""
         value, images = self.score(name, task), len(self.labels)
         if "correct" in self.scores(name, task).facts:
             return wilson(value, images)
         return around(value, resampled(lambda picks: self.score(name, task, picks), images))
 
     def drop(self, name: str, task: Task, picks: Any = slice(None)) -> float:
-        """Return a graph's loss of the selection score against PyTorch on these images."""
+        """Return PyTorch's selection metric minus the graph's."""
         return self.score(EAGER, task, picks) - self.score(name, task, picks)
 
     def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
-        """Return the 95 % interval of a drop: from the images whose prediction changed, or by the bootstrap."""
+        """Return the 95 % interval of `drop`: from the images whose prediction changed, or by the bootstrap."""
         images = len(self.labels)
         if "correct" in self.scores(name, task).facts:
             expected = self.outputs[EAGER].argmax(1)
@@ -96,7 +96,7 @@ class GraphOutputs:
         return {**found, **near}
 
     def write_images(self, file: Path, classes: Sequence[str]) -> None:
-        """Write a line for each image: CRC-32 of file and pixels, whether its labels are known, and their names."""
+        """Write one line per image: CRC-32 of file and pixels, whether its labels are known, and their names."""
         with file.open("w", newline="", encoding="utf-8") as opened:
             rows = csv.writer(opened, lineterminator="\n")
             for (encoded, pixels), label in zip(self.images, self.labels, strict=True):
@@ -111,15 +111,15 @@ class GraphOutputs:
         return replace(self, outputs=outputs, cpu_ms=took)
 
     def difference(self, name: str) -> float:
-        """Return the largest absolute difference from PyTorch; inf if any is not finite."""
+        """Return the largest absolute difference from PyTorch; inf if a value is not finite."""
         found = (self.outputs[name] - self.outputs[EAGER]).abs()
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
 
 
 def shown_images(data: Data, limit: int, training: bool = False) -> Batches:
-    """Yield `Batches` of the validation split as evaluation sees them.
+    """Yield `Batches` of the validation split in evaluation's view.
 
-    `limit` of them, evenly spaced; 0: all. `training`: of the training split, as its first epoch sees them.
+    `limit`: number of images, evenly spaced; 0: all. `training`: the training split, with the views of its first epoch.
     """
     shown = data.views()[0] if training else data.shown(data.val)
     ids = evenly_spaced(len(shown), limit or len(shown))
@@ -162,7 +162,7 @@ def eager_runner(student: Classifier) -> Runner:
 
 
 def check_exact(name: str, scores: GraphScores, difference: float, tolerance: float, images: int) -> None:
-    """Require a graph to compute what PyTorch computes."""
+    """Require a graph's outputs to equal PyTorch's within the tolerance."""
     if difference > tolerance or scores.others:
         wrong = (
             f"values differ from PyTorch's by up to {difference:.2g}; {scores.others} of {images} predictions change"

@@ -1,6 +1,6 @@
 """The provenance of an export: teacher, stored outputs, student, graphs, comparisons between them, and licences.
 
-manifest.json holds it; card, report and `kd verify` draw it from there.
+It is stored in manifest.json, from which card, report and `kd verify` read it.
 """
 
 import html
@@ -21,18 +21,18 @@ from kd.models.timm_folder import is_timm
 from kd.setup.recipe import Recipe
 from kd.study.finished import MAP_DATASET
 
-OWN, ALONE = "student", "labels only"  # models of `scores`: what is exported, and the same student without a teacher
-NAMED = "by its name"  # a source: the weights came with the name of the model
+OWN, ALONE = "student", "labels only"  # models in `scores`: the exported one, and the same student without a teacher
+NAMED = "by its name"  # a source: the weights belong to the model's name
 
 
 def plain(text: str) -> str:
-    """Return a name as one line of Markdown that shows it and does nothing: no HTML, no link, no heading."""
+    """Escape a name as one line of plain Markdown: no HTML, no link, no heading."""
     line = "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
     return re.sub(r"([\\`*\[\]|#])", r"\\\1", html.escape(line, quote=False))
 
 
 def plain_name(text: str) -> str:
-    """Return the name of a model on one line; of a path on this machine its last folder alone."""
+    """Return the name of a model on one line; for a local path only its last folder."""
     name = " ".join(str(text).split()).replace("`", "'").removeprefix("local-dir:")
     place = Path(name)
     if not name.startswith(("/", "~")):
@@ -41,7 +41,7 @@ def plain_name(text: str) -> str:
 
 
 def licences(recipe: Recipe) -> dict[str, str]:
-    """Return the licences of data and weights of a run, `UNKNOWN` where none is declared."""
+    """Return the licences of a run's data and weights; `UNKNOWN` if undeclared."""
     teachers, student, found = recipe.teacher.members, recipe.student, dict[str, str]()
     for where, one in teachers.items():
         fitted = where in recipe.teacher.fits
@@ -53,7 +53,7 @@ def licences(recipe: Recipe) -> dict[str, str]:
 
 
 def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: str) -> dict[str, Any]:
-    """Return what manifest.json says of where the graphs in `folder` come from; `digest` of the weights beside them."""
+    """Return manifest.json's entry on the origin of the graphs in `folder`; `digest`: hash of its weights."""
     chain = chain_of(subject, digest)
     chain["graphs"] = {name: sha256(folder / name) for name in made.parity}
     stated = {**subject.licences, chain["student"]["is"]: license or UNKNOWN}
@@ -77,7 +77,7 @@ def about(subject: Subject) -> dict[str, Any]:
 
 
 def scores_of(subject: Subject) -> dict[str, Any]:
-    """Return what manifest.json says of the scores: of each model, and of the student against the others."""
+    """Return manifest.json's entry on scores: of each model, and of the student against the others."""
     scores, (scored, alone) = subject.recipe.student.task.scores, subject.scored
     row = subject.provenance["metrics"] if scored is None else scored.row
     decides, teachers = scores.own[0].key, scores.of_teachers(row)
@@ -149,7 +149,7 @@ def _source(recipe: Recipe, where: str) -> str:
 
 
 def licence_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the table of the licences, and a line for each that speaks of derived models."""
+    """Return the table of licences, and one line per licence that covers derived models."""
     found = {plain(what): plain(licence) for what, licence in facts["licences"].items()}
     lines = table([{"what": what, "licence": licence} for what, licence in found.items()]).split("\n")
     reaching = [f"{what} ({licence})" for what, licence in found.items() if reaches(licence)]

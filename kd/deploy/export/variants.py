@@ -1,6 +1,6 @@
-"""The graphs of an export: how accurate each is, and how fast on this machine.
+"""Accuracy of an export's graphs, and their speed on this machine.
 
-A time is the latency of one client of `kd-serve` (`kd.deploy.serve.bench`).
+Times are latencies of one client of `kd-serve` (`kd.deploy.serve.bench`).
 """
 
 import io
@@ -20,17 +20,17 @@ from kd.parts import registry
 
 ONNX = "model.onnx"
 INT8 = "model.int8.onnx"
-SECONDS = 12.0  # for which each server is asked, at most: enough for `bench.ENOUGH` answers of a graph of 30 ms
-JPEG_QUALITY = 90  # of the picture that is sent, as cameras and web pages have it
-TAIL = 3.0  # times the median: a larger p99 shows a busy machine. When quiet it is 1.9 to 2.2 (variants_table, repvit)
-SLOWER, SERVER_MS = 5.0, 10.0  # times the CPU time + ms, from which a median is other work: seen 39.5 of 0.42 ms
+SECONDS = 12.0  # seconds of requests per server: enough for `bench.ENOUGH` responses of a graph of 30 ms
+JPEG_QUALITY = 90  # JPEG quality of the sent picture, as from cameras and web pages
+TAIL = 3.0  # p99 / median above which the machine is busy; quiet: 1.9 to 2.2 (variants_table, repvit)
+SLOWER, SERVER_MS = 5.0, 10.0  # a median above SLOWER x CPU ms + SERVER_MS is other work: seen 39.5 for 0.42 ms
 LEAST_INT8 = 0.5
-"""Share of the weights below which an export says how many are int8. Of a network of convolutions dynamic quantization
-makes the head alone int8 (as little as 0.6 %), so that the file is float32 by another name."""
+"""Share of int8 weights below which an export reports it. In a convolutional network dynamic quantization converts only
+the head (as little as 0.6 %), so the file is practically float32."""
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """Return the files of a graph, some of which have their weights in a second one."""
+    """Return the files of a graph: itself, and its weights if they are in a second file."""
     weights = registry.graphs()[path.name].weights
     return (path, path.with_name(weights)) if weights else (path,)
 
@@ -41,7 +41,7 @@ def size(path: Path) -> int:
 
 
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
-    """Return how accurate a graph is as JSON values; `drop` and `agreement` are against the student as trained."""
+    """Return a graph's accuracy as JSON values; `drop` and `agreement` are relative to the student as trained."""
     scores = outputs.scores(name, task)
     value, images = scores.facts[scores.selection_metric], len(outputs.labels)
     return {
@@ -59,17 +59,17 @@ def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, An
 def measure(
     folder: Path, cpu_ms: Mapping[str, float], pixels: np.ndarray, threads: Sequence[int]
 ) -> dict[str, dict[int, Latency]]:
-    """Return the speed of graphs in an export that `kd-serve` can serve, by name and number of threads.
+    """Measure the speed of graphs in a servable export, by name and number of threads.
 
-    One image (`pixels`, uint8 [3, S, S], as a JPEG) at a time is computed on that many threads; for `images_per_second`
-    as many at a time as threads. `cpu_ms` of each graph: see `noisy`.
+    Latency: one image (`pixels`, uint8 [3, S, S], as a JPEG) at a time on these threads. `images_per_second`: as many
+    images at a time as threads. `cpu_ms` of each graph: see `noisy`.
     """
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=JPEG_QUALITY)
     speeds: dict[str, dict[int, Latency]] = {name: {} for name in cpu_ms}
     for count in threads:
         alone = bench.ask(folder, list(cpu_ms), file.getvalue(), count, 1, SECONDS)
-        if any(noisy(one, cpu_ms[name]) for name, one in alone.items()):  # perhaps it is quiet now
+        if any(noisy(one, cpu_ms[name]) for name, one in alone.items()):  # the machine may be quiet now
             alone = bench.ask(folder, list(cpu_ms), file.getvalue(), count, 1, SECONDS)
         many = alone if count == 1 else bench.ask(folder, list(cpu_ms), file.getvalue(), count, count, SECONDS)
         for name, seen in alone.items():
@@ -90,5 +90,5 @@ def speed_facts(speed: Mapping[int, Latency]) -> dict[str, dict[str, float]]:
 
 
 def noisy(one: Latency, cpu_ms: float) -> bool:
-    """Return whether other work disturbed what clients of one server saw, so that it says little of the graph."""
+    """Return whether other work disturbed a server's measurement too much."""
     return one.p99_ms > TAIL * one.p50_ms or one.p50_ms > SLOWER * cpu_ms + SERVER_MS

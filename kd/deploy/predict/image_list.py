@@ -17,21 +17,21 @@ from kd.files.storage import retried
 
 WHERE = "kd-predict"
 STDIN = "-"
-LISTED = (*ENDINGS, "heic", "heif", "avif")  # the last three as rows with an error: kd-serve does not decode them
+LISTED = (*ENDINGS, "heic", "heif", "avif")  # the last three give rows with an error: kd-serve does not decode them
 GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""These concern one image, unless it was there when it was listed and is gone. That, and any other OSError, may concern
-all that follow, and ends the command after some tries."""
+"""Errors of one image, unless the image existed at listing and is gone now. That, and any other OSError, may affect all
+later images and ends the command after some tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageList:
-    """A listing of images, in a fixed order. A file that kd-serve does not decode is listed, as unreadable."""
+    """A list of images in a fixed order. Files that kd-serve does not decode are listed as unreadable."""
 
     names: Sequence[str]
-    read: Callable[[int], bytes]  # the bytes of an image; `GONE`, OSError or Problem. Thread-safe.
-    stamps: Sequence[str]  # size and time of each image when it was listed; "": not there, or a URL in a list
-    path: Callable[[int], str]  # returns the file of an image on this machine; "": there is none
-    remote: bool = False  # reading waits for a network
+    read: Callable[[int], bytes]  # (id) -> the bytes of an image; raises `GONE`, OSError or Problem. Thread-safe.
+    stamps: Sequence[str]  # size and time of each image at listing; "": missing, or a URL in a list
+    path: Callable[[int], str]  # (id) -> the local file of an image; "": it has none
+    remote: bool = False  # reading uses a network
 
     @property
     def fingerprint(self) -> str:
@@ -41,14 +41,14 @@ class ImageList:
         return digest.hexdigest()
 
     def content(self, id: int) -> bytes:
-        """Return the bytes of one image; try again where the storage fails. `GONE` concerns this image alone."""
+        """Return the bytes of one image; retry if the storage fails. `GONE` concerns only this image."""
 
         def read() -> bytes:
             try:
                 return self.read(id)
             except GONE as error:
                 if self.stamps[id] and self.path(id) and not _stamp(self.path(id)):
-                    raise OSError(f"{error.strerror}, and was there before") from error
+                    raise OSError(f"{error.strerror}, although it existed at listing") from error
                 raise
 
         return retried(read, f"'{self.names[id]}'", WHERE, final=GONE)
@@ -58,8 +58,8 @@ def find(source: str, copies: Path) -> ImageList:
     """List images.
 
     `source`: a folder (all images below it), tar shards by path or URL (`train-{000..009}.tar`), an image, a list of
-    paths and URLs (one a line, or with a zero byte behind each; relative to the file), a URL (all images below it), or
-    "-": an image or a list on the standard input, relative to the working folder. Remote shards are copied to `copies`.
+    paths and URLs (one per line, or zero-terminated; relative to the file), a URL (all images below it), or "-": an
+    image or a list on standard input, relative to the working folder. Remote shards are copied to `copies`.
     """
     if source.endswith(".tar"):
         images = _shards(source, copies)
@@ -85,7 +85,7 @@ def _is_image(name: str) -> bool:
 
 def _folder(root: str) -> ImageList:
     names = []
-    above: dict[str, set[str]] = {root: set()}  # by folder still to list: the real paths of those around it
+    above: dict[str, set[str]] = {root: set()}  # folders still to list, with the real paths of their parents
     for folder, below, files in os.walk(root, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(folder)
         parents = above.pop(folder)
@@ -101,7 +101,7 @@ def _folder(root: str) -> ImageList:
 
 
 def _files(folder: str, names: Sequence[str]) -> ImageList:
-    folder = os.path.abspath(folder)  # another host has another working folder
+    folder = os.path.abspath(folder)  # other hosts have other working folders
 
     def path(id: int) -> str:
         return "" if object_store.is_url(names[id]) else os.path.join(folder, names[id])
@@ -160,7 +160,7 @@ def _file(source: str) -> ImageList:
 def _shards(pattern: str, copies: Path) -> ImageList:
     names: list[str] = []
     stamps: list[str] = []
-    members: list[tuple[str, int, int]] = []  # path, offset and size of each image
+    members: list[tuple[str, int, int]] = []  # path, offset and size per image
     for shard in shards.find(pattern, WHERE, str(copies)):
         try:
             with open(shard.path, "rb", buffering=0) as file:
@@ -168,7 +168,7 @@ def _shards(pattern: str, copies: Path) -> ImageList:
         except (OSError, tarfile.TarError) as error:
             wrong = f"the shard '{shard.origin}' cannot be read ({error})"
             raise DataError(WHERE, wrong, "Whole, uncompressed .tar files", "Copy or write it again") from error
-        stamp = _stamp(shard.path) if shard.path == shard.origin else Path(shard.path).parent.name  # the URL's version
+        stamp = _stamp(shard.path) if shard.path == shard.origin else Path(shard.path).parent.name  # URL's version
         title = re.split(r"[/\\]", shard.origin)[-1]
         for key, endings in samples.items():
             for ending in ENDINGS:

@@ -1,4 +1,4 @@
-"""Classify many images, on as many threads as there are cores, into one file."""
+"""Classify many images into one file, with one thread per core."""
 
 import os
 import shutil
@@ -22,33 +22,33 @@ from kd.deploy.predict.rows import ASKED, BY, MEASURES, Predictor, Row, in_order
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import Description, describe, load
 
-CHUNK = 8  # images of a job, so that the main thread, which writes rows, does not wake for each image
-AHEAD = 3  # jobs that run, wait, or wait to be written, per thread
-READERS = 32  # threads that wait for a network
-PROGRESS_SECONDS = 5.0  # between two lines of progress
+CHUNK = 8  # images per job, so that the main thread, which writes rows, does not wake for each image
+AHEAD = 3  # running, waiting and unwritten jobs per thread
+READERS = 32  # threads for network reads
+PROGRESS_SECONDS = 5.0  # seconds between two lines of progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictOptions:
-    """What to classify, and how."""
+    """Options of kd-predict."""
 
     export: Path = option(metavar="EXPORT", parse=Path)
-    """what kd-export wrote"""
+    """folder written by kd-export"""
     images: str = option(metavar="IMAGES")
-    """a folder, an image, a list (a path a line), shards (train-{000..009}.tar), a URL such as s3://BUCKET/PREFIX, or
-    -: an image or a list on the standard input"""
+    """a folder, an image, a list (one path per line), shards (train-{000..009}.tar), a URL such as s3://BUCKET/PREFIX,
+    or -: an image or a list on standard input"""
     to: Path = option(Path("predictions.csv"), "FILE", Path)
     """.csv, .jsonl or .parquet"""
     file: str = option("", "FILE")
     """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     second: Path | None = option(None, "EXPORT", Path)
-    """another export, such as the teacher's, that predicts where the first is not sure (kd-export --defer)"""
+    """another export, such as the teacher's, for images on which the first is unsure (kd-export --defer)"""
     top: int = option(1, "N", whole_number(0, 10**9))
     """labels of each image, best first; 0: all"""
     cores: int = option(0, "N", whole_number(0, 10**9), flag="--threads")
-    """cores to use; 0: as many as the affinity and the cgroup allow"""
+    """cores to use; 0: all that affinity and cgroup allow"""
     max_pixels: int = option(100_000_000, "N", pixels)
-    """of an image (default 1e8)"""
+    """most pixels of an image (default 1e8)"""
     self_check: bool = option(True)
     """run the self-check first; exit with code 3 if it fails"""
 
@@ -58,16 +58,16 @@ class Summary:
     """Summary of a finished job."""
 
     images: int
-    resumed: int  # images that an earlier start had classified
+    resumed: int  # images classified by an earlier start
     unreadable: tuple[str, ...]  # name and error of the first few
     num_unreadable: int
     seconds: float
-    passed_on: int  # images that the second model predicted
-    notes: tuple[str, ...]  # the expected accuracy, and how the images differ from those of validation
+    passed_on: int  # images predicted by the second model
+    notes: tuple[str, ...]  # expected accuracy and differences from the validation images
 
 
 def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
-    """Classify images, or embed them, and write one row for each, in the order of their names."""
+    """Classify or embed images and write one row each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
     check_format(settings.to)
     described = describe(settings.export, settings.file, settings.self_check)
@@ -77,10 +77,10 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     second = _second(settings, described)
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = find(settings.images, copies)
-    top = min(settings.top or len(described.labels), len(described.labels))  # beside all labels above a threshold
+    top = min(settings.top or len(described.labels), len(described.labels))  # beside the labels above a threshold
     identity = _identity(settings, described, second, images, top)
     rows = _classify(settings, [described, *([second] if second else [])], images, top)
-    reference = described.reference  # of the first model, whose predictions are counted: validation has no others
+    reference = described.reference  # only the first model's predictions are counted: the reference has no others
     tally = reference.empty() if reference else None
 
     def seen(row: Row) -> None:
@@ -92,7 +92,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         warnings.filterwarnings("ignore", module=r"PIL\.")
         resumed, printed = journal.done, started
         if journal.changed:
-            note = f"'{journal.changed}' is not the image that its row was made of; rows from there on are made again"
+            note = f"'{journal.changed}' has changed since its row was written; rows from there on are made again"
             print(note, file=sys.stderr, flush=True)
         for row in chain.from_iterable(rows(resumed)):
             journal.add(row)
@@ -118,7 +118,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
 def _identity(
     settings: PredictOptions, described: Description, second: Description | None, images: ImageList, top: int
 ) -> Row:
-    """Return all that rows depend on: a journal of another identity is not gone on with."""
+    """Return everything that rows depend on: a journal with another identity is not resumed."""
     return {
         "model": described.name,
         "version": described.version,
@@ -157,7 +157,7 @@ def _second(settings: PredictOptions, first: Description) -> Description | None:
 def _classify(
     settings: PredictOptions, described: Sequence[Description], images: ImageList, top: int
 ) -> Callable[[int], Iterator[list[Row]]]:
-    """Return what yields the rows of all images from a number on, in order."""
+    """Return a function (start) -> iterator of rows, in order."""
     limits = Limits(max_pixels=settings.max_pixels)
     cores = settings.cores or usable_cores()
     predictor = None
@@ -171,7 +171,7 @@ def _classify(
 
 
 def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[Row]]:
-    """Yield the rows of all images from `start` on, in order, a chunk at a time."""
+    """Yield the rows of all images from `start` on, in order, computed in chunks."""
     images, workers, readers = predictor.images, ThreadPoolExecutor(cores), ThreadPoolExecutor(READERS)
 
     def submit(ids: range) -> Future[list[Row]]:
@@ -181,6 +181,6 @@ def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[R
     ahead = AHEAD * cores + (READERS // CHUNK if images.remote else 0)
     try:
         yield from in_order(range(start, len(images.names)), CHUNK, submit, ahead)
-    finally:  # a storage that does not respond is not waited for
+    finally:  # do not wait for a hanging storage
         for pool in (workers, readers):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""Rows on the disk: a journal that a killed command goes on with, and the file that it becomes.
+"""Rows on disk: a journal from which a killed command resumes, and the final file.
 
-The journal has one JSON object a line: first what the predictions depend on, then one row for each image, in order,
-with the image's name and stamp. The first row that is not whole, or not of the image at its place as it is now, is
-removed with all that follow, and they are made again.
+The journal is JSON lines: first the identity of the predictions, then one row per image in order, with the image's name
+and stamp. The first row that is incomplete, or does not match the present image at its position, is removed with all
+later rows; these are made again.
 """
 
 import csv
@@ -22,22 +22,22 @@ from kd.deploy.predict.rows import ASKED, BY, MEASURES, SECOND, STAMP, Row
 from kd.files.storage import REMEDY, atomic_file, disk_error, on_disk, recover, take_lock
 
 WHERE = "--to"
-SHOWN = 10  # unreadable images that a message names
-ROWS = 65_536  # rows of a group of a Parquet file
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that spreadsheets run as a formula
+SHOWN = 10  # most unreadable images in a message
+ROWS = 65_536  # rows per Parquet row group
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of cells that spreadsheets run as formulas
 
 
 class Journal:
-    """The rows so far. Made by `opened`."""
+    """The rows so far. Created by `opened`."""
 
     def __init__(self, path: Path, file: IO[bytes], seen: Callable[[Row], None]) -> None:
         self.path, self._file, self._seen = path, file, seen
         self.done = self.num_unreadable = self.passed_on = 0
         self.unreadable: list[str] = []  # name and error of the first few
-        self.changed = ""  # name of the first image that is not the one that a row was made of; "": all are
+        self.changed = ""  # name of the first image that differs from its row; "": none differs
 
     def resume(self, identity: Row, images: ImageList) -> None:
-        """Count the rows that are there; cut off the rest. A new journal begins with `identity`."""
+        """Count the valid rows and cut off the rest. A new journal begins with `identity`."""
         end = 0
         for row, size in _rows(self._file):
             if end:
@@ -79,15 +79,14 @@ class Journal:
             self.unreadable = [*self.unreadable, f"{row['image']}: {row['error']}"][:SHOWN]
 
     def flush(self) -> None:
-        """Give the rows to the system, where they survive the end of this process."""
+        """Flush the rows to the system, so that they survive the end of this process."""
         with on_disk(self.path, WHERE):
             self._file.flush()
 
     def finish(self, target: Path, top: int, scored: Sequence[str] = (), more: Sequence[str] = ()) -> None:
         """Write all rows to `target`, in the format of its ending, and remove the journal.
 
-        If the file is there, it has these rows: an earlier start was killed here. `top`, `scored` and `more`: see
-        `_csv`.
+        If the file exists, it has these rows: an earlier start was killed here. `top`, `scored` and `more`: see `_csv`.
         """
         self.flush()
         self._file.seek(0)
@@ -105,11 +104,11 @@ class Journal:
 def opened(
     target: Path, identity: Mapping[str, Any], images: ImageList, seen: Callable[[Row], None]
 ) -> Iterator[Journal]:
-    """Open or begin the journal of a result, `<target>.part`. `seen` gets every row, also of an earlier start."""
+    """Open or create the journal of a result, `<target>.part`. `seen` gets every row, including an earlier start's."""
     path = _journal(target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A user who may write in the folder could leave a link by this name, and its target would be written.
+        # Another user with access to the folder could place a link of this name, and its target would be overwritten.
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+b")
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -118,7 +117,7 @@ def opened(
     try:
         if not take_lock(file, path, WHERE):
             raise FolderInUse(WHERE, f"another process is writing '{path}'", "", "Wait for it")
-        recover(path.parent, target.name, alone=True)  # drafts of a killed process: the lock is ours
+        recover(path.parent, target.name, alone=True)  # drafts of a killed process, since this process has the lock
         file.seek(0)
         journal = Journal(path, file, seen)
         journal.resume(dict(identity), images)
@@ -129,7 +128,7 @@ def opened(
         finally:
             journal.flush()
     finally:
-        with suppress(OSError):  # of a full disk: the rows that `flush` could not write
+        with suppress(OSError):  # disk full: the rows that `flush` could not write
             file.close()
 
 
@@ -142,7 +141,7 @@ def _exists(target: Path) -> RunError:
 
 
 def _rows(file: IO[bytes]) -> Iterator[tuple[Row, int]]:
-    """Yield each row and its bytes, up to the first that was cut short."""
+    """Yield each row and its bytes, up to the first truncated one."""
     for line in file:
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
@@ -158,15 +157,15 @@ def _line(row: Row) -> bytes:
 
 
 def _printed(name: str) -> str:
-    """Return a name as UTF-8 can write it: other bytes are written as a backslash, x and two digits."""
+    """Return a name as valid UTF-8; other bytes become a backslash, x and two digits."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
     """Write image, label, score, label_2, score_2, ..., error, the keys `more`, and the score of each of `scored`.
 
-    `top` 0: several labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name that a spreadsheet
-    would run as a formula becomes ./NAME, which is the same file.
+    `top` 0: all labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name that a spreadsheet
+    would run as a formula becomes ./NAME, the same file.
     """
     suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
     names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]
@@ -181,7 +180,7 @@ def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more
             cells = [f"./{row['image']}" if row["image"].startswith(FORMULA) else row["image"]]
             cells += [*(values or [""] * len(names)), row.get("error", ""), *(_cell(row.get(key)) for key in more)]
             cells += [scores.get(one, "") for one in scored]
-            # The module does not quote "\r" by itself, which readers take for the end of a row.
+            # The csv module does not quote "\r", which readers treat as the end of a row.
             quoting = csv.QUOTE_ALL if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
             csv.writer(file, lineterminator="\n", quoting=quoting).writerow(cells)
 
@@ -199,7 +198,7 @@ def _parquet(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], 
     pyarrow, parquet = _pyarrow()
     text, answer = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
     added = {key: text if key == BY else pyarrow.bool_() for key in more}
-    own = {key: kind for key, kind in added.items() if not top and key != BY}  # of several labels each has its own
+    own = {key: kind for key, kind in added.items() if not top and key != BY}  # with several labels each has its own
     answers = pyarrow.list_(pyarrow.struct([*answer.items(), *own.items()]))
     main = answer if top else {"labels": answers}
     schema = pyarrow.schema({"image": text, **main, "top": answers, "error": text, **added})
@@ -218,7 +217,7 @@ FORMATS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
 
 
 def check_format(target: Path) -> None:
-    """Refuse a result that could not be written in the end."""
+    """Refuse a target that could not be written at the end."""
     if target.suffix not in FORMATS:
         raise RunError(WHERE, f"'{target}' has no known ending", f"One of {', '.join(FORMATS)}", "Choose one")
     if target.exists() and not _journal(target).exists():

@@ -15,25 +15,25 @@ from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.serve.model import LoadedGraph
 
 STAMP, MEASURES, ASKED = "stamp", "measures", "asked"
-"""Keys of an image's stamp, of the result of `kd.deploy.shift.measure`, and of the first model's prediction where the
-second one predicted. Only rows of the journal have them."""
-BY, FIRST, SECOND = "answered_by", "first", "second"  # key of a row where a second model is used, and its values
+"""Keys that only the journal's rows have: the image's stamp, the result of `kd.deploy.shift.measure`, and the first
+model's prediction if the second model replaced it."""
+BY, FIRST, SECOND = "answered_by", "first", "second"  # a row's key and values: the model, if there are two
 Row = dict[str, Any]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """A model and the images that it classifies. Thread-safe."""
+    """Classifies images into rows. Thread-safe."""
 
     images: ImageList
     model: LoadedGraph
     limits: Limits
     top: int
-    second: Predictor | None = None  # for images of which `model` is not sure
+    second: Predictor | None = None  # for images on which `model` is unsure
 
     def rows(self, ids: Sequence[int], contents: Sequence[Future[bytes]] = ()) -> list[Row]:
-        """Return a row per image, with `error` if it cannot be read; `contents`: futures of remote images' bytes."""
+        """Return one row per image, with `error` if it cannot be read; `contents`: futures of remote images' bytes."""
         made: list[Row] = [{"image": self.images.names[id], STAMP: self.images.stamps[id]} for id in ids]
         outputs = []
         for i, (id, row) in enumerate(zip(ids, made, strict=True)):
@@ -55,7 +55,7 @@ class Predictor:
         return self._passed_on(made, ids, contents) if self.second else made
 
     def _passed_on(self, made: list[Row], ids: Sequence[int], contents: Sequence[Future[bytes]]) -> list[Row]:
-        """Return the same rows, with the second model's predictions where the first is not sure."""
+        """Return the rows with the second model's predictions for images on which the first is unsure."""
         assert self.second is not None
         unsure = [i for i, row in enumerate(made) if row.get("sure") is False]
         answers = self.second.rows([ids[i] for i in unsure], [contents[i] for i in unsure] if contents else ())
@@ -70,7 +70,7 @@ class Predictor:
 
 
 def in_order(ids: range, chunk: int, submit: Callable[[range], Future[Result]], ahead: int) -> Iterator[Result]:
-    """Submit ids in chunks and yield the results in their order; `ahead` are under way at the same time."""
+    """Submit ids in chunks and yield the results in order; `ahead` chunks are in flight."""
     window: deque[Future[Result]] = deque()
     for first in range(0, len(ids), chunk):
         window.append(submit(ids[first : first + chunk]))

@@ -37,7 +37,7 @@ def test_a_sentence():
         ("ms<=0", "'ms<=0' is out of range"),
         ("drop<=101", "'drop<=101' is out of range"),
         ("dorp<=1", "'dorp' is not one of drop, teacher-drop, ece, ms, mb"),
-        ("mb<=1 mb<=2", "'mb' stands there twice"),
+        ("mb<=1 mb<=2", "'mb' is repeated"),
         ("  ", "is empty"),
     ],
 )

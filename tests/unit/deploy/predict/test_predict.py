@@ -354,7 +354,7 @@ def test_pictures_that_changed_between_two_starts_are_classified_again(exported,
     shutil.copy(pictures / "z" / "ä.jpg", twenty / "04.jpg")
     answer = command("predict", exported, twenty, "--to", target, "--top", 2)
     assert answer.code == 0, answer
-    assert "'04.jpg' is not the image that its row was made of" in answer.err
+    assert "'04.jpg' has changed since its row was written" in answer.err
     assert "20 images, 4 of them" in answer.out
     assert target.read_bytes() == run(exported, twenty, tmp_path / "new.csv").read_bytes() != old
 
