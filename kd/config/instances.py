@@ -64,7 +64,7 @@ def price_per_hour(name: str) -> float:
 
 
 def required(name: str, where: str) -> tuple[str, Instance]:
-    """Return the same of a machine that the option `where` names; ConfigError: it is not in the table."""
+    """Return name and entry of the machine given by option `where`; ConfigError: it is not in the table."""
     if (found := find(name)) is None:
         wrong = f"is {name}, which is not in the table of {PRICED_ON}"
         raise ConfigError(where, wrong, f"One of {', '.join(TABLE)}", did_you_mean(name, TABLE) or "Drop --view-ms")

@@ -1,19 +1,19 @@
-"""Detect input shift: counts of predictions, compared with those of the validation images in an export.
+"""Detect input shift: compare counts of predictions with those of the export's validation images.
 
-Of each image five numbers are counted under its predicted label: the confidence of that label,
-brightness, detail and two differences of colours (see `measure`). No image is kept. An embedding model has no labels
-and no confidences: its images are counted together, by the four others.
+Five numbers per image are counted under its predicted label: its confidence, brightness, detail and two colour
+differences (see `measure`). No image is kept. Images of an embedding model, which has no labels and no confidences, are
+counted together by the other four numbers.
 
 Two questions are tested apart, because they have different remedies:
 
-- appearance: do images of the same predicted label have the same numbers? Labels are strata, so that a label that is
-  more frequent than in validation changes nothing.
+- appearance: do images of the same predicted label have the same numbers? Labels are strata, so a change of label
+frequencies has no effect.
 - labels: are the labels as frequent as in validation?
 
-Both tests are two-sample tests that know how few validation images there were. Under the null hypothesis the number
-of images below a bound is a sum of hypergeometric numbers, one for each label, and its tail is bounded by Hoeffding's
-exp(-n KL(observed || expected)) (1963, theorems 1 and 4), for any number of images. Bonferroni's bound joins bounds,
-labels and windows. Images must be independent of each other: frames of a video are not.
+Both are two-sample tests, valid for any number of validation images. Under the null hypothesis the number of images
+below a bound is a sum of hypergeometric numbers, one per label, and Hoeffding's exp(-n KL(observed || expected)) bounds
+its tail (1963, theorems 1 and 4). Bonferroni's correction covers bounds, labels and windows. Images must be independent
+of each other: frames of a video are not.
 
 Shape legend: C labels, Q numbers of an image, T + 1 bins.
 """
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 COLOUR = (-96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
-"""Of differences of channels: close together about grey, where photographs are."""
-Measures = tuple[float, float, float, float]  # of an image: see `measure`
+"""Bin ends of channel differences: dense around grey, where photographs are."""
+Measures = tuple[float, float, float, float]  # numbers per image: see `measure`
 BOUNDS: dict[str, tuple[float, ...]] = {
     "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),
     "brightness": tuple(float(16 * i) for i in range(1, 16)),
@@ -39,20 +39,19 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "red - green": COLOUR,
     "blue - green": COLOUR,
 }
-"""Upper ends of the bins of each number; the last bin has none."""
+"""Upper ends of each number's bins; the last bin is open."""
 CONFIDENCE = "confidence"
-WINDOW = 250  # images between two tests of a stream
-SPANS = (1, 2, 4, 8)  # windows tested together, up to the last: a small change takes more images to be seen
-MOST_IMAGES = 10**8  # of a count in a manifest: sums of them stay within an int32
-ALARM = 6.0  # from which -log10 of the p-value on images are called different: by chance in one of a million windows
+WINDOW = 250  # images between two tests of a stream (a window)
+SPANS = (1, 2, 4, 8)  # numbers of latest windows tested together: detecting a small change takes more images
+MOST_IMAGES = 10**8  # largest count in a manifest: sums stay within an int32
+ALARM = 6.0  # -log10 of the p-value from which images count as different: by chance in one of a million windows
 
 
 def measure(pixels: np.ndarray) -> Measures:
-    """Return brightness, detail, red - green and blue - green of uint8 pixels [3, S, S], as the network gets them.
+    """Return brightness, detail, red - green and blue - green of the network's uint8 pixels [3, S, S].
 
-    They are the mean of the green channel, 0 to 255, the mean difference of neighbours in a row, and how far the
-    means of red and blue lie above that of green. Fewer than 128 rows are read: the mean over them is as good, and this
-    is done for every prediction.
+    They are the mean of the green channel (0 to 255), the mean difference of neighbours in a row, and the means of red
+    and blue minus that of green. Only some 128 rows are read: their mean is as good, and every prediction pays for it.
     """
     some = pixels[:, :: max(1, pixels.shape[1] // 64)]
     red, green, blue = (int(channel.sum()) / channel.size for channel in some)
@@ -63,10 +62,10 @@ def measure(pixels: np.ndarray) -> Measures:
 
 
 class Tally:
-    """Images counted by label, and under each label by the bins of their numbers."""
+    """Counts of images by label, and for each label by the bins of their numbers."""
 
     def __init__(self, labels: int, numbers: int) -> None:
-        self.labels = np.zeros((2, labels), np.int64)  # images [2, C]: the first, third, ..., and the others
+        self.labels = np.zeros((2, labels), np.int64)  # images [2, C]: odd and even ones
         self.bins = np.zeros((numbers, labels, 16), np.int32)  # images [Q, C, T + 1]
         self.images = 0
         self.confidence = 0.0  # sum
@@ -93,9 +92,9 @@ class ShiftResult:
     images: int
     appearance: float  # -log10 of the p-value, 0 or more
     labels: float
-    difference: str  # what is different in appearance, as text
-    mix: str  # the label whose frequency differs most, as text
-    confidence: float  # mean: the expected accuracy, where confidences are calibrated. NaN of an embedding model.
+    difference: str  # description of the change of appearance
+    mix: str  # description of the label with the largest change of frequency
+    confidence: float  # mean confidence: the expected accuracy if calibrated. NaN for an embedding model.
 
     @property
     def alarms(self) -> dict[str, bool]:
@@ -103,7 +102,7 @@ class ShiftResult:
 
     @property
     def lines(self) -> list[str]:
-        """The differences, as text; empty if there are none."""
+        """The differences as text; empty without differences."""
         found = []
         if self.alarms["appearance"]:
             found.append(f"these photographs are not like those of validation: {self.difference}")
@@ -117,11 +116,11 @@ class ShiftResult:
 class Reference:
     """A graph's predictions on validation images."""
 
-    names: Sequence[str]  # C labels; of an embedding model one, ""
-    bounds: Mapping[str, Sequence[float]]  # Q numbers, each with T bounds
+    names: Sequence[str]  # C labels; [""] for an embedding model
+    bounds: Mapping[str, Sequence[float]]  # Q numbers with T bounds each
     tally: Tally
-    calibrated: bool = False  # whether the mean confidence is an estimate of the accuracy
-    right: int = -1  # of the images; -1: not all of them have labels
+    calibrated: bool = False  # whether the mean confidence estimates the accuracy
+    right: int = -1  # number of right predictions; -1: not all images have labels
     index: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +128,7 @@ class Reference:
 
     @staticmethod
     def of(names: Sequence[str], answers: Iterable[tuple[int, Sequence[float]]], calibrated: bool) -> Reference:
-        """Count predictions: of each image the label's number (0 where there are no `names`) and its numbers."""
+        """Count predictions, given each image's label number (0 without `names`) and its numbers."""
         bounds = BOUNDS if names else {key: value for key, value in BOUNDS.items() if key != CONFIDENCE}
         made = Reference(names or ("",), bounds, Tally(len(names) or 1, len(bounds)), calibrated)
         for label, numbers in answers:
@@ -137,7 +136,7 @@ class Reference:
         return made
 
     def count(self, tally: Tally, answer: Mapping[str, Any], measures: Sequence[float]) -> None:
-        """Count an image: its prediction as `serve.answers` makes it, under the most probable label, and `measure`."""
+        """Count an image under its most probable label, given its prediction (`serve.answers`) and `measure`."""
         if "top" in answer:
             best = answer["top"][0]
             self._add(tally, self.index[best["label"]], (best["score"], *measures))
@@ -149,11 +148,11 @@ class Reference:
         tally.add(label, bins, numbers[0] if CONFIDENCE in self.bounds else 0.0)
 
     def empty(self) -> Tally:
-        """Return a tally for images that are compared with these."""
+        """Return an empty tally for images to compare with these."""
         return Tally(len(self.names), len(self.bounds))
 
     def record(self) -> dict[str, Any]:
-        """Return this as JSON values for manifest.json: of each label "BIN:IMAGES ..." where there are any."""
+        """Return JSON values for manifest.json: "BIN:IMAGES ..." per label that has images."""
         values = {
             name: {
                 "bounds": " ".join(f"{bound:g}" for bound in bounds),
@@ -170,7 +169,7 @@ class Reference:
     def read(record: Mapping[str, Any], names: Sequence[str]) -> Reference:
         """Read what `record` returned, for an export with these labels.
 
-        One of `kd.files.json_file.DAMAGE`: it is something else.
+        Raises one of `kd.files.json_file.DAMAGE` for anything else.
         """
         made = Reference.of(names, (), bool(record["calibrated"]))
         numbers = record["numbers"]
@@ -200,7 +199,7 @@ class Reference:
         return ShiftResult(tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean)
 
     def notes(self, tally: Tally) -> tuple[str, ...]:
-        """Return the expected accuracy of images that came in and how they differ, as lines of text."""
+        """Return the expected accuracy of new images and their differences, as lines of text."""
         found = self.compare(tally)
         lines = list(found.lines)
         if self.calibrated and tally.images:
@@ -214,12 +213,12 @@ class Reference:
         return tuple(lines)
 
     def expected(self, confidence: float) -> float:
-        """Return the accuracy on validation, moved by the difference of mean confidences (arXiv:2107.03315)."""
+        """Return the validation accuracy plus the difference of mean confidences (arXiv:2107.03315)."""
         return min(1.0, max(0.0, (self.right - self.tally.confidence) / self.tally.images + confidence))
 
     def _appearance(self, tally: Tally) -> tuple[float, str]:
         came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
-        in_both = np.flatnonzero((came > 0) & (ours > 0))  # few of 20,000 labels are in a window
+        in_both = np.flatnonzero((came > 0) & (ours > 0))  # a window has few of 20,000 labels
         ends = [(name, bound) for name, bounds in self.bounds.items() for bound in bounds]
         below = (one.bins[:, in_both].cumsum(2)[:, :, :-1].transpose(1, 0, 2) for one in (tally, self.tally))
         x, y = (counts.reshape(len(in_both), len(ends)) for counts in below)
@@ -235,10 +234,10 @@ class Reference:
         return float(values.max()), "; ".join(texts)
 
     def _labels(self, tally: Tally) -> tuple[float, str]:
-        """Test each label alone, and the labels that are too frequent in one half of the images in the other half.
+        """Test each label's frequency, and jointly the labels that are too frequent in one half, on the other half.
 
-        The first sees one label, the second many that changed a little; halves, because what chose labels cannot also
-        test them.
+        The first test detects one label, the second small changes of many. Halves, because the images that choose
+        labels cannot also test them.
         """
         came, ours = tally.labels.sum(0), self.tally.labels.sum(0)
         if len(ours) < 2:
@@ -255,13 +254,13 @@ class Reference:
 
 
 class ShiftWatch:
-    """A stream of predictions, tested every `WINDOW` images. Not thread-safe."""
+    """Watches a stream of predictions, with a test every `WINDOW` images. Not thread-safe."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
         self.answered: Counter[str] = Counter()  # an image may have several labels, or none
-        self.found = ShiftResult(0, 0.0, 0.0, "", "", math.nan)  # by the last test: the worst span
-        self.alarms = dict.fromkeys(self.found.alarms, 0)  # windows that raised each alarm
+        self.found = ShiftResult(0, 0.0, 0.0, "", "", math.nan)  # result of the last test: the worst span
+        self.alarms = dict.fromkeys(self.found.alarms, 0)  # number of windows that raised each alarm
         self._windows: deque[Tally] = deque(maxlen=max(SPANS))
         self._open, self._tested = reference.empty(), reference.empty()
 
@@ -270,7 +269,7 @@ class ShiftWatch:
         return Tally.joined([self._tested, self._open])
 
     def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:
-        """Count an image, see `Reference.count`; return lines for the log where a window changes the findings."""
+        """Count an image, see `Reference.count`; return log lines if a window changes the findings."""
         self.answered.update(one["label"] for one in answer.get("labels", answer.get("top", ())[:1]))
         self.reference.count(self._open, answer, measures)
         if self._open.images < WINDOW:
@@ -300,36 +299,36 @@ class ShiftWatch:
 
 
 def _evidence(x: np.ndarray, n: np.ndarray, y: np.ndarray, m: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return -log of the p-value [T] of x of n images beside y of m, in each of C strata, with both shares.
+    """Return -log of the p-value [T] of x of n images against y of m in C strata, and both shares.
 
-    `x` and `y` are integers [C, T], `n` and `m` [C, 1]; `y` and `m` of validation. The shares are that of x in all
-    strata, and the one that is expected by the shares of y, each [T].
+    `x` and `y` are integers [C, T], `n` and `m` [C, 1]; `y` and `m` are of validation. The shares [T] are that of x
+    over all strata, and its expectation from the shares of y.
     """
     there = ((n > 0) & (m > 0))[:, 0]
     x, n, y, m = (one[there].astype(np.float64) for one in (x, n, y, m))
     if not len(n):
         return np.zeros(x.shape[1]), np.zeros(x.shape[1]), np.zeros(x.shape[1])
     pooled, bounds = (x + y) / (n + m), []
-    for part, size in ((x, n), (y, m)):  # both are samples of what is pooled: take the tighter bound
+    for part, size in ((x, n), (y, m)):  # both are samples of the pool: take the tighter bound
         total = size.sum()
         bounds.append(total * _divergence(part.sum(0) / total, (size * pooled).sum(0) / total))
     return np.maximum(*bounds), x.sum(0) / n.sum(), (n * y / m).sum(0) / n.sum()
 
 
 def _shares(x: np.ndarray, n: int, y: np.ndarray, m: int) -> np.ndarray:
-    """Return -log of the p-value [T] of x [T] of n images beside y [T] of m."""
+    """Return -log of the p-value [T] of x [T] of n images against y [T] of m."""
     return _evidence(x[None], np.array([[n]]), y[None], np.array([[m]]))[0]
 
 
 def _divergence(q: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """Return KL(q || p) of shares, nats, 0 where both are 0 or 1."""
+    """Return KL(q || p) of shares, nats; 0 if both are 0 or 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
         yes, no = np.where(q > 0, q * np.log(q / p), 0.0), np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
     return np.maximum(yes + no, 0.0)
 
 
 def _log10(evidence: np.ndarray, tests: int) -> np.ndarray:
-    """Return -log10 of the p-values of the best of `tests` tests."""
+    """Return -log10 of p-values, corrected for `tests` tests."""
     return (evidence - math.log(tests)) / math.log(10)
 
 
@@ -338,7 +337,7 @@ def _sparse(row: np.ndarray) -> str:
 
 
 def _fill(row: np.ndarray, text: str) -> None:
-    """Read what `_sparse` returned; ValueError: it is something else."""
+    """Read the text of `_sparse`; ValueError: anything else."""
     before = -1
     for pair in text.split():
         i, count = map(int, pair.split(":"))

@@ -1,4 +1,4 @@
-"""The routes: SageMaker's contract, Prometheus, and the page. Bodies are received within limits of size and time."""
+"""The routes: SageMaker's contract, Prometheus, and the page. Bodies have limits of size and time."""
 
 import asyncio
 import base64
@@ -28,12 +28,12 @@ from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
-TOP = 5  # classes in an answer that does not ask for another number: what "top-5" accuracy counts
+TOP = 5  # default number of classes in a response, as in "top-5" accuracy
 HEALTH = "/ping"
-QUIET = ("ping", "metrics")  # routes that are asked every few seconds: no line for what they usually answer
-DISCARD_FACTOR = 4  # times `max_body` that a too large body is read and discarded before the end
-MAX_QUERY = 256  # bytes of a query; chosen, several times as long as the longest that has a meaning
-REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # what a client may name its request: it is logged and sent back
+QUIET = ("ping", "metrics")  # routes polled every few seconds: their usual responses are not logged
+DISCARD_FACTOR = 4  # an oversized body is read and discarded up to this many times `max_body`
+MAX_QUERY = 256  # bytes of a query; chosen: several times the longest meaningful one
+REQUEST_ID = "[0-9A-Za-z_.:-]{1,64}"  # allowed request ids of clients: they are logged and sent back
 
 
 def build(service: Service, ui: bool = True) -> Starlette:
@@ -74,7 +74,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
     for path, (method, handler) in found.items():
         watched = observed(service, path.strip("/") or "page", handler)
         routes += [Route(each, watched, methods=[method]) for each in {path, path.rstrip("/") + "/"}]
-    # AWS's clients, with `endpoint_url`, send to the address that SageMaker has before it calls the container.
+    # AWS's clients with `endpoint_url` use SageMaker's public path, not the container's.
     routes.append(
         Route("/endpoints/{name}/invocations", observed(service, "invocations", invocations), methods=["POST"])
     )
@@ -84,7 +84,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
 
 
 def health_only(application: Starlette, service: Service) -> ASGIApp:
-    """Return the application for connections beyond the limit: it answers health checks, and 503 to the rest."""
+    """Return the application for connections beyond the limit: health checks, and 503 for the rest."""
 
     async def refuse(request: Request) -> Response:
         problem = busy("Too many connections are open.")
@@ -101,7 +101,7 @@ def health_only(application: Starlette, service: Service) -> ASGIApp:
 
 
 def _list(request: Request, name: str) -> str:
-    """Return a header that is a list: its lines are parts of one (RFC 9110 5.3)."""
+    """Return a list header, whose lines are joined (RFC 9110 5.3)."""
     return ", ".join(line for line in request.headers.getlist(name) if line.strip())
 
 
@@ -156,7 +156,7 @@ def record(service: Service, route: str, identity: str, status: int, seconds: fl
 
 
 def refused(service: Service, problem: Problem) -> str:
-    """Count and log a request that could not be parsed; return the id that its answer has."""
+    """Count and log a request that could not be parsed; return the id for its response."""
     identity = uuid.uuid4().hex[:16]
     record(service, "other", identity, problem.status, 0.0, problem.detail)
     return identity
@@ -164,10 +164,10 @@ def refused(service: Service, problem: Problem) -> str:
 
 @asynccontextmanager
 async def request_body(request: Request, service: Service) -> AsyncIterator[bytes]:
-    """Yield the body of a request, which is counted in `service.buffered` until the `async with` block ends.
+    """Yield the body of a request, counted in `service.buffered` until the `async with` block ends.
 
-    The body of a rejected request is read to its end too, and discarded: a client that is still writing when the
-    connection closes never reads the answer.
+    The body of a rejected request is also read to its end and discarded: a client that is still writing when the
+    connection closes never reads the response.
     """
     body = bytearray()
     try:
@@ -194,7 +194,7 @@ async def _receive(request: Request, service: Service, body: bytearray) -> bytes
 
 
 async def _read(request: Request, service: Service, body: bytearray, refusal: Problem | None) -> Problem | None:
-    """Read the stream into `body`, or discard it once it is refused; return the refusal."""
+    """Read the stream into `body`, or discard it after a refusal; return the refusal."""
     limits, size = service.limits, 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -231,7 +231,7 @@ def _answer(problem: Problem) -> Response:
 
 
 def _refuser(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Return what answers a request that no route takes."""
+    """Return the handler of requests without a route."""
 
     async def answer(request: Request, error: Exception) -> Response:
         async def refuse(request: Request) -> Response:
@@ -246,7 +246,7 @@ def _refuser(service: Service) -> Callable[[Request, Exception], Awaitable[Respo
 
 
 def _bug_response(error: Exception, identity: str) -> Response:
-    """Answer 500 and log where the error was raised. Values are not logged: they may be a client's data."""
+    """Respond with 500 and log where the error was raised. Values are not logged: they may be a client's data."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,6 +1,6 @@
-"""Latency of a client: `kd-serve` is started for each file of an export, and all are queried in turns.
+"""Latency of clients: start `kd-serve` for each file of an export and query all servers in turns.
 
-In turns, so that what else this machine does disturbs all alike. The client runs in this process, on the same cores.
+Turns spread disturbance by other work evenly. The clients run in this process, on the same cores.
 """
 
 import http.client
@@ -17,29 +17,29 @@ from kd.core.errors import KdError
 from kd.core.host import end_with
 
 TURN, FEWEST, COLD = 0.3, 8, 3
-"""Seconds of a server's turn, and least number of responses; responses at the start of a turn
-that do not count, because the caches still hold another model."""
-ENOUGH = 400  # answers of each server, after which the time does not count
-START_SECONDS = 120.0  # until a server must be ready; chosen: a server that takes longer hangs
-ANSWER_SECONDS = 60.0  # until an answer must be there: chosen far above any that was measured
+"""Seconds of a server's turn and its least number of responses; the number of first responses that do not count,
+because the caches hold another model."""
+ENOUGH = 400  # responses of each server after which the time limit no longer matters
+START_SECONDS = 120.0  # seconds until a server must be ready; chosen: a slower server hangs
+ANSWER_SECONDS = 60.0  # seconds until a response must arrive; chosen: far above any measured one
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What clients of one server saw: milliseconds that they waited for an answer."""
+    """Latencies of one server's clients, milliseconds."""
 
     p50_ms: float
     p99_ms: float
     images_per_second: float
-    memory_mb: float  # resident, at the end
+    memory_mb: float  # resident memory at the end
 
 
 def ask(
     folder: Path, files: Sequence[str], picture: bytes, threads: int, slots: int, seconds: float
 ) -> dict[str, Latency]:
-    """Send a JPEG again and again to a server of each file, for `seconds` each at most, three turns at least.
+    """Send a JPEG repeatedly to a server of each file: at least three turns, at most `seconds` each.
 
-    The clients are twice as many as slots; one of one.
+    There are 2 x slots clients; one client if there is one slot.
     """
     clients = 1 if slots == 1 else 2 * slots
     took: dict[str, list[float]] = {file: [] for file in files}
@@ -66,7 +66,7 @@ def _seen(took: list[float], clients: int, memory: float) -> Latency:
 def server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple[str, int]]:
     """Start a server, wait until it is ready, and yield its host and port."""
     argv = [sys.executable, "-m", "kd.cli", "serve", str(folder), "--file", file, "--port", "0", "--quiet", "--no-ui"]
-    argv += ["--threads", str(threads), "--slots", str(slots), "--no-self-check"]  # of a refusal the speed is measured
+    argv += ["--threads", str(threads), "--slots", str(slots), "--no-self-check"]  # refused graphs are measured too
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=end_with())
     try:
         assert process.stdout is not None
@@ -86,7 +86,7 @@ def server(folder: Path, file: str, threads: int, slots: int) -> Iterator[tuple[
 
 
 def turn(host: str, port: int, picture: bytes) -> list[float]:
-    """Return the seconds of each answer of one client's turn, the cold ones left out."""
+    """Return the latencies of one client's turn, seconds, without the cold ones."""
     connection, took = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS), []
     headers = {"content-type": "image/jpeg"}
     begin = time.perf_counter()
@@ -113,7 +113,7 @@ def _memory(host: str, port: int) -> float:
 
 
 def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Return status and body; 0 where the port is closed."""
+    """Return status and body; status 0: the port is closed."""
     connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)

@@ -1,4 +1,4 @@
-"""From the body of a request to the image files that it holds."""
+"""Extract the image files from the body of a request."""
 
 import base64
 import json
@@ -23,14 +23,14 @@ ALIASES = {
 }  # fmt: skip
 URL_SAFE = bytes.maketrans(b"-_", b"+/")
 ALPHABET = re.compile(rb"[A-Za-z0-9+/]*")
-MAX_PART_HEADER = 8192  # bytes: chosen: half of what all headers of a request may have
-MAX_FIELDS, MAX_NAME = 64, 60  # text fields of a form, and bytes of a name in a message: chosen, more than a form has
+MAX_PART_HEADER = 8192  # bytes of a part's header; chosen: half the limit of a request's headers
+MAX_FIELDS, MAX_NAME = 64, 60  # text fields of a form, and bytes of a name in a message; chosen: more than forms have
 PARAMETER = re.compile(rb'[;\s](name|filename\*?)=(?:"([^"\r\n]*)"|([^;\s"]+))', re.IGNORECASE)
 FILE_TYPE = re.compile(rb"^content-type:\s*(image/|application/octet-stream)", re.IGNORECASE | re.MULTILINE)
-"""Of a part that is a file though it has no filename (RFC 7578 4.2 wants one)."""
+"""Content types of a part that is a file without a filename (RFC 7578 4.2 requires one)."""
 SPARE_VALUES = 1000
-"""Values that a JSON body may hold beside its images. They are counted before parsing, because a list of empty lists
-takes 25 bytes of memory for each byte of text."""
+"""Most values in a JSON body beside its images, counted before parsing: a list of empty lists takes 25 bytes of memory
+per byte of text."""
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 
@@ -39,12 +39,12 @@ class Sent:
     """Content of a body."""
 
     files: list[bytes]
-    names: list[str] = field(default_factory=list)  # of the files, as the client gave them; empty: it gave none
-    top: str = ""  # of a form or of JSON
+    names: list[str] = field(default_factory=list)  # the client's names of the files; empty: not given
+    top: str = ""  # the field of a form or of JSON
 
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
-        """Say of which image a Problem is, where there are several."""
+        """Name the image of a Problem, if there are several."""
         try:
             yield
         except Problem as problem:
@@ -58,7 +58,7 @@ class Sent:
 def media_type(header: str) -> str:
     """Return the media type of a content-type header, normalized; a Problem 415 if it is not supported.
 
-    Without one, as AWS's clients send a body, its content decides (RFC 9110 8.3).
+    Without a header, as from AWS's clients, the content decides (RFC 9110 8.3).
     """
     kind = header.partition(";")[0].strip().lower() or "application/octet-stream"
     kind = ALIASES.get(kind, kind)
@@ -69,7 +69,7 @@ def media_type(header: str) -> str:
 
 
 def is_gzip(header: str) -> bool:
-    """Return whether a content-encoding header says gzip; a Problem 415 if it is another coding."""
+    """Return whether a content-encoding header is gzip; a Problem 415 for another coding."""
     codings = [coding for part in header.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
     if codings and codings not in (["gzip"], ["x-gzip"]):
         allowed = "This content coding is not supported. Allowed is gzip."
@@ -78,7 +78,7 @@ def is_gzip(header: str) -> bool:
 
 
 def unzipped(body: bytes, most: int) -> bytes:
-    """Return the content of a gzip body, of at most `most` bytes. Not handled: several members, which cost n^2."""
+    """Return the content of a gzip body, at most `most` bytes. Not handled: several members, which take n^2 time."""
     member = zlib.decompressobj(wbits=31)
     try:
         content = member.decompress(body, most + 1)
@@ -134,7 +134,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_base64(text: Any) -> bytes:
-    """Decode base64 with either alphabet, in lines too, alone or in a `data:` URL (RFC 2397)."""
+    """Decode base64 in either alphabet, with or without line breaks, bare or as a `data:` URL (RFC 2397)."""
     if not isinstance(text, str):
         raise Problem(400, f"{SHAPE}; another type was found.")
     if text[:5].lower() == "data:":
@@ -151,7 +151,7 @@ def _from_base64(text: Any) -> bytes:
 
 
 def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
-    """Split a form. Each file is an image, whatever its name; text fields and empty inputs are not images."""
+    """Split a form. Each file is an image, independent of its name; text fields and empty inputs are not."""
     boundary = re.search(r'boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header)
     if boundary is None:
         raise Problem(400, "The content-type has no valid boundary.")

@@ -23,14 +23,14 @@ from kd.deploy.serve.limits import PROBLEM, Limits, Problem
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
-READ_SIZE = 65_536  # bytes of one read, so that a client cannot make the parser hold more at a time
-DISCARD_SECONDS = 1.0  # that a refused client has to read its answer before the connection is cut
-HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048  # its first bytes, and its length: chosen: one read holds it
-SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10  # at the end: how long, and how often, it looks for answers to be sent
+READ_SIZE = 65_536  # bytes per read, which limits the parser's memory
+DISCARD_SECONDS = 1.0  # seconds in which a refused client may read its response before the connection is cut
+HEALTH_CHECK, HEALTH_BYTES = b"GET /ping ", 2048  # first bytes and length of a health check; chosen: it fits one read
+SETTLE_SECONDS, SETTLE_CHECKS = 1.0, 10  # at shutdown: seconds to wait for responses to be sent, and between checks
 ASGI = Callable[..., Any]
 END_OF_HEADERS = re.compile(rb"\n\r?\n")
 REQUEST_LINE, ABSOLUTE = re.compile(rb"[A-Z]{3,20} \S"), re.compile(rb"https?://[^/?]*", re.IGNORECASE)
-FREE_CHUNKS = 64  # chunks of a body that may be smaller than `Limits.min_chunk`
+FREE_CHUNKS = 64  # number of chunks of a body that may be smaller than `Limits.min_chunk`
 
 
 class RequestParser(h11.Connection):
@@ -44,11 +44,11 @@ class RequestParser(h11.Connection):
         super().__init__(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
         self._chunks = self._bytes = 0
-        self.problem = Problem(400, "This is not an HTTP request.")  # the answer where `next_event` raises
+        self.problem = Problem(400, "This is not an HTTP request.")  # the response if `next_event` raises
 
     @property
     def pipelined(self) -> bool:
-        """Whether bytes of a next request arrived before this one was answered."""
+        """Whether bytes of another request arrived before this response was sent."""
         return self.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL) and bool(self.trailing_data[0])
 
     def next_event(self) -> Any:
@@ -94,19 +94,19 @@ class RequestParser(h11.Connection):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The state that all connections of a server share."""
+    """The shared state of a server's connections."""
 
     limits: Limits
     health_only: ASGI  # the application for connections beyond `Limits.max_connections`
-    refused: Callable[[Problem], str]  # counts and logs what no application sees; returns the id of the request
+    refused: Callable[[Problem], str]  # counts and logs requests that reach no application; returns the request's id
     spare: dict[Connection, None] = field(default_factory=dict)  # the open spare connections, oldest first
     _jobs: deque[Callable[[], None]] = field(default_factory=deque)
 
     def parse_later(self, job: Callable[[], None]) -> None:
-        """Run a parsing job when its turn comes: one job in an iteration of the event loop, first in, first out.
+        """Queues parsing jobs: one job per iteration of the event loop, first in, first out.
 
         asyncio reads every ready connection in one iteration, and a health check takes about five iterations. h11 needs
-        85 ms for 64 KiB of trailer lines, so that 500 such connections would keep a health check waiting for seconds.
+        85 ms for 64 KiB of trailer lines, so 500 such connections would delay a health check by seconds.
         """
         self._jobs.append(job)
         if len(self._jobs) == 1:
@@ -127,8 +127,8 @@ class Connection(H11Protocol):
     uvicorn closes a connection that is idle between two requests. It has no deadline for the first byte, for the rest
     of the headers, or for a client that does not read its answer.
 
-    A connection beyond the limit becomes a spare connection. It answers health checks, sends 503 to everything else,
-    and closes after one answer. So a load balancer still sees a live server when clients hold all other connections.
+    A connection beyond the limit becomes a spare connection. It serves health checks, sends 503 to everything else, and
+    closes after one response. So a load balancer still sees a live server when clients hold all other connections.
     """
 
     def __init__(self, *args: Any, shared: Shared, **named: Any) -> None:
@@ -143,7 +143,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = READ_SIZE  # asyncio's default is 256 KiB, of which h11 parses trailers for 260 ms
+        transport.max_size = READ_SIZE  # asyncio's default is 256 KiB; h11 parses that many trailer bytes in 260 ms
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as bytes cannot be sent
         self._start_reading()
         if len(self.connections) - len(self.shared.spare) > self.limits.max_connections:
@@ -189,16 +189,16 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
 
     def handle_events(self) -> None:
-        """Handle parsed events. A pipelining client gets one answer and must reconnect, which HTTP allows."""
+        """Handle parsed events. A pipelining client gets one response and must reconnect, which HTTP allows."""
         super().handle_events()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and (self._spare or self.conn.pipelined):
             cycle.keep_alive = False
-            if CLOSE_HEADER not in self.headers:  # as if the client had sent it: uvicorn then answers with it
+            if CLOSE_HEADER not in self.headers:  # as if the client had sent it: uvicorn sends it back
                 self.headers.append(CLOSE_HEADER)
 
     def pause_writing(self) -> None:
-        """Start the deadline for a client that does not read its answer."""
+        """Start the deadline for a client that does not read its response."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
@@ -216,12 +216,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser rejects with a problem document."""
+        """Respond to rejected input with a problem document."""
         problem, body = self.conn.problem, self.conn.problem.body
         headers = {"content-type": PROBLEM, "content-length": str(len(body)), "connection": "close"}
         headers["x-request-id"] = self.shared.refused(problem)
         response = h11.Response(status_code=problem.status, headers=list(headers.items()))
-        with suppress(h11.LocalProtocolError):  # an answer has already begun: only close
+        with suppress(h11.LocalProtocolError):  # a response has already begun: only close
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None and not self.cycle.response_complete:
@@ -230,14 +230,14 @@ class Connection(H11Protocol):
         self._discard()
 
     def _discard(self) -> None:
-        """Close for writing, and discard input for a second. Closing with unread input would discard the answer too."""
+        """Close for writing and discard input for a second. Closing with unread input would discard the response."""
         self._stop_reading()
         self._discarding = True
         self.transport.write_eof()
         self._read_timer = self.loop.call_later(DISCARD_SECONDS, self.transport.abort)
 
     def shutdown(self) -> None:
-        """Close the connection. A refused one has its answer, and h11 raises if it is to send more."""
+        """Close the connection. After a refusal nothing more may be sent: h11 would raise."""
         if self._discarding:
             self.transport.close()
         else:
@@ -258,7 +258,7 @@ class Connection(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server with a shutdown that fails health checks first and answers all accepted connections."""
+    """uvicorn's server with a shutdown that fails health checks first and serves all accepted connections."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -266,7 +266,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_seconds = 0.0
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """On SIGTERM drain: a load balancer sends requests until it has seen that health checks fail. On SIGINT end."""
+        """Drain on SIGTERM: a load balancer sends requests until it sees failing health checks. End on SIGINT."""
         if sig == signal.SIGINT:
             self._drain_seconds = 0.0
         elif self.service.ready and not self.should_exit:
@@ -274,7 +274,7 @@ class DrainingServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
-        """Fail health checks; drain; take no new connections; answer all that were accepted; stop."""
+        """Fail health checks, drain, accept no new connections, serve all accepted ones, stop."""
         self.service.draining = True
         log.info("ending: health checks fail, the port closes in %g s", self._drain_seconds)
         begin = time.monotonic()
@@ -288,7 +288,7 @@ class DrainingServer(uvicorn.Server):
         for connection in queued:
             await asyncio.get_running_loop().connect_accepted_socket(self._connection, connection)
         for _ in range(SETTLE_CHECKS):
-            # First: asyncio may not have announced a connection yet.
+            # First wait: asyncio may not have announced a connection yet.
             await asyncio.sleep(SETTLE_SECONDS / SETTLE_CHECKS)
             if all(connection.cycle is not None for connection in connections):
                 break
@@ -300,7 +300,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _accept_queue(listener: socket.socket) -> list[socket.socket]:
-    """Accept every connection in a listener's queue. Closing the listener would reset them: clients saw them open."""
+    """Accept every connection in a listener's queue: closing the listener would reset them."""
     accepted = []
     with suppress(BlockingIOError):
         while True:

@@ -1,4 +1,4 @@
-"""From an image file to the pixels that evaluation would see. Limits are checked before pixels are decoded."""
+"""Decode an image file to evaluation's pixels. Limits are checked before pixels are decoded."""
 
 import io
 import os
@@ -19,13 +19,13 @@ from kd.files.pixels import HEIF, MARGIN, Beyond, centre_crop, count_scans, leas
 FORMATS = ("JPEG", "PNG", "WEBP")
 NAMES = (*FORMATS, *(["HEIC"] if HEIF else []))
 COEFFICIENT = 1 / 8
-"""A progressive JPEG keeps its coefficients (2 bytes per pixel and channel) in memory at full size even if decoded at a
-fraction: an eighth of the 16 bytes budgeted per pixel."""
+"""A progressive JPEG keeps its coefficients (2 bytes per pixel and channel) in memory at full size, even if it is
+decoded at reduced size: an eighth of the 16 bytes budgeted per pixel."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """One decoded and cropped image, and its summary for the log."""
+    """A decoded and cropped image, and its summary for the log."""
 
     pixels: np.ndarray  # uint8 [3, S, S]
     summary: str
@@ -34,17 +34,17 @@ class DecodedImage:
 
 @dataclass(frozen=True, slots=True)
 class OpenedImage:
-    """An image within the limits of which no pixel is decoded yet."""
+    """An image within the limits, not decoded yet."""
 
-    image: Image.Image  # a JPEG will be reduced as it is decoded
+    image: Image.Image  # whether a JPEG will be decoded at reduced size
     summary: str
-    share: float  # of the pixels that an image of its format may have
+    share: float  # share of the pixels that its format allows
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of an image file; OSError, or a Problem if it is not one."""
+    """Return the bytes of an image file; OSError, or a Problem if it is not a regular file."""
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for a writer
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
         raise Problem(415, "This is a folder, a pipe, a socket or a device, not a regular file.")
     check_bytes(status.st_size)
     with open(path, "rb", buffering=0) as file:
@@ -52,7 +52,7 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def check_bytes(size: int) -> None:
-    """Require that a file is no larger than any image needs to be."""
+    """Refuse a file larger than any allowed image needs."""
     if size > pixels.MAX_BYTES:
         raise Problem(413, f"The image has {size} bytes. Allowed are {pixels.MAX_BYTES}.")
 
@@ -60,12 +60,12 @@ def check_bytes(size: int) -> None:
 def prepare(
     data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN, bits: int = 16
 ) -> DecodedImage:
-    """Decode an image file and crop it to `size` pixels a side, `crop` of the shorter side."""
+    """Decode an image file and crop the share `crop` of the shorter side to `size` pixels."""
     return decode(open_image(data, size, crop, limits, margin), size, crop, bits)
 
 
 def open_image(data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN) -> OpenedImage:
-    """Open an image file, check its header, and choose at which fraction of its sides it is decoded."""
+    """Open an image file, check its header, and choose the fraction at which it is decoded."""
     if not data:
         raise Problem(400, "The image is empty (0 bytes).")
     image = _open(data, limits)
@@ -82,14 +82,14 @@ def open_image(data: bytes, size: int, crop: float, limits: Limits, margin: floa
 
 
 def check_together(images: Sequence[OpenedImage], limits: Limits) -> None:
-    """Require that the images of a request have not too many pixels together: a Problem 413."""
+    """Limit the total pixels of a request's images: a Problem 413."""
     if sum(image.share for image in images) > limits.full_images:
         detail = f"The images have more pixels together than {limits.full_images} of the largest that are allowed"
         raise Problem(413, f"{detail}: {limits.max_pixels / 1e6:g} million, a JPEG {limits.max_jpeg / 1e6:g}.")
 
 
 def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> DecodedImage:
-    """Decode an opened image, crop it in the same way as evaluation, and close it; 400 if it is damaged."""
+    """Decode an opened image, crop it as in evaluation, and close it; Problem 400 if it is damaged."""
     try:
         with opened.image as image:
             rgb, _ = load(image, None, bits=bits)
@@ -97,14 +97,14 @@ def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> Decod
         raise Problem(422, f"The image {error.wrong}. {error.allowed}.") from error
     except MemoryError:
         raise  # the image is not at fault
-    except Exception as error:  # on damaged data Pillow raises errors of every type
+    except Exception as error:  # Pillow raises errors of any type on damaged data
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
     cropped = np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1))
     return DecodedImage(cropped, opened.summary, measure(cropped))
 
 
 def warm_up(size: int, crop: float, limits: Limits) -> None:
-    """Load the decoders. Pillow imports each of them with the first image of its format."""
+    """Load the decoders, which Pillow would import with the first image of each format."""
     for kind in FORMATS:
         file = io.BytesIO()
         try:
@@ -115,7 +115,7 @@ def warm_up(size: int, crop: float, limits: Limits) -> None:
 
 
 def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:
-    """Return briefly why the endpoint refuses an image that training accepts, "" if it does not."""
+    """Return in brief why the endpoint refuses an image that training accepts; "" if it does not."""
     (less, more), most = sorted(size), limits.of(kind)
     if kind and kind not in (*FORMATS, *["HEIF"] * HEIF):
         return kind
@@ -127,7 +127,7 @@ def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:
 
 
 def begins_as_image(data: bytes) -> bool:
-    """Return whether bytes begin as an image file that is or may be decoded: JPEG, PNG, WebP, HEIC or AVIF."""
+    """Return whether bytes begin like an image file: JPEG, PNG, WebP, HEIC or AVIF."""
     begins = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP"
     return begins or bool(pixels.boxed(data))
 

@@ -15,7 +15,7 @@ Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, 
 
 
 def require_version(file: str, least: str) -> None:
-    """Refuse a runtime that is older than the one that a graph needs."""
+    """Refuse a runtime older than a graph needs."""
     runtime = registry.graphs()[file].runtime
     here = versions(runtime)[runtime]
     if _digits(here) and _digits(here) < _digits(least):
@@ -28,7 +28,7 @@ def _digits(version: str) -> tuple[int, ...]:
 
 
 def open_graph(path: Path, threads: int = 1) -> Engine:
-    """Open a graph that lies beside its weights, for one call at a time."""
+    """Open a graph file with its weights beside it, for one call at a time."""
     weights = registry.graphs()[path.name].weights
     beside = path.with_name(weights).read_bytes() if weights else b""
     return registry.exporter(path.name).load(path.name, path.read_bytes(), beside, threads, 1)

@@ -1,4 +1,4 @@
-"""Limits on requests, and the responses beyond them: application/problem+json (RFC 9457)."""
+"""Limits on requests, and error responses as application/problem+json (RFC 9457)."""
 
 import json
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from kd.files.pixels import MAX_SCANS, Most
 MIB = 2**20  # bytes
 PROBLEM = "application/problem+json"
 JPEG_FACTOR = 2.56
-"""64 million pixels by default: phones have 48 and 50. As coefficients and at an eighth of its sides such a JPEG takes
-as much memory as 25 million pixels: 64 x 3 / 8 + 64 / 64."""
-RETRY_SECONDS = 1  # in Retry-After, which has whole seconds: the shortest
+"""64 million pixels by default: phones have 48 and 50. With coefficients and decoded at an eighth of its sides such a
+JPEG takes the memory of 25 million pixels: 64 x 3 / 8 + 64 / 64."""
+RETRY_SECONDS = 1  # seconds in Retry-After: the smallest whole number
 CLIENT_GONE = 499  # the client disconnected. This status is counted in the metrics and never sent; no RFC defines it.
 
 
@@ -31,7 +31,7 @@ class Limits:
     max_aspect: float = 20.0  # longer side over shorter side
     max_scans: int = MAX_SCANS
     max_in_flight: int = option(32, "N", whole_number(1, 65536))
-    """most requests in progress or waiting for a thread; the next one gets 503 at once (default 32)"""
+    """most requests in progress or waiting for a thread; further ones get 503 at once (default 32)"""
     max_buffered: int = 64 * MIB  # bytes of all request bodies in memory
     max_connections: int = 512
     spare_connections: int = 256
@@ -40,7 +40,7 @@ class Limits:
     max_header_lines: int = 100
     min_chunk: int = 256  # mean size of a chunk of a chunked body, bytes; the first 64 chunks may be smaller
     header_seconds: float = 10.0
-    """From the start of a connection, or of the next request on it, to the end of the headers."""
+    """Seconds from the start of a connection, or of the next request on it, to the end of the headers."""
     idle_seconds: float = option(75.0, "S", positive, flag="--keep-alive")
     """seconds that an idle connection stays open (default 75, longer than the 60 of common proxies)"""
     body_seconds: float = option(10.0, "S", positive, flag="--body-timeout")
@@ -48,33 +48,34 @@ class Limits:
     deadline: float = option(10.0, "S", positive)
     """seconds from the end of the body to the response (default 10)"""
     write_seconds: float = 10.0
-    """From when the socket buffer is full to when the rest of the answer is sent. Then the connection is aborted."""
+    """Seconds from a full socket buffer to the end of the response. Then the connection is aborted."""
     drain_seconds: float = option(0.0, "S", whole_number(0, 3600), flag="--drain")
     """seconds from SIGTERM until the port closes; /ping gets 503, requests are served (default 5 as `serve`, else 0)"""
     end_seconds: float = 25.0
-    """From when the port closes to the end of the process. SageMaker and Kubernetes kill 30 s after SIGTERM."""
+    """Seconds from the closing of the port to the end of the process. SageMaker and Kubernetes kill 30 s after
+    SIGTERM."""
 
     full_images: int = 2
-    """Images of the largest size that a request may have, or as many pixels in more images: a limit on CPU time."""
+    """Most images of the largest size per request, or the same pixels in more images: limits CPU time."""
 
     @property
     def max_jpeg(self) -> int:
-        """Width x height of a JPEG, of which a fraction is held where it is reduced as it is decoded."""
+        """Most pixels of a JPEG, which is decoded at reduced size."""
         return int(JPEG_FACTOR * self.max_pixels)
 
     def of(self, kind: str | None) -> Most:
-        """Return the limits on an image of a format."""
+        """Return the limits for images of a format."""
         most = self.max_jpeg if kind == "JPEG" else self.max_pixels
         return Most(most, self.max_scans, self.min_side, self.max_aspect)
 
 
-LOCAL = Limits(max_pixels=100_000_000)  # for local images: `kd.load`, kd-predict, kd-verify
+LOCAL = Limits(max_pixels=100_000_000)  # limits for local images: `kd.load`, kd-predict, kd-verify
 
 
 class Problem(Exception):
     """An error response: a status, and one or two sentences for the client.
 
-    `told` is the detail with names that the client gave, which no log repeats.
+    `told` is the detail with the client's names, which are never logged.
     """
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] = {}, told: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Metrics and logs of the endpoint: counters in Prometheus' text format (0.0.4), and log lines that never stop it."""
+"""Metrics and logs of the endpoint: counters in Prometheus' text format (0.0.4), and non-blocking log lines."""
 
 import json
 import logging
@@ -15,11 +15,11 @@ from kd.deploy.shift import CONFIDENCE, ShiftWatch
 
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)  # seconds
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_LABELS = 100  # that have a series each: a server of 10,000 classes would send 600 kB at each scrape
+MOST_LABELS = 100  # most labels with their own series: 10,000 classes would make 600 kB per scrape
 WAITING = 1024
-"""Lines that wait for the reader of stderr. A pipe holds 64 KiB, about 600 lines; as much again covers a reader that
-pauses, and a thousand lines are 100 kB of memory."""
-LAST_SECONDS = 1.0  # for the lines that wait when the server ends: a stalled reader must not hold up SIGTERM
+"""Lines queued for the reader of stderr. A pipe holds 64 KiB, about 600 lines; as many again cover a pausing reader. A
+thousand lines take 100 kB of memory."""
+LAST_SECONDS = 1.0  # seconds to write queued lines at the end: a stalled reader must not delay SIGTERM
 
 
 class Metrics:
@@ -32,8 +32,8 @@ class Metrics:
         self._buckets: dict[str, list[int]] = {}
         self._sums: dict[str, float] = defaultdict(float)
         self._images = 0
-        self.self_check: bool | None = None  # whether it was passed; None: it was not run
-        self.log: Lines | None = None  # the handler whose dropped lines are shown; None: nothing is queued
+        self.self_check: bool | None = None  # whether the self-check passed; None: it was not run
+        self.log: Lines | None = None  # the handler whose dropped lines are counted; None: no queue
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """Count a finished request. `route` is a fixed name, never text from a client."""
@@ -52,7 +52,7 @@ class Metrics:
             self._images += count
 
     def text(self, ready: bool, in_flight: int, buffered: int, watch: ShiftWatch | None = None) -> str:
-        """Return all metrics as text; with `watch` also those of the answers."""
+        """Return all metrics as text; with `watch` also those of the predictions."""
         info = f'{{name="{_escape(self.model)}",version="{_escape(self.version)}"}} 1'
         with self._lock:
             counts = [f'{{route="{r}",status="{s}"}} {count}' for (r, s), count in sorted(self._requests.items())]
@@ -92,14 +92,14 @@ def resident_bytes() -> int:
 
 
 def _answers(watch: ShiftWatch) -> list[str]:
-    """Return counts of predictions, and how they differ from those on validation images."""
+    """Return counts of predictions, and their differences from validation."""
     found, reference = watch.found, watch.reference
     lines = []
     if CONFIDENCE in reference.bounds:
         frequent = sorted(watch.answered.most_common(MOST_LABELS))
         answered = [f'{{label="{_escape(label)}"}} {count}' for label, count in frequent]
         lines += _metric("kd_labels_total", "counter", f"Predicted labels, the {MOST_LABELS} most frequent.", *answered)
-        # A gauge: it falls where a label becomes one of the most frequent. A class may be named "other".
+        # A gauge: it falls when a label joins the most frequent ones. A class may be named "other".
         other = watch.answered.total() - sum(count for _, count in frequent)
         lines += _metric("kd_labels_other", "gauge", "Predictions of any other label.", f" {other}")
         lines += _metric("kd_confidence", "histogram", "Probability of the most probable label of an image.")
@@ -126,7 +126,7 @@ def _escape(text: str) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object for each record, with what a message gave as `extra={"fields": ...}`."""
+    """Formats each record as a JSON object, with the message's `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
@@ -136,12 +136,12 @@ class JsonLines(logging.Formatter):
 
 
 class Lines(logging.Handler):
-    """Writes lines in a thread of its own, and drops those for which there is no room; `dropped` counts them."""
+    """Writes lines in its own thread and drops lines when its queue is full; `dropped` counts them."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self.dropped = 0
-        self._descriptor = descriptor  # no stream: Python's end would wait for the lock of one that stands in write
+        self._descriptor = descriptor  # no stream: at exit Python would wait for the lock of a blocked write
         self._queue: queue.Queue[str] = queue.Queue(WAITING)
         threading.Thread(target=self._write, name="kd-log", daemon=True).start()
 
@@ -153,7 +153,7 @@ class Lines(logging.Handler):
             self.dropped += 1
 
     def finish(self) -> None:
-        """Wait until the lines are written, `LAST_SECONDS` at most."""
+        """Wait until the lines are written, at most `LAST_SECONDS`."""
         written = threading.Thread(target=self._queue.join, daemon=True)
         written.start()
         written.join(LAST_SECONDS)
@@ -169,17 +169,17 @@ class Lines(logging.Handler):
             try:
                 while content:
                     content = content[os.write(self._descriptor, content) :]
-            except OSError:  # the reader is gone
+            except OSError:  # the reader has gone
                 self.dropped += 1
             self._queue.task_done()
 
 
 def to_stderr(quiet: bool, log_format: str) -> Lines:
-    """Send the log of the endpoint and of uvicorn to stderr; `log_format` is "text" or "json"."""
+    """Send the logs of the endpoint and of uvicorn to stderr; `log_format` is "text" or "json"."""
     handler = Lines(sys.stderr.fileno())
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)
-    # uvicorn warns of each request that it cannot parse, which has a line of ours, and of each offer to upgrade.
+    # uvicorn warns about each unparsable request, which kd logs too, and about each offer to upgrade.
     for name, level in (("kd.serve", logging.WARNING if quiet else logging.INFO), ("uvicorn", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

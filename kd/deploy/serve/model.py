@@ -1,4 +1,4 @@
-"""A served export: its description, and its graph, which predicts pictures."""
+"""A served export: its description, and its loaded graph."""
 
 import hashlib
 import logging
@@ -24,20 +24,20 @@ from kd.parts import registry
 
 CONFIG = "config.json"
 log = logging.getLogger("kd.serve")
-MAX_SIZE = 4096  # pixels a side: 50 MB per image; one of 10^9 would ask for all memory at the warm-up
-MIN_CROP = 0.01  # share of the shorter side: no training crop is smaller
-MAX_WIDTH = 1_000_000  # labels, or numbers of a vector: ten times as many as any model that we know of
-MAX_TEXT = 1000  # characters of a name or label, which the log, the metrics and every answer repeat
+MAX_SIZE = 4096  # pixels per side: 50 MB per image; 10^9 would exhaust the memory at the warm-up
+MIN_CROP = 0.01  # smallest share of the shorter side: no training crop is smaller
+MAX_WIDTH = 1_000_000  # most labels, or numbers of a vector: ten times any known model's
+MAX_TEXT = 1000  # most characters of a name or label, which log, metrics and every response repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """Kind of the graph's outputs."""
 
-    name: str  # "logits" of the labels, or "embedding": a vector of length 1
+    name: str  # "logits", or "embedding": a vector of length 1
     width: int
-    thresholds: tuple[float, ...] = ()  # of several labels: from which probability each is there
-    unsure: Bands = ()  # see `kd.deploy.serve.responses`; empty: it does not say which predictions are sure
+    thresholds: tuple[float, ...] = ()  # for several labels per image: each label's threshold, a probability
+    unsure: Bands = ()  # see `kd.deploy.serve.responses`; empty: predictions have no `sure`
 
     @property
     def embeds(self) -> bool:
@@ -46,7 +46,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The metadata of an export folder. It is read before the socket opens."""
+    """The metadata of an export folder, read before the socket opens."""
 
     folder: Path
     file: str
@@ -56,18 +56,18 @@ class Description:
     output: Output
     size: int  # side of the crop, pixels
     crop: float  # share of the shorter side that the crop keeps
-    margin: float  # of a JPEG that is reduced as it is decoded; 0 in an older export: it is decoded whole
-    bits: int  # of the values of an image of 16 bits a channel
-    files: dict[str, str]  # the sha256 of each file, as manifest.json has it
-    reference: Reference | None  # of answers on validation images; None: an older export, or no such images
-    check: float | None  # how far the logits of the self-check's pictures may differ; None: it is not made
+    margin: float  # margin of JPEGs decoded at reduced size; 0 (older exports): decoded whole
+    bits: int  # range of an image of 16 bits per channel
+    files: dict[str, str]  # the sha256 of each file, from manifest.json
+    reference: Reference | None  # predictions on validation images; None: an older export, or no such images
+    check: float | None  # largest difference of the self-check's logits; None: no self-check
     packages: dict[str, str] = field(compare=False)  # versions at the export
 
 
 def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
-    """Read an export's manifest and labels, of the graph `file` or the default. A stranger may have written them.
+    """Read and check an untrusted export's manifest and labels, for the graph `file` or the default.
 
-    Without `checked` it is served whatever its own pictures give here.
+    Without `checked` the self-check is off.
     """
     folder = _export_in(folder)
     manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
@@ -113,7 +113,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
 
 
 def _export_in(folder: Path) -> Path:
-    """Return the folder, or the only one in it that is an export: `tar czf model.tar.gz export/` packs it so."""
+    """Return the folder, or the only export inside it, as packed by `tar czf model.tar.gz export/`."""
     if (folder / MANIFEST).exists() and (folder / CONFIG).exists():
         return folder
     below = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}") if path.with_name(CONFIG).exists())
@@ -124,7 +124,7 @@ def _export_in(folder: Path) -> Path:
 
 
 def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, ...], Output]:
-    """Return labels and output; one of `DAMAGE`: a value is not what kd writes."""
+    """Return labels and output; raises one of `DAMAGE` for a value that kd does not write."""
     name = _text(found["name"], "output.name")
     if name == "embedding":
         return (), Output(name, _whole(found["width"], 1, MAX_WIDTH, "output.width"))
@@ -144,7 +144,7 @@ def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, .
 
 
 def _text(value: Any, key: str) -> str:
-    """Require a text that UTF-8 can write, in a log line and a header too."""
+    """Require valid one-line UTF-8 text, for log lines and headers too."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
         raise ValueError(f"{key} is {value!r:.60}, and no line of text")
     return value
@@ -157,7 +157,7 @@ def _whole(value: Any, low: int, high: int, key: str) -> int:
 
 
 def _number(value: Any, low: float, high: float, key: str) -> float:
-    if type(value) not in (int, float) or not low <= value <= high:  # the second is true for NaN
+    if type(value) not in (int, float) or not low <= value <= high:  # the second test is true for NaN
         raise ValueError(f"{key} is {value!r:.60}, and no number from {low:g} to {high:g}")
     return float(value)
 
@@ -173,7 +173,7 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
-    """Read a file once, compare its hash with the manifest, and return the bytes."""
+    """Read a file once and return its bytes, if its hash equals the manifest's."""
     try:
         content = (folder / name).read_bytes()
     except OSError as error:
@@ -195,19 +195,19 @@ class Label:
 
     label: str
     score: float  # its probability
-    sure: bool | None = None  # None: the export does not say which predictions are sure
+    sure: bool | None = None  # None: the export has no rule for `sure`
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A model's prediction for an image: what `kd-serve` writes as JSON."""
+    """A model's prediction for an image, which `kd-serve` writes as JSON."""
 
-    label: str | None = None  # the most probable; None of an image that may have several, and of an embedding
+    label: str | None = None  # the most probable label; None for several labels per image and for embeddings
     score: float | None = None  # its probability
-    sure: bool | None = None  # None: the export does not say which predictions are sure
+    sure: bool | None = None  # None: the export has no rule for `sure`
     top: tuple[Label, ...] = ()  # the most probable labels, best first
-    labels: tuple[Label, ...] | None = None  # of an image that may have several: those above their thresholds
-    embedding: np.ndarray | None = field(default=None, compare=False)  # float32 [D], of length 1
+    labels: tuple[Label, ...] | None = None  # for several labels per image: those above their thresholds
+    embedding: np.ndarray | None = field(default=None, compare=False)  # float32 [D], length 1
 
     @staticmethod
     def of(row: dict[str, Any]) -> "Answer":
@@ -218,7 +218,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedGraph(Description):
-    """A loaded export: what `kd.load` returns, and what kd-serve and kd-predict run on. Thread-safe."""
+    """A loaded export, from `kd.load`; also used by kd-serve and kd-predict. Thread-safe."""
 
     engine: Engine
     threads: int
@@ -228,13 +228,13 @@ class LoadedGraph(Description):
         return open_export, (self.folder, self.file, self.threads, self.slots, self.check is not None)
 
     def __call__(self, pictures: Any, top: int = 5, on_error: str = "raise") -> Any:
-        """Return the `Answer` for a picture, or a list of them for a list or tuple of pictures.
+        """Return the `Answer` for a picture, or a list for a list or tuple of pictures.
 
         A picture is a path, the bytes of a file, a PIL image, or a uint8 array [H, W, 3]. A file gives the same bits as
-        kd-serve; of an image and an array the pixels are there already, so that a large JPEG has not been reduced.
+        kd-serve; images and arrays may differ slightly, because a large JPEG was not decoded at reduced size.
 
         Raises:
-            BadImage: a picture cannot be read; with `on_error="none"` None stands in its place.
+            BadImage: a picture cannot be read; with `on_error="none"` the result is None.
         """
         if on_error not in ("raise", "none"):
             raise ConfigError("on_error", f"it is {on_error!r}", "raise or none", "Choose one of them")
@@ -268,7 +268,7 @@ class LoadedGraph(Description):
         return OpenedImage(picture.copy(), "", 0.0)
 
     def decode(self, opened: OpenedImage) -> DecodedImage:
-        """Decode and crop an opened picture, in the same way as evaluation."""
+        """Decode and crop an opened picture as in evaluation."""
         return decode(opened, self.size, self.crop, self.bits)
 
     def answers(self, values: np.ndarray, top: int) -> list[dict]:
@@ -279,7 +279,7 @@ class LoadedGraph(Description):
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
     def check_itself(self) -> bool | None:
-        """Run the self-check; None: the export has none, or it is off.
+        """Run the self-check; None: the export has no self-check, or it is off.
 
         Raises:
             SelfCheckError: pixels or outputs differ from those at the export.
@@ -299,11 +299,11 @@ class LoadedGraph(Description):
         return True
 
     def pixels(self, picture: Any) -> np.ndarray:
-        """Return the crop of a picture, see `__call__`, uint8 [3, S, S]; OSError or Problem: it is not an image."""
+        """Return the crop of a picture (see `__call__`), uint8 [3, S, S]; OSError or Problem: it is not an image."""
         return self.decode(self.open(picture, LOCAL)).pixels
 
     def warm_up(self, times: int = 3) -> None:
-        """Run the graph on a grey image, so that the first client does not wait for allocations."""
+        """Run the graph on a grey image, so the first client does not wait for allocations."""
         grey = np.full((1, 3, self.size, self.size), 127, np.uint8)
         for _ in range(times):
             try:
@@ -320,9 +320,9 @@ def open_export(
 ) -> LoadedGraph:
     """Load an export without torch, to call it with pictures: see `LoadedGraph.__call__`.
 
-    `file` is the graph (default: the one that `kd-export --accept` chose, or model.onnx), `threads` the cores of a
-    call, `slots` the calls at the same time for which OpenVINO prepares (default: as many as there are cores for).
-    SelfCheckError: the self-check fails; `self_check=False` leaves it out.
+    `file`: the graph (default: the one chosen by `kd-export --accept`, or model.onnx). `threads`: cores per call.
+    `slots`: parallel calls that OpenVINO prepares for (default: as many as the cores allow). SelfCheckError: the
+    self-check fails; `self_check=False` skips it.
     """
     described = describe(Path(folder).absolute(), file, self_check)
     model = load(described, threads, slots or max(1, cores() // threads))

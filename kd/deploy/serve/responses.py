@@ -1,4 +1,4 @@
-"""Turn logits, or vectors, into the response to a request: JSON or CSV, chosen by the Accept header."""
+"""Turn logits or vectors into a response, JSON or CSV, chosen by the Accept header."""
 
 import csv
 import io
@@ -14,15 +14,15 @@ JSON, CSV = "application/json", "text/csv"
 DIGITS = 6  # decimals of a probability: float32 has seven
 MAX_ENTRIES = 32  # entries of an Accept header
 Bands = tuple[tuple[float, float], ...]
-"""Between which probabilities (low, high) a prediction is unsure: one band for the predicted class, or, where an
-image may have several labels, one for each class. Empty: the export has no threshold."""
+"""Bands (low, high) of probabilities at which a prediction is unsure: one for the predicted class, or one per class if
+an image may have several labels. Empty: the export has no rule for `sure`."""
 
 
 def negotiate(accept: str) -> str:
-    """Return the media type with the higher quality value, or JSON if they are equal; 406 where neither is accepted."""
+    """Return the media type with the higher quality value, JSON if equal; Problem 406 if neither is accepted."""
     if accept.count(",") >= MAX_ENTRIES:
         raise Problem(400, f"The Accept header has more than {MAX_ENTRIES} entries.")
-    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}  # how closely an entry names each of them, and its quality value
+    found = {JSON: (-1, -1.0), CSV: (-1, -1.0)}  # specificity of the matching entry, and its quality value
     for item in (accept.strip() or "*/*").split(","):
         pattern, *parameters = (part.strip().lower() for part in item.split(";"))
         q = next((_number(p[2:]) for p in parameters if p.startswith("q=")), 1.0)
@@ -50,17 +50,17 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def independent_probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return the probability of each class alone, the sigmoid of logits [B, C], float64."""
+    """Return the independent probability of each class, the sigmoid of logits [B, C], float64."""
     return np.exp(-np.logaddexp(0, -logits.astype(np.float64)))
 
 
 def predictions(
     logits: np.ndarray, labels: Sequence[str], top: int, thresholds: Sequence[float] = (), unsure: Bands = ()
 ) -> list[dict]:
-    """Return for each row of logits [B, C] the best label, its score, and a list of the `top` best.
+    """Return for each row of logits [B, C] the best label, its score, and the `top` best labels.
 
-    With thresholds an image has several labels or none: in place of the best one `labels`, a list of those above
-    their threshold. With `unsure` a prediction has `sure`: see `mark`.
+    With thresholds an image may have several labels or none: `labels`, a list of those above their threshold, replaces
+    the best label. With `unsure` a prediction has `sure`: see `mark`.
     """
     scores = independent_probabilities(logits) if thresholds else probabilities(logits)
     answers = []
@@ -77,7 +77,7 @@ def predictions(
 
 
 def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
-    """Return the bands in `output` of a manifest; KeyError: a label has none."""
+    """Return the bands in `output` of a manifest; KeyError: a label lacks one."""
     found = output.get("defer")
     if not found:
         return ()
@@ -87,10 +87,10 @@ def bands(output: Mapping[str, Any], labels: Sequence[str]) -> Bands:
 
 
 def mark(answers: Sequence[dict], probabilities: np.ndarray, labels: Sequence[str], unsure: Bands) -> None:
-    """Add `sure` to the predictions of B images with probabilities [B, C], in place; without bands nothing.
+    """Add `sure` to the predictions of B images with probabilities [B, C], in place; nothing without bands.
 
-    A prediction with `label` is sure where that label is. Each of its `labels`, and of its `top`, has its own
-    `sure`, and the image is sure where the presence or absence of every label is.
+    A prediction with `label` is sure if that label is. With `labels`, each entry and each of `top` has its own `sure`,
+    and the image is sure if the presence or absence of every label is sure.
     """
     if not unsure:
         return
@@ -105,7 +105,7 @@ def mark(answers: Sequence[dict], probabilities: np.ndarray, labels: Sequence[st
 
 
 def _ranked(scores: np.ndarray, labels: Sequence[str], count: int) -> list[dict[str, Any]]:
-    """Return the `count` labels of the highest scores [C], best first."""
+    """Return the `count` labels with the highest scores [C], best first."""
     order = np.argsort(-scores, kind="stable")[:count]
     return [{"label": labels[i], "score": round(float(scores[i]), DIGITS)} for i in order]
 
@@ -116,10 +116,10 @@ def embeddings(vectors: np.ndarray) -> list[dict]:
 
 
 def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes:
-    """Write one answer per image: JSON, or CSV without a header.
+    """Write one prediction per image: JSON, or CSV without a header.
 
-    A row of CSV is label, score, label, score, ..., best first, or those above their threshold where an image may have
-    several; or the embedding. Last stands `true` or `false` where the export has a rule for `sure`.
+    A row of CSV is label, score, label, score, ..., best first (or those above their threshold, for several labels per
+    image); or the embedding. The last cell is `true` or `false` if the export has a rule for `sure`.
     """
     if kind == JSON:
         return json.dumps({"predictions": answers, "model": model, "version": version}).encode()

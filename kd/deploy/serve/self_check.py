@@ -1,10 +1,10 @@
-"""The self-check: a few pictures in every export, with the pixels and outputs measured at the export.
+"""The self-check: pictures in every export, with their pixels and outputs at the export.
 
-The export is served elsewhere: on another processor, with another onnxruntime, OpenVINO or Pillow. So each start
-decodes the pictures, runs the graph on their pixels, and refuses differences beyond the export's bound.
+An export is served on another processor, with another onnxruntime, OpenVINO or Pillow. So each start decodes the
+pictures, runs the graph on their pixels, and refuses differences beyond the export's bound.
 
-The pictures are synthetic, so no photograph leaves the house: noise at three scales, squares and lines, from a seed.
-They are a JPEG that is reduced while it is decoded, a JPEG turned by EXIF, a PNG, and a transparent PNG.
+The pictures are synthetic, so no photograph is published: noise at three scales, squares and lines, from a seed. They
+are a JPEG decoded at reduced size, a JPEG rotated by EXIF, a PNG, and a transparent PNG.
 """
 
 import io
@@ -22,21 +22,21 @@ from kd.deploy.serve.engines import Engine
 from kd.parts import registry
 
 FILE, KEY = "self_check.npz", "self_check"
-SEED = 65  # any other would do
-LARGEST_CROP = 512  # pixels; of a larger crop the pictures are enlarged, and files stay small
+SEED = 65  # any other seed would do
+LARGEST_CROP = 512  # pixels; for a larger crop the pictures are enlarged, so files stay small
 LEVELS, MEAN = 4, 0.25
-"""Of 255 by which a decoded pixel, and the mean of a picture's channel, may differ: Pillow 10.3 to 13.0 differ by 2 and
-0.03. A bilinear filter differs by 11 to 24, a JPEG that is not reduced as it is decoded by 10."""
+"""Levels (of 255) by which a decoded pixel, and the mean of a picture's channel, may differ: Pillow 10.3 to 13.0 differ
+by 2 and 0.03. A bilinear filter differs by 11 to 24, a JPEG decoded at full size by 10."""
 FLOOR = 1e-4
-"""Of the largest |logit|, by which logits may always differ. Float32 on AVX2, AVX-512, SSE, of the oldest and newest
-onnxruntime and OpenVINO, on 1 to 8 threads: up to 1.0e-6; bfloat16 for float32: 2e-2 (`self_check_*.csv`)."""
+"""Share of the largest |logit| by which logits may always differ. Float32 on AVX2, AVX-512 and SSE, with the oldest and
+newest onnxruntime and OpenVINO, on 1 to 8 threads: up to 1.0e-6; bfloat16 for float32: 2e-2 (`self_check_*.csv`)."""
 TIMES, STATIC = 2.0, 0.25
-"""Of a graph's largest difference from float32 at the export, by which its logits may differ. Two ways to compute it
-that both stay that close to float32 are at most twice as far from each other: seen 0.6 of dynamic int8, 0.8 of
-bfloat16. Static int8 adds up the same integers: seen 0.12 between versions of OpenVINO. Without VNNI its sums overflow,
-and those of dynamic int8: 0.6 to 1.1, and 4.5."""
+"""Multiple of a graph's largest difference from float32 at the export by which its logits may differ. Two computations
+that are that close to float32 differ by at most twice as much: seen 0.6 for dynamic int8, 0.8 for bfloat16. Static int8
+sums the same integers: seen 0.12 between versions of OpenVINO. Without VNNI sums overflow: 0.6 to 1.1 for static int8,
+4.5 for dynamic."""
 UNREADABLE = "cannot be decoded on this machine"
-MAX_BYTES = 2**28  # of the file's arrays: five crops of 4,096 pixels
+MAX_BYTES = 2**28  # largest size of the file's arrays: five crops of 4,096 pixels
 
 
 class SelfCheckError(ModelError):
@@ -46,9 +46,9 @@ class SelfCheckError(ModelError):
 
 
 def pictures(size: int) -> list[bytes]:
-    """Return the files of the pictures, for a crop of `size` pixels."""
+    """Return the picture files for a crop of `size` pixels."""
     draw, side, files, turned = np.random.default_rng(SEED), min(size, LARGEST_CROP), [], Image.Exif()
-    turned[0x0112] = 6  # by 90 degrees
+    turned[0x0112] = 6  # rotated by 90 degrees
     jpeg = {"format": "JPEG", "quality": 90}
     kinds = (
         (5.0, 4.0, "RGB", jpeg),
@@ -77,14 +77,14 @@ def _painted(width: int, height: int, draw: np.random.Generator) -> Image.Image:
 
 
 def outputs(engine: Engine, pixels: np.ndarray) -> np.ndarray:
-    """Return the logits of each picture alone, as it is served, float32 [N, C]."""
+    """Return the logits of each picture, run one at a time as in serving, float32 [N, C]."""
     return np.concatenate([engine(one[None]) for one in pixels])
 
 
 def allowed(file: str, found: np.ndarray, others: Sequence[np.ndarray], exact: np.ndarray) -> float:
-    """Return how far a graph's logits may differ from the `found` ones.
+    """Return the largest allowed difference of a graph's logits from the `found` ones.
 
-    `others` are of other threads and batches, `exact` those of the float32 graph.
+    `others`: logits with other threads and batch sizes; `exact`: the float32 graph's.
     """
     static = registry.graphs()[file].integer
     spread = TIMES * max(_largest(one, found) for one in others)
@@ -97,7 +97,8 @@ def write(
 ) -> dict[str, dict[str, float]]:
     """Write the pictures, their pixels and each graph's logits; return by graph its entry in manifest.json.
 
-    `engines`: of each graph one as it is served, and more on other numbers of threads; the first is the float32 graph.
+    `engines`: per graph one as in serving, then others with other numbers of threads; the first graph is the float32
+    one.
     """
     files = pictures(size)
     pixels = np.stack([decode(file) for file in files])
@@ -112,7 +113,7 @@ def write(
 
 
 def read(content: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays of the file; ValueError or another of `kd.files.json_file.DAMAGE`: a stranger wrote it."""
+    """Return the arrays of the untrusted file; raises ValueError or another of `kd.files.json_file.DAMAGE`."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as file:
             if sum(one.file_size for one in file.infolist()) > MAX_BYTES:
@@ -123,10 +124,10 @@ def read(content: bytes) -> dict[str, np.ndarray]:
 
 
 class Differences(NamedTuple):
-    """The largest differences here from the values at the export; infinite where a shape differs."""
+    """The largest differences from the values at the export; infinite if a shape differs."""
 
-    levels: float  # of a pixel, 0 to 255
-    mean: float  # of a channel of a picture
+    levels: float  # largest difference of a pixel, 0 to 255
+    mean: float  # largest difference of a channel's mean
     logits: float
 
 
@@ -140,7 +141,7 @@ def differences(
             here.append(decode(arrays[f"picture{i}"].tobytes()))
         except KeyError:
             raise
-        except Exception as error:  # decoders have their own, unrelated error types
+        except Exception as error:  # decoders raise unrelated error types
             raise SelfCheckError("export", f"picture {i} of the self-check {UNREADABLE} ({in_short(error)})") from error
     off = np.stack(here).astype(np.float64) - pixels if np.shape(here) == pixels.shape else np.array([[[[np.inf]]]])
     return Differences(

@@ -19,15 +19,15 @@ from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.metrics import to_stderr
 
 log = logging.getLogger("kd.serve")
-OF_PORT = (errno.EADDRINUSE, errno.EACCES)  # errors of `bind` that another port mends; the others concern the address
+OF_PORT = (errno.EADDRINUSE, errno.EACCES)  # errors of `bind` about the port; all others concern the address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """How to serve."""
+    """Options of kd-serve."""
 
     folder: Path = option(metavar="FOLDER")
-    """what kd-export wrote; the bare word `serve`: /opt/ml/model, on 0.0.0.0"""
+    """export folder; the bare word `serve`: /opt/ml/model, on 0.0.0.0"""
     file: str = option("", "FILE")
     """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
     host: str = option("127.0.0.1", "HOST")
@@ -35,24 +35,24 @@ class ServeOptions:
     port: int = option(8080, "PORT", whole_number(0, 65535))
     """0: any free one, which is printed (default 8080, or $SAGEMAKER_BIND_TO_PORT)"""
     cores: int = option(0, "N", lambda text: 0 if text == "auto" else whole_number(1, 4096)(text), flag="--threads")
-    """cores to use (default auto: as many as the affinity and the cgroup allow)"""
+    """cores to use (default auto: all that affinity and cgroup allow)"""
     slots: int = option(0, "N", whole_number(1, 1024))
-    """requests computed at once, each with threads / slots threads (default: as many as threads)"""
+    """requests computed in parallel, each with threads / slots threads (default: as many as threads)"""
     ui: bool = option(True)
     """the page at /"""
     quiet: bool = option(False)
-    """log no requests"""
+    """do not log requests"""
     self_check: bool = option(True)
     """run the self-check first; serve nothing if it fails"""
     log_format: str = option("text", "FORMAT", one_of("text", "json"))
-    """text, or json: an object a line"""
+    """text, or json: one object per line"""
     limits: Limits = field(default_factory=Limits)
 
 
 def serve(settings: ServeOptions) -> None:
-    """Serve an export until SIGTERM or SIGINT, then answer all accepted requests and return."""
-    # Pillow reads this when it is imported, and keeps this many blocks of pixels for the next image. To free and
-    # allocate them again costs page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
+    """Serve an export until SIGTERM or SIGINT, then finish all accepted requests and return."""
+    # Pillow reads this at import and keeps this many blocks of pixels for later images. Freeing and reallocating them
+    # causes page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
     import uvicorn
 
@@ -62,7 +62,7 @@ def serve(settings: ServeOptions) -> None:
     from kd.deploy.serve.service import Service
 
     lines = to_stderr(settings.quiet, settings.log_format)
-    warnings.filterwarnings("ignore", module=r"PIL\.")  # warnings about a client's EXIF or palette
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # no warnings about a client's EXIF or palette
     description = describe(settings.folder, settings.file, settings.self_check)
     usable = settings.cores or cores()
     slots = settings.slots or usable
@@ -97,7 +97,7 @@ def serve(settings: ServeOptions) -> None:
         flush=True,
     )
     _run(server, listener)
-    # A process that ends while OpenVINO's C++ code loads a graph is aborted: SIGABRT in 8 of 30 ends, 0 of 20 joined.
+    # A process that exits while OpenVINO loads a graph is aborted: SIGABRT in 8 of 30 exits, in 0 of 20 when joined.
     loading.join(settings.limits.end_seconds)
     service.close()
     lines.finish()
@@ -111,14 +111,14 @@ def _load(service, server, errors: list[Exception]) -> None:
         gc.collect()
         gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
     except Exception as error:
-        if not server.should_exit:  # else it ends already, and its threads take no work any more
+        if not server.should_exit:  # else it is ending already, and its threads accept no work
             errors.append(error)
         server.should_exit = True
 
 
 def _run(server, listener: socket.socket) -> None:
-    # uvicorn raises the signal again after its shutdown, and this keeps it from killing the process. One that comes
-    # before uvicorn listens to signals ends the server too.
+    # uvicorn raises the signal again after its shutdown; this handler keeps it from killing the process. A signal
+    # before uvicorn handles signals also ends the server.
     before = {sig: signal.signal(sig, server.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
@@ -130,7 +130,7 @@ def _run(server, listener: socket.socket) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is IPPROTO_TCP. Without it an answer waits 40 ms for an ACK.
+    # asyncio sets TCP_NODELAY only if the protocol is IPPROTO_TCP. Without it a response waits 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

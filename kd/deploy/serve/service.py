@@ -1,7 +1,7 @@
 """Admission control and worker threads, between the event loop and the model.
 
-The event loop only moves bytes. All CPU work of a request is one job on one of `slots` threads, so that there are never
-more jobs than cores (docs/deploy.md has the measurement).
+The event loop only moves bytes. All CPU work of a request is one job on one of `slots` threads, so there are never more
+jobs than cores (measured in docs/deploy.md).
 """
 
 import asyncio
@@ -34,14 +34,14 @@ class Service:
         self.metrics = Metrics(description.name, description.version)
         self.watch = ShiftWatch(description.reference) if description.reference else None
         self.model: LoadedGraph | None = None
-        self.reason = "The model is still being loaded."  # why nothing is answered while `model` is None
+        self.reason = "The model is still being loaded."  # reason for refusing requests while `model` is None
         self.draining = False
         self.in_flight = 0
         self.buffered = 0
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
-        """Load the model, warm up every thread, and check the outputs; see `kd.deploy.serve.model.load`. Blocks."""
+        """Load the model, warm up every thread, and run the self-check; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
         for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
             warming.result()
@@ -61,11 +61,11 @@ class Service:
         return self.model is not None and not self.draining
 
     def close(self) -> None:
-        """Stop the threads. Jobs that have not started are dropped."""
+        """Stop the threads and drop jobs that have not started."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def admission_error(self) -> Problem | None:
-        """Return a 503 if no further request is admitted now, else None."""
+        """Return a 503 if the limit of requests is reached, else None."""
         if self.model is None:
             return busy(self.reason)
         if self.in_flight >= self.limits.max_in_flight:
@@ -73,7 +73,7 @@ class Service:
         return None
 
     async def run(self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]) -> Result:
-        """Run a job, all CPU work of a request, on the next free thread; a Problem is the job's, 503 or 499.
+        """Run a job (all CPU work of a request) on the next free thread; raises the job's Problem, 503 or 499.
 
         A request that times out counts as in flight until its job is done. `disconnected()` completes when the client
         has gone.
@@ -112,7 +112,7 @@ class Service:
         try:
             return job(self.model)
         except Problem as problem:
-            # A new object without traceback. The old one refers to frames that hold the body, in a reference cycle.
+            # A new object without traceback: the old one's frames hold the body in a reference cycle.
             return Problem(problem.status, problem.detail, problem.headers, problem.told)
         except MemoryError:
             return no_memory()
@@ -123,7 +123,7 @@ class Service:
     def classify(
         self, model: LoadedGraph, kind: str, header: str, body: bytes, gzip: bool = False
     ) -> tuple[np.ndarray, list[Measures], str, str]:
-        """Return logits [B, C] or vectors [B, D], the measures of each image, `top`, and a text for the log."""
+        """Return logits [B, C] or vectors [B, D], each image's measures, `top`, and a text for the log."""
         start = time.perf_counter()
         body = unzipped(body, self.limits.max_body) if gzip else body
         sent = images(kind, header, body, self.limits.max_images)
@@ -133,7 +133,7 @@ class Service:
                 opened.append(model.open(data, self.limits))
         check_together(opened, self.limits)
         rows, measures, summary, decoding = [], [], f"{count} images", 0.0
-        for i in range(count):  # one at a time: a batch is no faster per image on a CPU, and takes memory for all
+        for i in range(count):  # one at a time: on a CPU a batch is no faster per image and takes more memory
             before = time.perf_counter()
             with sent.of(i):
                 picture = model.decode(opened.pop(0))

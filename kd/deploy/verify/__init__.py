@@ -1,1 +1,1 @@
-"""Whether the claims of an export are true: its files, its images, its outputs, the run that it names."""
+"""Verification of an export's claims: files, images, outputs, and its run."""

@@ -1,4 +1,4 @@
-"""A graph that a stranger wrote, run in a process of its own, which may take so much time and memory and no more."""
+"""Run an untrusted graph in a child process with limits of time and memory."""
 
 import json
 import math
@@ -16,16 +16,16 @@ from kd.core.errors import ModelError, in_short
 from kd.core.host import end_with
 from kd.deploy.serve.engines import open_graph
 
-SECONDS = 120.0  # for one batch, with loading. Chosen, not measured
-MEMORY = 8 << 30  # bytes of addresses. Chosen, not measured
-LINE = 2000  # bytes of what the child says before its numbers
-TURNS = 12  # timed answers
+SECONDS = 120.0  # seconds for one batch, with loading. Chosen, not measured
+MEMORY = 8 << 30  # bytes of address space. Chosen, not measured
+LINE = 2000  # bytes of the child's header before its numbers
+TURNS = 12  # timed predictions
 
 
 class Confined:
     """A graph in a child process: called with uint8 [B, 3, S, S], it returns float32 [B, width].
 
-    A ModelError of any call: the graph cannot be loaded or run, returns another shape, or takes too much.
+    Any call may raise ModelError: the graph cannot be loaded or run, returns another shape, or exceeds a limit.
     """
 
     def __init__(self, path: Path, width: int) -> None:
@@ -38,7 +38,7 @@ class Confined:
         return self._asked(pixels)[0]
 
     def cpu_ms(self, pixels: np.ndarray) -> float:
-        """Return the CPU milliseconds of one prediction, the median of some."""
+        """Return the median CPU milliseconds of a prediction."""
         return statistics.median([self._asked(pixels)[1] for _ in range(TURNS)])
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Confined:
         watch.start()
         try:
             head, content = self._exchanged(pixels)
-        except (OSError, ValueError):  # it has ended, in the middle or before
+        except (OSError, ValueError):  # the child has ended
             late = not watch.is_alive()
             wrong = f"takes more than {SECONDS:g} s" if late else "ends its process: it crashes, or wants more memory"
             raise self._wrong(wrong) from None
@@ -82,11 +82,11 @@ class Confined:
 
 
 def main(path: Path) -> None:
-    """Answer what comes on the standard input: a line with the shape, then pixels."""
+    """Serve requests on standard input: a line with the shape, then pixels."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a runtime prints is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a runtime's prints must not mix with the results
     if sys.platform != "win32":
-        import resource  # Windows has none, and so no limit of memory
+        import resource  # not on Windows, which then has no memory limit
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     run, failed = None, ""

@@ -1,7 +1,7 @@
-"""The claims of an export: what each key says, what shows it, and how far it may be off. Rows are made of `TABLE`.
+"""The claims of an export by key: their evidence and tolerance, in `TABLE`.
 
-Where a key is in no line of the table, it is WRONG: kd does not write it. Where nothing that was looked at shows a
-claim, it is `not checked`. So a claim is never right because it was forgotten.
+A key outside the table is WRONG: kd does not write it. A claim without evidence is `not checked`. So a claim is never
+right because it was forgotten.
 """
 
 import json
@@ -22,18 +22,18 @@ from kd.models.timm_folder import config_keys
 
 RIGHT, WRONG, OPEN = "right", "WRONG", "not checked"
 MANIFEST, EXPORT, IMAGES, RUN = "manifest.json", "export", "--data", "--run"
-"""What shows a claim: other numbers of the manifest, the files, the images, the run folder. Tolerances are for what
-`IMAGES` shows: another machine may compute otherwise. All else must be equal."""
-EXACT = ("model.onnx", "openvino.xml", "model.pt2")  # graphs that must compute what PyTorch does
+"""Evidence of a claim: other numbers in the manifest, the files, the images, the run folder. Tolerances apply to
+`IMAGES`, since another machine may round differently. All else must be equal."""
+EXACT = ("model.onnx", "openvino.xml", "model.pt2")  # graphs that must equal PyTorch
 FLIPS, OTHER_FLIPS = 0.002, 0.02
-"""Share of the images, beside one, that may get another prediction than at the export: processors differ in last bits
-(threads), on another int8 is rounded otherwise without VNNI. What lies between is `not checked`."""
+"""Share of the images, plus one, whose prediction may differ from the export's: last bits depend on processor and
+threads, and int8 is rounded differently without VNNI. Values in between are `not checked`."""
 TRAINED_FLIPS = 0.005
-"""The same for the score that training counted, in bfloat16 perhaps: of 2,000 images 20 change their prediction and the
-numbers of gains and losses differ by 3 standard deviations of sqrt(20), 14."""
+"""The same for the score from training, perhaps in bfloat16: of 2,000 images 20 change their prediction, and gains and
+losses differ by 3 standard deviations of sqrt(20), 14."""
 ALIKE, SLOWER, HOPELESS = 1.5, 4.0, 100.0
-"""Times the claimed cost that are right; that are wrong, on the same processor with nothing else to do; and that are
-wrong anywhere: a server of 0.42 ms was seen at 39.5 ms beside other work. Chosen; less is never wrong."""
+"""Multiples of the claimed cost that are right, that are wrong on the same idle processor, and that are wrong anywhere:
+a server of 0.42 ms was seen at 39.5 ms beside other work. Chosen; a lower cost is never wrong."""
 ABSENT = "nothing"
 HASH = 64  # digits of a sha256
 Path = tuple[str, ...]
@@ -51,11 +51,11 @@ class Row(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One line of the table: keys below each other, what shows them, the tolerance, and its reason."""
+    """A line of the table: nested keys, evidence, tolerance and its reason."""
 
-    keys: str  # "/" between them; "|": one of; "*": any; GRAPH, EXACT, THREADS: see `Claims.fits`; "**": all below
-    shown: tuple[str, ...] = ()  # by what; (): by nothing
-    rule: Rule | None = None  # of what `IMAGES` shows; None: equal
+    keys: str  # separated by "/"; "|": one of; "*": any; GRAPH, EXACT, THREADS: see `Claims.fits`; "**": all below
+    shown: tuple[str, ...] = ()  # evidence; (): no evidence
+    rule: Rule | None = None  # tolerance for `IMAGES`; None: equal
     why: str = ""
 
 
@@ -82,7 +82,7 @@ def _cost(claimed: Any, found: Any, known: "Claims") -> bool | None:
 
 
 def _eager(claimed: Any, found: Any, known: "Claims") -> bool | None:
-    """Compare PyTorch's cost: much more than it is flatters the graphs, or the machine was busy at the export."""
+    """Compare PyTorch's cost: a much too high claim flatters the graphs, or the machine was busy at the export."""
     if claimed > ALIKE * found:
         return None if claimed <= HOPELESS * found else False
     return _cost(claimed, found, known)
@@ -190,18 +190,18 @@ OLD = (
 
 @dataclass(slots=True)
 class Claims:
-    """Claims of an export, and the values found. Values are trees of JSON; those of other files stand below a name."""
+    """Claims of an export and the recomputed values. Values are trees of JSON; other files' are nested under a name."""
 
     claimed: dict[str, Any]
-    graphs: tuple[str, ...] = ()  # that are in the folder
+    graphs: tuple[str, ...] = ()  # graphs in the folder
     images: int = 0
-    noisy: bool = False  # other work has disturbed the clients of a server
-    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by what shows it
-    reasons: dict[str, str] = field(default_factory=dict)  # of `not checked`, by the beginning of keys
+    noisy: bool = False  # other work disturbed a server's clients
+    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # values by evidence
+    reasons: dict[str, str] = field(default_factory=dict)  # reasons of `not checked` by key prefix
     broken: list[Row] = field(default_factory=list)
 
     elsewhere: bool = field(init=False)
-    """Whether the export says that it was made by another processor or other runtimes than those here."""
+    """Whether the export names another processor or other runtimes than those here."""
 
     def __post_init__(self) -> None:
         here = {name: versions(name)[name] for name in ("onnxruntime", "openvino", "torch")}
@@ -214,7 +214,7 @@ class Claims:
 
     @property
     def labels(self) -> list[str]:
-        """The classes in the order of the logits; none of an embedding model."""
+        """The classes in the order of the logits; empty for an embedding model."""
         found = _at(self.claimed, ("config.json", "label_names"))
         return list(map(str, found)) if isinstance(found, list) else []
 
@@ -223,14 +223,14 @@ class Claims:
         return self.noisy or self.elsewhere or os.getloadavg()[0] > cores()
 
     def show(self, by: str, tree: Mapping[str, Any]) -> None:
-        self.found.setdefault(by, []).append(json.loads(json.dumps(tree)))  # as the manifest was written
+        self.found.setdefault(by, []).append(json.loads(json.dumps(tree)))  # as in the manifest
 
     def refuse(self, what: str, wrong: str) -> None:
         self.broken.append(_row(what, "", wrong, False))
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Make what cannot be read a row that says WRONG. An error of `--data` or `--run` is the caller's."""
+        """Turn an unreadable file into a WRONG row. Errors about `--data` or `--run` are raised."""
         try:
             yield
         except (DataError, ConfigError):
@@ -251,7 +251,7 @@ class Claims:
         return word == "*" or key in word.split("|")
 
     def claim(self, path: Path) -> tuple[Claim | None, bool]:
-        """Return the line of the table that has a path, and whether it has all below it."""
+        """Return the line of the table for a path, and whether it covers everything below."""
         for one in (*TABLE, *(OLD if self.old else ())):
             *words, last = one.keys.split("/")
             whole = last == "**"
@@ -261,12 +261,12 @@ class Claims:
         return None, False
 
     def above(self, path: Path) -> bool:
-        """Return whether a line of the table has keys below a path, which may have none."""
+        """Return whether a line of the table has keys below a path."""
         lines = (one.keys.split("/") for one in TABLE)
         return any(len(words) > len(path) and all(map(self.fits, words, path)) for words in lines)
 
     def places(self, tree: Any, path: Path = ()) -> Iterator[Path]:
-        """Yield the paths of rows: of single values, and of whole lines of the table."""
+        """Yield the paths of rows: single values, and whole lines of the table."""
         leaf = not isinstance(tree, dict) or (not tree and not self.above(path))
         if path and (leaf or self.claim(path)[1]):
             yield path
@@ -276,7 +276,7 @@ class Claims:
 
     @property
     def rows(self) -> list[Row]:
-        """Return a row for each claim, and for each that should be there."""
+        """Return a row for each claim and for each missing one."""
         trees = [self.claimed, *(tree for by in self.found.values() for tree in by)]
         return [*self.broken, *map(self._row, dict.fromkeys(path for tree in trees for path in self.places(tree)))]
 
@@ -303,7 +303,7 @@ class Claims:
     def _judged(self, claim: Claim, by: str, claimed: Any, found: Any) -> bool | None:
         rule = claim.rule if by == IMAGES and claim.rule else _same
         pairs = [(one, other) for one, other in _pairs(claimed, found) if one is not ABSENT or not self.old]
-        verdicts = [_safely(rule, one, other, self) for one, other in pairs]  # of kd 0.3 what it did not say is no lie
+        verdicts = [_safely(rule, one, other, self) for one, other in pairs]  # kd 0.3 did not make the claim
         return False if False in verdicts else None if None in verdicts else True
 
 
@@ -314,7 +314,7 @@ def _same(claimed: Any, found: Any, known: Claims) -> bool:
 
 
 def _safely(rule: Rule, claimed: Any, found: Any, known: Claims) -> bool | None:
-    """Return the verdict; False where a stranger wrote no such value."""
+    """Return the verdict; False if the value has a wrong type."""
     try:
         return rule(claimed, found, known) if not _same(claimed, found, known) else True
     except (ArithmeticError, TypeError, ValueError):

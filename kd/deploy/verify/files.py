@@ -36,7 +36,7 @@ LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 
 
 def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return bytes and hashes of the files of an export; a text in place of the hash for a foreign file."""
+    """Return bytes and hashes of the files of an export; for a foreign file a text replaces the hash."""
     home = folder.resolve()
     found: dict[str, Any] = {name: {"sha256": "no file"} for name in claimed}
     known = {*WRITTEN, *(file for name, graph in registry.graphs().items() for file in (name, graph.weights))}
@@ -44,7 +44,7 @@ def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
         name, place = path.relative_to(folder).as_posix(), Path(os.path.realpath(path))
         if name == MANIFEST_FILE or name.startswith(LEFT_BY_HUB) or (path.is_dir() and not path.is_symlink()):
             continue
-        if not (place.is_relative_to(home) or place.parent == home.parents[1] / "blobs"):  # so does the hub's cache
+        if not (place.is_relative_to(home) or place.parent == home.parents[1] / "blobs"):  # the hub has links too
             found[name] = {"sha256": "a link out of the folder"}
         elif name not in known or not path.is_file():
             found[name] = {"sha256": "no file that kd writes"}
@@ -54,7 +54,7 @@ def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_manifest(known: Claims, manifest: Mapping[str, Any], readme: str) -> None:
-    """Draw the card again, and compute what follows from other numbers of the manifest."""
+    """Generate the card again, and compute derived numbers of the manifest."""
     known.show(EXPORT, {"checksum": checksum(manifest)})
     known.show(MANIFEST, _consistent(manifest, known.old))
     known.claimed["README.md"] = "drawn from manifest.json"
@@ -131,7 +131,7 @@ def _differences(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accepted(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[str, Any], scores: Any) -> dict[str, Any]:
-    """Return the sentence if every word was measured and holds, else the error; and numbers that are derived."""
+    """Return the limits if all are measured and met, else the error; and derived numbers."""
     try:
         wanted = limits(told["sentence"])
     except ValueError as error:
@@ -150,9 +150,9 @@ def _accepted(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[st
 
 
 def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
-    """Compare weights, configuration and graphs; return the network where timm builds it."""
+    """Compare weights, configuration and graphs; return the network if timm can build it."""
     told, tensors, config = known.claimed, load_file(folder / "model.safetensors"), known.claimed["config.json"]
-    inner = tensors_digest({f"inner.{key}": one for key, one in tensors.items()})  # of a network of one's own
+    inner = tensors_digest({f"inner.{key}": one for key, one in tensors.items()})  # of an own network
     own = told["chain"]["student"]["exported"]
     digest = inner if own == inner else tensors_digest(tensors)
     labels, size = known.labels, told["input"]["size"]
@@ -180,7 +180,7 @@ def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
 
 
 def _by_name(told: Mapping[str, Any]) -> dict[str, str]:
-    """Return the licences of weights that came with a name that timm knows."""
+    """Return the licences of weights that belong to a timm name."""
     members = told["chain"].get("teacher", {"members": {}})["members"]
     found = {key: licence_of(one["name"], "", True) for key, one in members.items() if NAMED in one["source"]}
     return {key: one for key, one in found.items() if one}
@@ -205,7 +205,7 @@ def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors
 
 
 def show_graphs(known: Claims, folder: Path, lines: int | None) -> None:
-    """Compare size, hash and type of the weights of each graph, and how many images it was compared on."""
+    """Compare each graph's size, hash, type of weights, and number of compared images."""
     found: dict[str, Any] = {"chain": {"graphs": {}}, "parity": {}, "variants": {}, "weights": {}, "accepted": {}}
     known.claimed["weights"] = {}
     for name in known.graphs:

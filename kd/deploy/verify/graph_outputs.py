@@ -1,4 +1,4 @@
-"""What graphs and weights of an export show: they are run on its images, on random ones, and behind `kd-serve`."""
+"""Recompute outputs: run an export's graphs and weights on its images, on random images, and behind `kd-serve`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -29,24 +29,24 @@ from kd.models.classifier import Classifier
 from kd.parts import registry
 from kd.parts.tasks import label_sets, single_label
 
-RANDOM = 48  # images that no supplier knows
-TOLERANCE = 1e-3  # of exact graphs, as of kd-export; on random images of the largest |logit|, which may be large there
-LOSSY = 30.0  # times the claimed difference of int8 and bfloat16 that random images may show; chosen
-MOST_THREADS = 3  # numbers of threads of which kd-export measures servers: 1, --threads, all
+RANDOM = 48  # random images, unknown to the export's author
+TOLERANCE = 1e-3  # tolerances of exact graphs, as in kd-export, and relative to the largest |logit| on random images
+LOSSY = 30.0  # multiple of int8's and bfloat16's claimed difference allowed on random images; chosen
+MOST_THREADS = 3  # kd-export measures servers at 3 numbers of threads: 1, --threads, all
 AS_PYTORCH, AS_EXPORTED = "as PyTorch", "as at the export"
-ALLOWED = 2.0  # times the difference that a graph should allow, here; chosen
+ALLOWED = 2.0  # multiple of the difference expected here that a graph may allow; chosen
 
 
 def show_answers(
     known: Claims, folder: Path, shown: Shown, task: Task, network: Classifier | None, trust: bool
 ) -> None:
-    """Run graphs and weights on the images, and count again all that the manifest counts."""
+    """Runs graphs and weights on the images and recomputes the manifest's counts."""
     told, labels = known.claimed, known.labels
     with ExitStack() as stack:
         runners = _runners(known, folder, trust, stack)
         if not runners:
             return
-        mapped = bool(told["output"].get("space"))  # by what is not beside the weights
+        mapped = bool(told["output"].get("space"))  # weights that are not in model.safetensors
         eager = parity.eager_runner(network) if network is not None and not mapped else None
         reference = eager or next(iter(runners.values()))
         outputs = parity.compare(reference, runners, shown.batches(told["input"], labels, task))
@@ -69,10 +69,10 @@ def show_self_check(known: Claims, folder: Path) -> None:
     if self_check.KEY not in told:
         if (folder / self_check.FILE).exists():
             known.refuse(self_check.FILE, f"{MANIFEST} has no {self_check.KEY}")
-        return  # else an older kd wrote it
+        return  # else an older kd wrote the export
     size, crop, margin, bits = (told["input"].get(key, 16) for key in ("size", "crop", "margin", "bits"))
     arrays = self_check.read((folder / self_check.FILE).read_bytes())
-    exact = next((name for name in known.graphs if name in arrays), "")  # of the cheapest, float32
+    exact = next((name for name in known.graphs if name in arrays), "")  # of the cheapest graph, float32
     told[self_check.FILE], found, seen = {"pixels": AS_EXPORTED}, dict[str, Any](), dict[str, Any]()
     for name in known.graphs:
         if registry.graphs()[name].code or registry.exporter(name).missing(name, False):
@@ -94,7 +94,7 @@ def show_self_check(known: Claims, folder: Path) -> None:
 
 
 def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict[str, Runner]:
-    """Return the graphs that can be run here; one that fails on a grey image is WRONG."""
+    """Return the graphs that can run here; a graph that fails on a grey image is WRONG."""
     told, found = known.claimed, dict[str, Runner]()
     size = told["input"]["size"]
     for name in known.graphs:
@@ -133,7 +133,7 @@ def _show_counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) 
         found["eager_ms"] = outputs.cpu_ms[EAGER]
         most, exact = _allowed(outputs.outputs[EAGER]), [name for name in found["parity"] if name in EXACT]
         if all(outputs.difference(name) <= most for name in exact):
-            own = told["config.json"]  # another network, or other means, would give other outputs
+            own = told["config.json"]  # another network, mean or std would give other outputs
             pixels = {key: own["pretrained_cfg"][key] for key in ("mean", "std") if key in own["pretrained_cfg"]}
             named = {key: own[key] for key in ("architecture", "model_args") if key in own}
             known.show(IMAGES, {"config.json": {**named, "pretrained_cfg": pixels}})
@@ -147,7 +147,7 @@ def _allowed(logits: torch.Tensor) -> float:
 
 
 def _show_random(known: Claims, eager: Runner, runners: Mapping[str, Runner], outputs: GraphOutputs) -> None:
-    """Compare with PyTorch on images that no supplier knows: noise, dots, blots, other corners."""
+    """Compare with PyTorch on random images: noise, dots, blots, other corners."""
     draw, shape = np.random.default_rng(), (RANDOM // 4, *outputs.first.shape)
     dots = 255 * draw.integers(0, 2, shape)
     blots = draw.integers(0, 256, (*shape[:2], 2, 2)).repeat(-(-shape[2] // 2), 2).repeat(-(-shape[3] // 2), 3)
@@ -176,7 +176,7 @@ def _show_random(known: Claims, eager: Runner, runners: Mapping[str, Runner], ou
 
 
 def _show_scores(known: Claims, outputs: GraphOutputs, task: Task) -> None:
-    """Count again the student's scores, and the calibration, of which the logits of the run are needed."""
+    """Recompute the student's scores and the calibration, which needs the run's logits."""
     told, logits, label = known.claimed["scores"], outputs.outputs[EAGER].double(), outputs.labels
     calibration = known.claimed.get("calibration") or {}
     logits = logits * calibration.get("temperature", 1.0)
@@ -202,7 +202,7 @@ def _show_scores(known: Claims, outputs: GraphOutputs, task: Task) -> None:
 
 
 def _show_promises(known: Claims, outputs: GraphOutputs, task: Task, classes: Sequence[str]) -> None:
-    """Choose thresholds again, and count how well `sure` keeps its promises."""
+    """Choose thresholds again, and measure the errors among sure predictions."""
     told, found = known.claimed["output"], dict[str, Any]()
     if told.get("thresholds"):
         found["thresholds"] = task.thresholds(outputs.outputs[EAGER], outputs.labels, classes)
@@ -217,7 +217,7 @@ def _show_promises(known: Claims, outputs: GraphOutputs, task: Task, classes: Se
 
 
 def _show_speed(known: Claims, folder: Path, outputs: GraphOutputs) -> None:
-    """Time `kd-serve` again, with as many threads as this machine has at most."""
+    """Time `kd-serve` again, with at most this machine's number of threads."""
     told, accepted = known.claimed.get("variants", {}), known.claimed.get("accepted", {"file": "", "found": {}})
     name = accepted["file"] if "ms" in accepted["found"] else ""
     timed = {one: outputs.cpu_ms[one] for one in outputs.outputs if one and (one in told or one == name)}

@@ -1,4 +1,4 @@
-"""The images that the numbers of an export are of, found by the CRC-32 of their files wherever they lie."""
+"""The images behind an export's numbers, found by the CRC-32 of their files in any folder."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kd.deploy.serve.limits import LOCAL, Problem
 from kd.deploy.verify.claims import IMAGES, Claims
 
 Line = tuple[int, int, Sequence[str] | None]
-"""CRC-32 of a file and of its pixels; labels, None: unknown."""
+"""CRC-32 of a file and of its pixels, and labels (None: unknown)."""
 
 
 def lines_of(folder: Path) -> list[Line] | None:
-    """Return the images that an export lists; None: it lists none."""
+    """Return the images in an export's list; None: it has no list."""
     file = folder / parity.IMAGES
     if not file.is_file():
         return None
@@ -40,16 +40,16 @@ def lines_of(folder: Path) -> list[Line] | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The images of an export, as they lie below `--data`."""
+    """The images of an export below `--data`."""
 
     lines: Sequence[Line]
     read: Callable[[int], bytes]  # (CRC-32) -> content
-    folders: Mapping[int, Sequence[str]]  # of the files with a CRC-32
-    total: int  # files below `--data`
+    folders: Mapping[int, Sequence[str]]  # names of the files with a CRC-32
+    total: int  # number of files below `--data`
 
     @staticmethod
     def among(source: str, lines: Sequence[Line], copies: Path) -> Shown:
-        """Find the images that an export lists, wherever they lie."""
+        """Find the listed images of an export below `--data`."""
         try:
             images = find(source, copies)
         except DataError as error:
@@ -63,14 +63,14 @@ class Shown:
                 unread += 1
         there = sum(bool(at[encoded]) for encoded, *_ in lines)
         if there < len(lines):
-            wrong = f"'{source}' holds {there} of the {len(lines)} images that the export's numbers are of"
+            wrong = f"'{source}' holds {there} of the {len(lines)} images behind the export's numbers"
             wrong += f"; files there that cannot be read: {unread}" if unread else ""
             raise DataError("--data", wrong, "All of them, among any others", "Name the run's validation images")
         folders = {one: [f"/{images.names[id].rpartition('/')[0]}" for id in ids] for one, ids in at.items()}
         return Shown(lines, lambda encoded: images.content(at[encoded][0]), folders, len(images.names))
 
     def batches(self, told: Mapping[str, Any], labels: Sequence[str], task: Task) -> Batches:
-        """Yield the images as `kd-serve` decodes them, with the labels that the export has for them."""
+        """Yield the images as `kd-serve` decodes them, with the export's labels."""
         size, crop, margin, bits = told["size"], told["crop"], told.get("margin", 0), told.get("bits", 16)
         for first in range(0, len(self.lines), BATCH):
             crcs, _, names = zip(*self.lines[first : first + BATCH], strict=True)
@@ -86,7 +86,7 @@ class Shown:
             yield np.stack([file.pixels for file in files]), truth, crcs
 
     def show(self, known: Claims, labels: Sequence[str], seen: Sequence[tuple[int, int]]) -> None:
-        """Compare pixels with those that were recorded, labels with the names of folders, and count images."""
+        """Compare pixels with the recorded ones, labels with folder names, and count images."""
         told, count = known.claimed["input"], len(self.lines)
         same = sum(one[1] == pixels for one, (_, pixels) in zip(self.lines, seen, strict=True))
         here, there = versions("pillow")["pillow"], known.claimed["environment"]["packages"]["pillow"]
@@ -112,9 +112,9 @@ class Shown:
             known.show(IMAGES, {"config.json": {"label_names": list(labels)}} if labels else {})
 
     def _against_folders(self, labels: Sequence[str], scored: bool) -> str:
-        """Compare labels with the names of folders; "" where no folder has a class's name, or no image a label.
+        """Compare labels with folder names; "" if no folder has a class's name, or no image has a label.
 
-        Not where the student is `scored` against labels: then an image in such a folder has one.
+        Images without a label are an error if the student is `scored` against labels.
         """
         inside = {crc: {name for one in folders for name in labels if one.endswith(f"/{name}")}
                   for crc, folders in self.folders.items()}  # fmt: skip

@@ -20,11 +20,11 @@ from kd.models.timm_folder import export_files
 from kd.setup.recipe import resolve
 from kd.study.finished import Trust, opened_run, require_files
 
-LIMITS = (2000, 0)  # of images that kd-export compares: its default, all
+LIMITS = (2000, 0)  # numbers of images that kd-export compares: its default, all
 
 
 def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | None) -> None:
-    """Make the receipt again from a run folder, which runs no code without `trust`."""
+    """Make the receipt again from a run folder; without `trust` no code is run."""
     folder, stored = opened_run(path, trust)
     require_files(path, stored.data)
     recipe, told = resolve(stored), known.claimed
@@ -76,7 +76,7 @@ def _show_choice(known: Claims, subject: Subject, vouched: Trust, lines: Sequenc
 
 
 def _lines(subject: Subject, _: object, labels: parity.np.ndarray, crcs: Sequence[int]) -> list[tuple]:
-    """Return CRC-32 and names as `GraphOutputs.write_images` writes them."""
+    """Return CRC-32 and names in the form of `GraphOutputs.write_images`."""
     classes, found = subject.classes if subject.recipe.student.task.logits else (), []
     for crc, label in zip(crcs, labels, strict=True):
         shown = [int(label)] if label.ndim == 0 else [i for i, there in enumerate(label) if there > 0]

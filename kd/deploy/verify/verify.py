@@ -42,16 +42,16 @@ class UnreadableExport(ModelError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
-    """What to verify, on which images."""
+    """Options of kd-verify."""
 
     export: Path = option(metavar="EXPORT", parse=Path)
-    """what kd-export wrote"""
+    """folder written by kd-export"""
     data: str = option("", "IMAGES")
     """folder, list, shards or URL with the images used at the export; others are ignored"""
     run: Path | None = option(None, "RUN", Path)
-    """the run folder that it came from: teacher, data, scores and the choice of the images are compared too"""
+    """its run folder: teacher, data, scores and the choice of images are compared too"""
     strict: bool = option(False)
-    """also fail where something is not checked"""
+    """also fail if a claim is not checked"""
     json: bool = option(False)
     """print JSON"""
     trust: bool = option(False)
@@ -67,15 +67,15 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The chain and the licences that it claims, a table of findings, and the last line."""
+        """The claimed chain and licences, a table of findings, and the last line."""
         stated: list[str] = []
-        with suppress(*DAMAGE):  # there is a row about that
+        with suppress(*DAMAGE):  # a row reports that
             stated = [*chain_lines(self.manifest), "", *licence_lines(self.manifest), ""]
         return [*stated, table([row._asdict() for row in self.rows]), self.line]
 
     @property
     def line(self) -> str:
-        """The last line: how many claims are right, wrong and not checked, and which are not."""
+        """The last line: the numbers of right, wrong and unchecked claims, with the names of the latter two."""
         counts = {verdict: [row.what for row in self.rows if row.verdict == verdict] for verdict in (WRONG, OPEN)}
         right = len(self.rows) - sum(map(len, counts.values()))
         told = [f"{name}: {len(found)}" + (f" ({', '.join(found)})" if found else "")
@@ -83,7 +83,7 @@ class Verdict:
         return "; ".join([f"{RIGHT}: {right}", *told])
 
     def require(self, strict: bool = False) -> None:
-        """Refuse an export that says something wrong; `strict`: or something that was not checked."""
+        """Refuse an export with a wrong claim; `strict`: or with an unchecked one."""
         failed = [row.what for row in self.rows if row.verdict == WRONG or (strict and row.verdict == OPEN)]
         if failed:
             named = "; ".join(failed[:5]) + (f" and {len(failed) - 5} more" if len(failed) > 5 else "")
@@ -96,7 +96,7 @@ def verify(options: VerifyOptions) -> Verdict:
     folder, file = options.export, options.export / MANIFEST
     try:
         manifest = read_json(file, "export", "", kind=UnreadableExport) if file.is_file() else {}
-        if not isinstance(manifest.get("files"), dict):  # a run folder has another manifest.json
+        if not isinstance(manifest.get("files"), dict):  # a run folder has a different manifest.json
             wrong = f"'{folder}' is not an export: {MANIFEST} is missing or describes something else"
             raise UnreadableExport("export", wrong, "", "Name the folder that kd-export wrote")
         known = Claims(dict(manifest))
@@ -119,7 +119,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     readme = folder / "README.md"
     with known.reading("manifest.json"):
         show_manifest(known, manifest, readme.read_text("utf-8", "replace") if whole and readme.is_file() else "")
-    if not whole:  # what has another hash is not read
+    if not whole:  # a file with another hash is not read
         return
     for name in ("config.json", "kd.json"):
         known.claimed[name] = read_json(folder / name, "export", "", kind=UnreadableExport)
@@ -145,7 +145,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
             show_answers(known, folder, shown, task, network, options.trust)
     if options.run is not None:
-        from kd.deploy.verify.run_folder import show_run  # it opens runs
+        from kd.deploy.verify.run_folder import show_run  # imports that open runs
 
         show_run(known, options.run, options.trust, lines)
 
