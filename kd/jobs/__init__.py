@@ -1,1 +1,1 @@
-"""Commands that a user starts: one job a module, from a configuration or a run folder to artifacts."""
+"""The jobs behind commands, one per module: from a configuration or a run folder to artifacts."""

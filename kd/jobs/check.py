@@ -1,6 +1,6 @@
-"""What must be right before a run trains: everything that can be known without weights, and how good its teachers are.
+"""Checks before a run trains: everything known without weights, and the quality of its teachers.
 
-A teacher sees kd's square; its own library may show it the whole photograph, with other outputs.
+A teacher sees kd's square crop; its own library may use the whole photograph, with other outputs.
 """
 
 import os
@@ -24,25 +24,25 @@ from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_tra
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
 from kd.setup.student import build_distillation, student_spec
 
-LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, where `teacher.min_accuracy` is not 0
+LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, unless `teacher.min_accuracy` is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Objects and findings of a check."""
+    """Objects and findings of `check`."""
 
-    data: Data  # the splits, listed
-    teachers: Teachers  # those without a checkpoint have no weights
+    data: Data  # the listed splits
+    teachers: Teachers  # teachers without a checkpoint have no weights
     split: BatchSplit
-    phases: Mapping[str, Recipe]  # the run as "distillation", and the fits that come before it
-    modules: Mapping[str, StudentWithLoss]  # what each of them trains, without weights
-    cache: str  # what the teacher's whole cache takes; "" without one
+    phases: Mapping[str, Recipe]  # the run as "distillation", and the fits before it
+    modules: Mapping[str, StudentWithLoss]  # the trained module of each, without weights
+    cache: str  # size of the teacher's full cache; "" without a cache
 
 
 def check(recipe: Recipe) -> Checked:
     """Check everything that can be known before training, in seconds and without weights.
 
-    Models are built on the meta device: no memory, no weights. Data is really listed, and weights really looked for.
+    Models are built on the meta device: no memory, no weights. Data is listed, and weights are located.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1).
     """
     section, plan = recipe.data, recipe.teacher
@@ -50,19 +50,19 @@ def check(recipe: Recipe) -> Checked:
     if plan.fits and plan.fit.augment is not None:
         train_transform(section.image_size, plan.fit.augment, "teacher.fit.augment")
     for name in recipe.record.trackers:
-        from kd.jobs.progress.trackers import find  # only where some are named
+        from kd.jobs.progress.trackers import find  # only if some are named
 
         find(name)
     data = listed = open_sources(section)
     split = split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.train))
-    if recipe.baseline is not None:  # it learns from labelled images alone
+    if recipe.baseline is not None:  # it trains on labelled images only
         split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.with_labels().train))
     folders = fit_folders(plan, data.fingerprint).items()
     fits = {f"the fit of {where}": fit for where, (fit, target) in folders if not is_fitted(target)}
     phases = {"distillation": recipe, **fits}
     for phase in (*fits.values(), recipe):
         if phase.student.kind == "timm":
-            from kd.models.load_classifier import require_weights  # not for a network of one's own
+            from kd.models.load_classifier import require_weights  # not for an own network
 
             require_weights(student_spec(phase.student, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
@@ -73,7 +73,7 @@ def check(recipe: Recipe) -> Checked:
     }
     cache = ""
     if plan.needed and plan.cache.views and teachers.model is not None:
-        from kd.setup.open_cache import cache_codec, price  # only where outputs are stored
+        from kd.setup.open_cache import cache_codec, price  # only if outputs are stored
 
         codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
         cache = price(plan.cache, codec, len(data.train))
@@ -85,22 +85,22 @@ def check(recipe: Recipe) -> Checked:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Findings on one teacher on validation images."""
+    """Findings on one teacher from validation images."""
 
     where: str  # config path of its section
     text: str
     values: dict[str, float]
-    """`images`. Where it came with a preprocessing: `of_std`, the largest difference from its outputs under
-    that one in standard deviations, and `equal`, the share of equal top classes. Where it has more classes than the
-    data: `kept`, the share of its probability that belongs to the data's."""
+    """`images`. If it has native preprocessing: `of_std`, the largest difference from its native outputs in standard
+    deviations, and `equal`, the share of equal top classes. If it has more classes than the data: `kept`, the
+    probability share of the data's classes."""
 
 
 def compare(plan: TeacherPlan, teachers: Teachers, backend: Backend | None = None) -> list[Compared]:
-    """Compare each teacher with itself under its own preprocessing; not one that this run fits or divides."""
+    """Compare each teacher with itself under its own preprocessing, except fitted and divided teachers."""
     if plan.shard or plan.pipeline:
         return []
     device = torch.device("cpu")
-    if backend is not None and not backend.facts.compiles:  # else it would compile for each batch size
+    if backend is not None and not backend.facts.compiles:  # else it would be compiled for each batch size
         device = backend.device
     members = zip(plan.members, teachers.members, strict=False)
     shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
@@ -114,7 +114,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
     if own is None and not any(isinstance(one, Pick) for one in member.modules()):
         return Compared(where, "", {})
     pictures, ids = readable(shown.source)
-    model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as an evaluation makes it
+    model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as in an evaluation
     kept: list[float] = []
     for pick in (one for one in model.modules() if isinstance(one, Pick)):
         pick.register_forward_pre_hook(
@@ -160,5 +160,5 @@ def _at_home(
 
 
 def _vectors(outputs: Outputs) -> Tensor:
-    """Return one vector an image: logits, or features; the mean of tokens."""
+    """Return one vector per image: logits, else features (the mean of tokens)."""
     return (outputs.main if outputs.main.ndim == 2 else outputs.main.mean(1)).float()

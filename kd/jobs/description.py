@@ -1,4 +1,4 @@
-"""A run in words, before it trains: what `kd-train CONFIG --check` says of data, models, length and memory."""
+"""Describe a run before it trains: the lines of `kd-train CONFIG --check` on data, models, length and memory."""
 
 import logging
 import weakref
@@ -37,7 +37,7 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
 
 
 def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
-    """Return these lines, the last one of memory, and the MiB that are counted for the largest phase."""
+    """Return these lines, ending with memory, and the estimated MiB of the largest phase."""
     checked = check(recipe)
     section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
     teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
@@ -72,7 +72,7 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
 
 
 def _skew(labels: torch.Tensor) -> list[str]:
-    """Say which share of the images the largest classes have, where that is more than twice their own share."""
+    """Report the largest classes' share of the images if it is more than twice their share of the classes."""
     counts = (labels > 0).sum(0) if labels.ndim == 2 else torch.bincount(labels[labels >= 0])
     sizes = counts.sort(descending=True).values
     most = -(-len(sizes) // 5)
@@ -84,7 +84,7 @@ def _skew(labels: torch.Tensor) -> list[str]:
 
 
 def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
-    """Name the classes that validation says nothing about."""
+    """Name the classes without validation images."""
     seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
     missing = [name for label, name in enumerate(classes) if label not in seen]
     if not missing or seen <= {-1}:
@@ -100,7 +100,7 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     if section.store == "views":
         kept = section.views * sizes[0] * 3 * section.image_size**2
         return [f"store     views: {kept / 2**30:.2f} GiB of memory on each rank, once all of them are made"]
-    from kd.data.store import slot_bytes  # only where pixels are stored
+    from kd.data.store import slot_bytes  # only if pixels are stored
     from kd.setup.open_store import keep_rules
 
     most = sum(slot_bytes(rule.most) * size for rule, size in zip(keep_rules(section), sizes, strict=True))
@@ -116,7 +116,7 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
 
 
 def _augmented(fit: Fit, student: Augment) -> list[str]:
-    """Say which random changes of images the fit of a teacher has otherwise than the student."""
+    """Report how the augmentation of a teacher's fit differs from the student's."""
     own = fit.augmented(student)
     pairs = [(one.name, getattr(own, one.name), getattr(student, one.name)) for one in fields(Augment)]
     texts = [f"{key} {value}, the student's {other}" for key, value, other in pairs if value != other]
@@ -135,7 +135,7 @@ def _millions(model: Any) -> str:
 
 
 def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
-    """Report the memory of the largest phase and of the others; `steps`: count the peak of a step, in seconds."""
+    """Report the memory of all phases, the largest first; `steps`: also trace a step's peak, which takes seconds."""
     mib, teachers, phases, num_ranks = {}, checked.teachers, checked.phases, checked.split.world_size
     section = phases["distillation"].teacher
     torchs = [one for one in teachers.members if one.runtime == "torch"]
@@ -150,7 +150,7 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
             told = teachers.model if asked and len(torchs) == len(teachers.members) else None
             try:
                 step = step_bytes(recipe, module, told, split.micro_batch, num_ranks > 1, split.eval_batch)
-            except FAILURES:  # a network whose shapes follow from values
+            except FAILURES:  # a network whose shapes depend on values
                 steps = False
         mib[name] = (held + step) / 2**20
     largest, *rest = sorted(mib.items(), key=lambda pair: -pair[1])
@@ -160,11 +160,11 @@ def _memory(checked: Checked, steps: bool) -> tuple[str, float]:
     return f"memory    {largest[1]:.0f} MiB per rank in {largest[0]}{others}: weights, {what}", largest[1]
 
 
-# ---------------------------------------------------------------------------------------- the memory of a step, counted
+# ---------------------------------------------------------------------------------------- memory of a traced step
 
 
 class Live(TorchDispatchMode):
-    """The bytes of the tensors that are alive, and their peak."""
+    """Counts the bytes of live tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Live(TorchDispatchMode):
         return result
 
     def note(self, tensors: Iterable[Any]) -> None:
-        """Count the tensors among some values that were not counted yet."""
+        """Count tensors that were not counted yet."""
         storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
         for storage in (one for one in storages if one._cdata not in self._alive):
             self._alive.add(storage._cdata)
@@ -204,14 +204,13 @@ def step_bytes(
 ) -> int:
     """Return the peak bytes of a step of `images`, without the weights and with gradients.
 
-    Operators are the CPU's, on tensors that have shapes and no values; weights may be on the meta device. Not counted:
-    what an operator needs inside, and what an allocator keeps. `teacher`: of torch, or None. `reduced`: gradients stay
-    in the buckets of several ranks from step to step. `scored`: images of a batch of an evaluation, which may take more
-    than a step; 0: none.
+    Operators are the CPU's, on fake tensors; weights may be on the meta device. Not counted: workspaces of operators,
+    and an allocator's reserve. `teacher`: a torch teacher or None. `reduced`: gradients stay in DDP's buckets between
+    steps. `scored`: images of an evaluation batch, which may need more memory than a step; 0: no evaluation.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # what cannot be counted is an exception too
+    logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)  # untraceable models raise too
     live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
     size, student = recipe.data.image_size, recipe.student
     half, fused = executed(recipe, recipe.backend.precision, student.attention, distillation.student, trained=True)
@@ -251,7 +250,7 @@ def step_bytes(
 def executed(
     recipe: Recipe, precision: str, attention: str = "auto", model: Any = None, trained: bool = False
 ) -> tuple[bool, bool]:
-    """Return (bfloat16, fused); `auto` as this machine's CPU means it, or a GPU."""
+    """Return (bfloat16, fused); `auto` as on this machine's CPU, or on a GPU."""
     facts = registry.facts("backends", recipe.backend.kind, recipe.backend.options, "backend.kind")
     half = precision == "bf16" or (precision == "auto" and (not facts.cpu or bool(bf16_units())))
     if half and precision == "auto" and facts.cpu and model is not None:
@@ -260,7 +259,7 @@ def executed(
 
 
 def used_bits(used: Counter[int], bits: int) -> list[str]:
-    """Say how many bits images of 16 bits a channel use, where the upper ones of those that are read are zero."""
+    """Report the bits used by images of 16 bits per channel, if their upper bits are zero."""
     lines = []
     for sign, kind in ((1, "grey"), (-1, "colour")):
         counts = {sign * number: count for number, count in used.items() if sign * number > 0}

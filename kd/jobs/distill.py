@@ -1,4 +1,4 @@
-"""One run in its folder: records and scores before step 1, the loop, reports and scores after the last.
+"""One run in its folder: records and scores before step 1, the loop, reports and scores after the last step.
 
 All ranks call these functions. Rank 0 writes.
 """
@@ -32,16 +32,16 @@ from kd.setup.student import load_distillation
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
-    """Train one student in an opened run folder, from where it stands.
+    """Train one student in an opened run folder, from its newest checkpoint.
 
-    Its teachers, their data and the backend are the `setting`; the user sees the `title`. `final`: on which images the
-    best checkpoint is scored at the end: "test" (validation images where there are none), "val", or "": not scored.
+    `setting`: its teachers, their data and the backend; `title`: shown to the user; `final`: images for scoring the
+    best checkpoint at the end: "test" (validation images if there are none), "val", or "" (not scored).
     """
     backend, teachers, scores = setting.backend, setting.teachers, recipe.student.task.scores
     backend.barrier()  # rank 0 has opened the folder
     trackers, record = None, recipe.record
     if backend.rank == 0 and record.trackers:
-        from kd.jobs.progress.trackers import Trackers  # accelerate: only where some are named
+        from kd.jobs.progress.trackers import Trackers  # imports accelerate: only if some are named
 
         trackers = Trackers(record.trackers, record.name, folder.path, record.shown)
     with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
@@ -54,7 +54,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
                 state = train(replace(run, stop=signals.requested))
         observer.evaluate_and_checkpoint(
             title, timed=bool(final) and not record.path.name.startswith(BASELINE)
-        )  # one table a command
+        )  # one table per command
         for line in epilogue(recipe, run, state, teachers.data, folder):
             console.info(f"{title}: {line}")
         scored = evaluate_and_checkpoint(built, folder, final == "test") if final else None
@@ -72,7 +72,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
 
 
 def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
-    """Build the run of an opened folder, record its parts, and report the findings of its set-up."""
+    """Build the run of an opened folder, record its parts, and report the set-up's findings."""
     known = folder.manifest()
     if "teacher_home" not in known:
         compared = compare(recipe.teacher, setting.teachers, setting.backend)
@@ -112,7 +112,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         facts["student_notes"] = list(notes)
     if teacher is not None:
         facts["parameters"]["teacher"] = count_parameters(teacher)
-    if teacher is None or not is_on_meta(teacher):  # where another rank holds the weights, that one compares them
+    if teacher is None or not is_on_meta(teacher):  # if another rank holds the weights, that rank compares them
         facts["teacher"] = teacher.identity()["teacher"] if teacher is not None else None
     if (store := getattr(run.teacher, "store", None)) is not None:
         from kd.files.manifest import MANIFEST, sha256  # only where outputs are stored
@@ -159,7 +159,7 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
     console.info(f"teacher: {column.title} {reached}; student now {column.text(row[column.key])}")
     if several:
         require_teacher("teacher", alone["teacher"], plan, run)
-        for where, member in zip(plan.members, teachers.members, strict=True):  # one may have another order of classes
+        for where, member in zip(plan.members, teachers.members, strict=True):  # one may have its own order of classes
             live = LiveTeacher(member, run.backend.device, inference=run.backend.facts.inference).validation()
             alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.selection_metric}"]
     for where, value in alone.items():
@@ -170,7 +170,7 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
 
 
 def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
-    """Require a teacher to be better than one that guesses."""
+    """Require a teacher to be better than chance."""
     chance, column = run.evaluator.chance, plan.task.scores.own[0]
     least = plan.min_accuracy
     least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
@@ -182,7 +182,7 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Refuse to go on with a run on other data or with another teacher."""
+    """Refuse to resume a run on other data or with another teacher."""
     if key in known and key in facts and known[key] != facts[key]:
         wrong = f"this run was started with another {key} (its content hash differs)"
         allowed = "Data and teacher must be unchanged on resume"
@@ -193,7 +193,7 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
 
 
 def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir) -> list[str]:
-    """Return lines on skipped, abandoned, saved and unreadable work of an ended run."""
+    """Return lines on a finished run: skipped steps, early stopping, reused outputs, memory, undecodable images."""
     known, lines = folder.manifest(), [skipped_text(state.skipped_in_all, state.step)]
     if run.length.gave_up(state):
         best = f"{run.evaluator.selection_metric} {state.best:.4g}"
@@ -204,7 +204,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
     if run.backend.rank == 0 and (store := getattr(run.teacher, "store", None)) is not None:
         count = sum(int(store.whole(view, range(store.num_images)).sum()) for view in range(max(1, run.length.views)))
         found = [at_hand(count, run, state, folder), *([known["at_hand"]] if "at_hand" in known else [])]
-        most = max(found, key=lambda one: one["outputs"])  # the cache may be gone where a run is entered again
+        most = max(found, key=lambda one: one["outputs"])  # the cache may be gone on resume
         folder.record(answers={**known["answers"], "count": count}, at_hand=most)
     broken = unreadable((data.train, data.val), run, known)
     if broken:
@@ -215,7 +215,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
 
 
 def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
-    """Return the number of stored outputs that a run used without computing them, and their cost; None: unknown."""
+    """Return the number of reused stored outputs and their cost (None: unknown)."""
     own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train")) * run.backend.world_size
     outputs = max(0, min(state.images, stored) - round(own))
     each = run.teacher.store.seconds_each() if outputs else 0.0  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, An
 
 
 def memory(zero: bool, run: Run, modes: dict[str, str]) -> str:
-    """Say what sharding and bfloat16 gave back on this rank, in MiB; "" on one rank without."""
+    """Report the memory saved by sharding and bfloat16 on this rank, MiB; "" if not applicable."""
     backend = run.backend
     held = backend.counters()["optimizer_mib"]
     whole = held
@@ -249,10 +249,10 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 
 @torch.no_grad()
 def evaluate_and_checkpoint(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
-    """Score the best checkpoint of a run that has ended and write scored.json; earlier scores are read.
+    """Score the best checkpoint of a finished run and write scored.json; an existing score is read.
 
-    `test`: of the test images, where there are some. The student has the weights of that checkpoint afterwards. Where
-    rank 0, which reads the folder, knows the score, the others return None.
+    `test`: on test images, if there are some. Afterwards the student has that checkpoint's weights. If rank 0 finds the
+    score in the folder, the other ranks return None.
     """
     backend, module = built.run.backend, built.run.distillation
     test = test and built.test is not None
@@ -277,7 +277,7 @@ def evaluate_and_checkpoint(built: Built, folder: RunDir, test: bool = True) -> 
 
 
 def score(built: Built, step: int, evaluations: int, test: bool) -> Scored:
-    """Score the student as it is on the test images, or on the validation images."""
+    """Score the student with its present weights on the test or validation images."""
     evaluator, source = (built.test_evaluator(), built.test) if test else (built.run.evaluator, built.val)
     assert source is not None
     row = evaluator(built.run.distillation.student)

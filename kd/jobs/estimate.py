@@ -1,4 +1,4 @@
-"""Estimates of a run's time and cost, from a few timed steps with random weights; nothing is trained."""
+"""Estimate a run's time and cost from a few timed steps with random weights; nothing is trained."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from kd.setup.modes import Trial, Work, torch_mode
 from kd.setup.recipe import Recipe, fit_folders, is_fitted, resolve
 from kd.setup.student import apply_mode, build_criterion, build_distillation
 
-BUDGET_SECONDS = 3.0  # for timing the steps of a run in turns, after one of each
+BUDGET_SECONDS = 3.0  # seconds for timing a run's steps in turns, after one of each
 CPU_TRIAL, QUICK_MS = 16, 50.0
-"""Images of a trial on a CPU, where all cores are busy with them. Models that take less time are timed with
-a whole micro-batch, as any on an accelerator: what a step takes whatever its size would else count too much."""
+"""Images per trial on a CPU: enough to keep all cores busy. Faster models, and all models on an accelerator, are timed
+with a whole micro-batch; else a step's fixed overhead would count too much."""
 LOADED, LOADED_SECONDS = 16, 1.0
-"""Images that are loaded to time loading, and after how long fewer are enough: their median moves by a few percent."""
+"""Images for timing loading, and seconds after which fewer are enough: their median varies by a few percent."""
 HOPELESS_SECONDS, HOPELESS_RATIO = 0.5, 4.0
-"""A candidate drops out that takes longer than both: on a processor without bfloat16 units one step in it can take as
-long as thirty others."""
+"""A candidate is dropped if it takes longer than both: without bfloat16 units one bf16 step can take as long as thirty
+others."""
 
-TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # counts the images that a teacher predicts
+TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # number of views per image for the teacher
 
-Name = TypeVar("Name", bound=Hashable)  # of a candidate: a text, a number or an execution mode
+Name = TypeVar("Name", bound=Hashable)  # name of a candidate: a text, a number or an execution mode
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A configuration on this machine, to be timed in one process; what can be has random weights."""
+    """A configuration on this machine for timing in one process, with random weights where possible."""
 
     recipe: Recipe
     backend: Backend
@@ -59,13 +59,13 @@ class Bench:
     teachers: Teachers
     live: Teacher
     distillation: StudentWithLoss
-    images: int = CPU_TRIAL  # of a trial
+    images: int = CPU_TRIAL  # images per trial
 
     @classmethod
     def of(cls, recipe: Recipe, data: Data, backend: Backend) -> Bench:
-        """Build teachers and student. Teachers of timm get random weights, the others their own."""
+        """Build teachers and student. Teachers from timm get random weights, others their own."""
         teacher, student = recipe.teacher, recipe.student
-        named = data.required_classes is not None  # else only its weights say how many classes it has
+        named = data.required_classes is not None  # else only its weights have the number of classes
         random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
         teachers = load_teachers(teacher, data, random)
         fresh = replace(student, init="scratch", checkpoint="")
@@ -93,7 +93,7 @@ class Bench:
         return workers_of(self.recipe.data, self.backend)
 
     def planned(self, recipe: Recipe) -> Planned:
-        """Return the sifter's plan of a run: this one, its baseline, or the fit of its teacher."""
+        """Return the length of a run with its sifter: this run, its baseline, or its teacher's fit."""
         data, loop = replace(self.teachers.data, plan=recipe.data), recipe.loop
         split = split_batch(data.plan, 1, len(data.train))
         sifter = sifter_alone(loop, data, split)
@@ -111,23 +111,23 @@ class Bench:
         return length.steps or sum(length.planned(self.planned(recipe).sifter))
 
     def costs(self, ms: Mapping[str, float], teacher: float = 0.0) -> Costs:
-        """Return the cost per image, given the teacher's milliseconds; loading shares a CPU with the step."""
+        """Return the cost per image, given the teacher's milliseconds; on a CPU loading and step share cores."""
         on_cpu, workers = self.backend.facts.cpu, self.workers
         load = ms["load"] / (max(1, workers) if not on_cpu else cores() if workers else 1)
         return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
 
     def asking(self, run: Planned) -> float:
-        """Share of the visits for which the teacher's forward runs: with a cache, once for each view."""
+        """Share of image visits with a teacher forward: with a cache, once per view."""
         teacher, stored = self.recipe.teacher, self.recipe.teacher.cache.views * len(self.teachers.data.train)
         return (min(1.0, stored / run.cost(TEACHER)) if stored else 1.0) if teacher.needed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """How long a run is."""
+    """The length of a run."""
 
     sifter: Sifter
-    images: int  # of an epoch that is not sifted
+    images: int  # steps of an unsifted epoch
     epochs: float
     sifted: float  # of these
 
@@ -137,10 +137,10 @@ class Planned:
 
 
 def measure(bench: Bench) -> dict[str, float]:
-    """Time steps as the run makes them, but for compilers; return the milliseconds of an image by part of the run.
+    """Time the run's steps, without compilers; return milliseconds per image by part of the run.
 
-    `step` and `score` of the student, `teacher`, `fit` of a teacher, `load` in one process; 0: not part of the run, or
-    its images do not exist yet. `small step` and `small load` are those of `data.progressive`.
+    Parts: `step` and `score` of the student, `teacher`, `fit` of a teacher, `load` in one process; 0: not part of the
+    run, or its images do not exist yet. `small step` and `small load` are for `data.progressive`.
     """
     model, plan, size = bench.teachers.model, bench.recipe, bench.recipe.data.progressive.size
     with ExitStack() as stack:
@@ -151,7 +151,7 @@ def measure(bench: Bench) -> dict[str, float]:
         if size:
             work["small step"] = partial(stack.enter_context(bench.trial(size=size)).step, _adamw(bench.distillation))
         if plan.teacher.fits and isinstance(model, Classifier):
-            ce = LossSection(kind="ce", options=registry.default_options("losses", "ce"))  # bce costs as much
+            ce = LossSection(kind="ce", options=registry.default_options("losses", "ce"))  # bce takes the same time
             criterion = build_criterion([ce], [Dims(model.num_classes, 0, 0)], plan.loop.seed)
             task = build_task(TaskSection(kind="single_label"))
             fitted = StudentWithLoss(copy.deepcopy(model), criterion, task).to(bench.backend.device)
@@ -168,7 +168,7 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
     run, load, length, until = bench.planned(recipe), ms["load"], recipe.loop.length, recipe.data.progressive.until
     asking = bench.asking(run) * ms["teacher"]
     mean = {**ms, "step": (1 - until) * ms["step"] + until * ms["small step"]}
-    mean["load"] = (1 - until) * load + until * (ms["small load"] + bench.asking(run) * load)  # whole, for a teacher
+    mean["load"] = (1 - until) * load + until * (ms["small load"] + bench.asking(run) * load)  # teacher: whole views
     distilling = run.cost(bench.costs(mean, asking)) / 1000
     fits = {
         target: bench.planned(fit).cost(bench.costs({**ms, "step": ms["fit"]})) / 1000
@@ -214,7 +214,7 @@ def estimate(bench: Bench, ms: Mapping[str, float]) -> list[str]:
 
 
 def same_cost(cost: float, alone: float, steps: int) -> list[str]:
-    """Return the key with which labels alone take as long as fit and distillation; none where they nearly do."""
+    """Return the key that gives labels alone the time of fit and distillation; nothing if the times are close."""
     if 0.9 * cost <= alone <= 1.1 * cost:
         return []
     key = f"run.baseline_steps={math.ceil(steps * cost / alone)}"
@@ -226,7 +226,7 @@ def _adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def loading_ms(dataset: Dataset) -> float:
-    """Return the milliseconds of loading an image again in this process, of a few; 0.0 where none can be read."""
+    """Return the median milliseconds of loading an image in this process; 0.0 if none can be read."""
     start, times = time.perf_counter(), []
     for id in evenly_spaced(len(dataset), LOADED):
         try:
@@ -235,7 +235,7 @@ def loading_ms(dataset: Dataset) -> float:
             before = time.perf_counter()
             dataset.load(id, 0)
         except CorruptImage:
-            continue  # data.on_corrupt decides where the run reads it
+            continue  # data.on_corrupt decides in the run
         except DataError:  # not rendered or unpacked yet
             return 0.0
         times.append(time.perf_counter() - before)
@@ -247,10 +247,10 @@ def loading_ms(dataset: Dataset) -> float:
 def fastest(
     candidates: Mapping[Name, Work], margin: float, rounds: int = 4, budget_seconds: float = 20.0
 ) -> tuple[Name, dict[Name, float]]:
-    """Return the name of the fastest candidate and the median milliseconds of each, after one run of each.
+    """Time candidates after a warm-up of each; return the name of the fastest and all median milliseconds.
 
-    The candidates run in turns, so that a busy neighbour slows them alike; fewer where the budget is spent. The first
-    one is the plain one; another wins where it is faster by the share `margin` in all rounds but one.
+    The candidates run in turns, so other load slows them alike; rounds end when the budget is spent. The first
+    candidate is the baseline; another wins if it is faster by the share `margin` in all rounds but one.
     """
     names = list(candidates)
     if len(names) == 1:
@@ -258,7 +258,7 @@ def fastest(
     samples: dict[Name, list[float]] = {name: [] for name in names}
     racing = list(names)
     for work in candidates.values():
-        work().sum().item()  # what is set up once is not measured
+        work().sum().item()  # one-time set-up is not measured
     start = time.perf_counter()
     for _ in range(rounds):
         for name in racing:
@@ -272,24 +272,24 @@ def fastest(
 
 
 def clear_winner(rounds: Mapping[Name, Sequence[float]], margin: float) -> Name:
-    """Return which is faster than the first by a share `margin` in all rounds but one, by most; else the first."""
+    """Return the fastest candidate that beats the first by `margin` in all rounds but one; else the first."""
     plain = next(iter(rounds))
     shares = {}
     for name, times in rounds.items():
         shares[name] = sorted(mine / its for mine, its in zip(times, rounds[plain], strict=False))
-        del shares[name][max(2, len(shares[name]) - 1) :]  # a neighbour may have been busy in one
+        del shares[name][max(2, len(shares[name]) - 1) :]  # other load may have disturbed one round
     best = min(shares, key=lambda name: shares[name][-1])
     return best if shares[best][-1] <= 1 - margin else plain
 
 
 def milliseconds(work: Work) -> float:
-    """Return how long a piece of work takes, measured once after a warm-up."""
+    """Return the time of some work, measured once after a warm-up."""
     work().sum().item()
     return 1000 * seconds_of(work)
 
 
 def seconds_of(work: Work) -> float:
-    """Return how long a piece of work takes, with waiting for the device."""
+    """Return the time of some work, including the device sync."""
     before = time.perf_counter()
     work().sum().item()
     return time.perf_counter() - before

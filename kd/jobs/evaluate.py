@@ -1,6 +1,6 @@
 """Evaluate the best student of a run, its teacher and their agreement; audit its data.
 
-An audit lists labels that the teacher doubts, and repeated images that only its predictions find.
+An audit lists labels doubted by the teacher, and repeated images found by its predictions only.
 """
 
 import logging
@@ -31,7 +31,7 @@ from kd.study.audit import lists
 from kd.study.audit.labels import TeacherAnswers, joined, labelled, write_labels, write_repeats
 from kd.study.finished import Trust, opened_run, require_files
 
-READ = 1024  # records of the cache that are read at once: 4 MB of 1,000 classes
+READ = 1024  # cache records read at once: 4 MB for 1,000 classes
 
 log = logging.getLogger("kd")
 
@@ -65,9 +65,9 @@ def evaluate(
 
 
 def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
-    """Run the teacher on all images of a run, write the labels that it doubts into `audit` of its folder, and say so.
+    """Run the teacher on all images of a run and write doubtful labels to the folder's `audit`; return a summary.
 
-    Training images come from the cache first: a mean over their views. Without a cache the teacher runs on all.
+    For training images the cached outputs are used (mean over views); the teacher runs on the rest.
     """
     answering = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
     if recipe.student.task.logits != "softmax" or not answering or not data.labelled:
@@ -93,7 +93,7 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
 
 
 def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
-    """Return the mean of the cached outputs over the views of each image that has one."""
+    """Return the mean of the cached outputs over views, for images that have any."""
     found = []
     for start in range(0, store.num_images, READ):
         ids = range(start, min(start + READ, store.num_images))
@@ -109,7 +109,7 @@ def _stored(store: Store, views: int, source: Source) -> TeacherAnswers:
 
 
 def answers_to(teacher: Any, shown: Views, ids: Sequence[int]) -> TeacherAnswers:
-    """Return a teacher's outputs for those of the images that have a label and can be read."""
+    """Return a teacher's outputs for the images that have a label and can be read."""
     source = shown.source
     device = next((one.device for one in teacher.model.parameters()), torch.device("cpu"))
     batches = batches_of(shown, [id for id in ids if source.label(id) >= 0])

@@ -1,4 +1,4 @@
-"""Fill the teacher's cache ahead of training, or write it as a table for others."""
+"""Fill the teacher's cache ahead of training, or export it as a table."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ from kd.setup.data import loaders
 from kd.setup.open_cache import open_cache
 from kd.setup.recipe import TeacherPlan, resolve
 
-ROWS = 1024  # records that are read at once
+ROWS = 1024  # records read at once
 
 log = logging.getLogger("kd")
 
@@ -37,25 +37,25 @@ class Cached:
     folder: str
     records: int
     missing: int
-    computed: int  # images that the teacher's forward ran on
+    computed: int  # images predicted by the teacher
     seconds: float
 
 
 def cache(settings: Config, export: str = "") -> Cached:
-    """Fill the cache of a configuration, all views; `export`: a .safetensors file for the outputs, by images' names."""
+    """Fill all views of a configuration's cache; `export`: a .safetensors file for the outputs by image name."""
     count = settings.teacher.cache.views
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
     recipe, file = resolve(settings), Path(export).expanduser()
-    if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):  # before minutes are spent on the cache
+    if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):  # refuse before minutes of work
         raise RunError("--export", f"'{export}' cannot be written", "A .safetensors file in a folder that exists", "")
     with opened(recipe, obtain_teachers) as (setting, _):
         backend, data, plan = setting.backend, setting.data, recipe.teacher
         report = choose_teacher(setting, plan)
         if report.line and backend.rank == 0:
             log.info("teacher: %s", report.line)
-        once = replace(data.plan, views=0)  # no view is shown twice here, so that none need be kept in memory
+        once = replace(data.plan, views=0)  # each view is used once here, so none is kept in memory
         loader, _ = loaders(data.views(), once, setting.split, backend, setting.machine.timeout_seconds)
         cached = open_cache(plan, report, setting)
         store, start, before = cached.store, time.perf_counter(), cached.images
@@ -75,13 +75,13 @@ def cache(settings: Config, export: str = "") -> Cached:
 
 
 def _fill(cached: CachedTeacher, view: int, loader: LocalLoader, setting: Setting) -> None:
-    """Compute the missing records of a view, every rank its share, in the shapes of training."""
+    """Compute the missing records of a view, divided over the ranks, in training's batch shapes."""
     backend, store = setting.backend, cached.store
     ids = store.missing(view).tolist()
-    backend.barrier()  # every rank has read the same list before one writes
+    backend.barrier()  # every rank must read the same list before one writes
     if backend.rank == 0:
         log.info("cache: view %d: %d of %d images to compute", view, len(ids), store.num_images)
-    padding = -len(ids) % setting.split.batch_size  # images of weight 0, up to a multiple of the global batch
+    padding = -len(ids) % setting.split.batch_size  # padding with weight 0 to a multiple of the global batch
     weights = torch.cat([torch.ones(len(ids)), torch.zeros(padding)])
     plan = Plan(torch.tensor([*ids, *[0] * padding], dtype=torch.int64), weights)
     for batch in backend.put(cached.lookup(loader.epoch(plan, view))):
@@ -103,7 +103,7 @@ def _require_writable(store: Store) -> None:
         raise RunError(where, f"'{store.folder}' cannot be written ({store.stopped})", "", remedy)
 
 
-# ------------------------------------------------------------------------------------------------ a table for others
+# ------------------------------------------------------------------------------------------------ export as a table
 
 
 def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""`kd-train CONFIG --check`: how long a run takes, and keys that would make it faster."""
+"""`kd-train CONFIG --check`: estimated time, and keys that make the run faster."""
 
 import copy
 import os
@@ -26,26 +26,26 @@ from kd.setup.student import apply_mode
 from kd.study.sifting import sifting_text
 
 FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
-"""What a compiled or exported form costs at each start of a run. Training steps of nine networks compile in 29 to 203 s
-on one busy core (`results/speed/compile_*.csv`); a ViT-S is exported in 9 s, and a session is added."""
+"""Seconds that a compiled or exported form costs at each start. Training steps of nine networks compile in 29 to 203 s
+on one busy core (`results/speed/compile_*.csv`); exporting a ViT-S takes 9 s, plus a session."""
 WORTH = 4.0
-"""Time such a form only if the run's work on it is this many times its start-up cost: it must then save a quarter."""
+"""Time such a form only if the run's work on it is this many times its start-up cost; it pays if it saves a quarter."""
 LATER_MIB = 100
-"""What evaluation, checkpoints, export and report add to first steps (`results/speed/forecast_*.csv`)."""
+"""MiB that evaluation, checkpoints, export and report add to the first steps (`results/speed/forecast_*.csv`)."""
 MARGIN = 0.05
-"""Share of the time that a candidate must save in all turns but one: less is noise of a shared machine."""
+"""Share of the time that a candidate must save in all rounds but one: less is noise on a shared machine."""
 
 
 class Found(NamedTuple):
-    """What a comparison found."""
+    """Results of a comparison."""
 
-    keys: list[str]  # `key: value   # reason` of those that pay
-    failed: list[str]  # what cannot be run here, and why
+    keys: list[str]  # lines `key: value   # reason` for settings that pay
+    failed: list[str]  # modes that cannot run here, and why
     works: tuple[Work, ...] = ()  # (baseline, best); empty if nothing was compared
 
 
 def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> str:
-    """Check a recipe, look for damaged and repeated images, among all if `everything`, and time a few steps."""
+    """Check a recipe, search for damaged and repeated images (all if `everything`), and time a few steps."""
     (checked, counted), data = described(recipe, path, answers=True), open_sources(recipe.data)
     most = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
     lines = [*checked, *scan(data.splits, most, recipe.record.path, everything, data.plan.bits)]
@@ -63,7 +63,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 
 
 def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
-    """Time what keys at `auto` and `off` leave open, and return lines of text."""
+    """Time the alternatives left open by keys at `auto` and `off`; return lines of text."""
     facts, made, run = bench.backend.facts, list[Found](), bench.planned(bench.recipe)
     with ExitStack() as stack:
         if not facts.compiles:
@@ -92,7 +92,7 @@ def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
 
 
 def compare_teachers(bench: Bench, seconds: float) -> Found:
-    """Time the teacher's forward in other modes; `seconds` is what the run gives to it."""
+    """Time the teacher's forward in other modes; `seconds`: its time in the run."""
     section, model, backend = bench.recipe.teacher, bench.teachers.model, bench.backend
     if model is None or model.runtime != "torch" or section.exported(cpu=True):
         return Found([], [])
@@ -110,7 +110,7 @@ def compare_teachers(bench: Bench, seconds: float) -> Found:
 
 
 def compare_students(bench: Bench, seconds: float, stack: ExitStack) -> Found:
-    """Time the student's training step in other modes; `seconds` is what the run gives to it."""
+    """Time the student's training step in other modes; `seconds`: its time in the run."""
     plan, distillation, backend = bench.recipe.student, bench.distillation, bench.backend
     precision = bench.recipe.backend.precision
     rule = torch_mode(precision, plan.attention, False, distillation, backend)
@@ -140,7 +140,7 @@ def compare_threads(most: int, works: Sequence[Work]) -> tuple[int, list[str]]:
 
 
 def stepping(threads: int, works: Sequence[Work]) -> Work:
-    """Return the function that makes a step on `threads` threads."""
+    """Return a function that runs a step on `threads` threads."""
 
     def step() -> torch.Tensor:
         torch.set_num_threads(threads)
@@ -150,7 +150,7 @@ def stepping(threads: int, works: Sequence[Work]) -> Work:
 
 
 def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
-    """Return the candidate that beat the first in two comparisons, with its speed-up in the second; else (first, 1)."""
+    """Return the candidate that won two comparisons, with its speed-up in the second; else (first, 1)."""
     plain, winner = next(iter(candidates)), fastest(candidates, MARGIN)[0]
     if winner == plain:
         return plain, 1.0
@@ -159,7 +159,7 @@ def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
 
 
 def torch_stages(precision: str, attention: str, layers: int) -> list[list[dict[str, Any]]]:
-    """Return what keys at `auto` leave open in torch, one key a stage; `layers` have two attention kernels."""
+    """Return the torch modes left open by keys at `auto`, one stage per key; `layers`: number of attention layers."""
     precisions = [{"precision": one} for one in ("fp32", "bf16") if precision == "auto"]
     kernels = [{"kernel": one} for one in ("unfused", "fused") if attention == "auto" and layers]
     return [stage for stage in (precisions, kernels) if stage]
@@ -182,9 +182,9 @@ def compared(
     seconds: float,
     section: str,
 ) -> Found:
-    """Compare the best mode so far with the changes of each stage in turn, so that each key advised pays by itself.
+    """Compare the best mode so far with each stage's changes in turn, so that each advised key pays by itself.
 
-    `seconds` of the run are this work: a compiled or exported form must save more of them than its start-up costs.
+    `seconds`: this work's time in the run; a compiled or exported form must save more than its start-up cost.
     """
     lines, failed = [], []
     plain = fast = work(best)
@@ -198,7 +198,7 @@ def compared(
                 made = work(mode)
                 costs[mode] = max(cost, seconds_of(made)) if mode.rebuilt else 0.0
                 runs[mode] = made
-            except Exception as error:  # compilers, exporters and runtimes fail in their own ways
+            except Exception as error:  # compilers, exporters and runtimes raise many types
                 failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
         winner, times = twice(runs)
         if winner != best and seconds * (1 - 1 / times) > costs[winner]:

@@ -1,4 +1,4 @@
-"""Watch a run while it goes: timeline, samples of the machine, profiler; in the end, where the time went and why."""
+"""Observe a run: timeline, samples of the machine, profiler; report at the end where the time went and why."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from kd.engine.monitor.system import Monitor
 
 LIVE_SECONDS, LIVE_BYTES = 30.0, 2**17
-"""Seconds between two looks of the rules at a run, and bytes that they read per file: a look takes milliseconds."""
+"""Seconds between two applications of the rules, and bytes read per file: one takes milliseconds."""
 TRACED = "the host hands work over and does not wait for it: only data, wait and the whole are times of the device"
 
 
-_reached: list[float] = []  # until when the tables of this command account for its time (`time.perf_counter`)
+_reached: list[float] = []  # time up to which this command's tables account (`time.perf_counter`)
 
 
 @contextmanager
 def accounted(began: float) -> Iterator[None]:
-    """Let the tables of the runs in this block follow one another without a gap, the first from `began` on."""
+    """Let the time tables of the runs in this block have no gaps, the first beginning at `began`."""
     _reached[:] = [began]
     try:
         yield
@@ -44,30 +44,30 @@ def accounted(began: float) -> Iterator[None]:
 
 
 def clock_of(facts: BackendFacts) -> str:
-    """Return the meaning of the times of spans on a kind of backend. See `Timeline`."""
+    """Return the clock of spans for a kind of backend. See `Timeline`."""
     return "tracing" if facts.compiles else "device" if facts.cuda else "host"
 
 
 class Observer:
-    """The watch over a run, from the opened run folder to the end of the loop. Used as a context."""
+    """Observes a run from the opened run folder to the end of the loop. A context."""
 
     def __init__(self, setting: Setting, loop: LoopPlan, folder: RunDir, logger: Logger) -> None:
         backend = setting.backend
         self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
-        folder.path.mkdir(parents=True, exist_ok=True)  # on a host that does not share it
+        folder.path.mkdir(parents=True, exist_ok=True)  # the host does not share the run folder
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(backend.facts)
         since, profiler = _reached[0] if _reached else time.perf_counter(), None
         self.timeline = Timeline(clock, own, start, backend.communication_ms, since=since)
         if loop.profile and backend.rank == 0:
-            from kd.engine.monitor.profiler import Profiler  # torch.profiler: only where steps are named
+            from kd.engine.monitor.profiler import Profiler  # imports torch.profiler: only if steps are named
 
             profiler = Profiler(loop.profile, folder.path / "profile", backend.facts.cuda, self.timeline.span)
             self.timeline.on_step = profiler.step
         self._profiler = profiler
         self.monitor: Monitor | None = None
         if backend.local_rank == 0:
-            from kd.engine.monitor.system import Monitor, file_name  # one rank of each host samples it
+            from kd.engine.monitor.system import Monitor, file_name  # one rank per host samples it
 
             file = folder.path / file_name(socket.gethostname(), backend.rank)
             self.monitor = Monitor(file, fresh=start == 0)
@@ -112,7 +112,7 @@ class Observer:
         }
 
     def _found(self, timelines: dict[int, list[dict[str, Any]]], live: bool = False) -> list[Finding]:
-        from kd.engine.monitor.evidence import Evidence  # these two once there are steps to judge
+        from kd.engine.monitor.evidence import Evidence  # the next two are set once there are steps to judge
         from kd.engine.monitor.rules import find
 
         assert self._run is not None
@@ -120,7 +120,7 @@ class Observer:
         return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
 
     def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
-        """Report findings, and where the time went if `timed`, after the context. All ranks must call it."""
+        """Report findings, and the table of times if `timed`, after the context. All ranks must call it."""
         self.backend.barrier()  # every rank has written its rows
         if self.backend.rank != 0:
             return
@@ -164,11 +164,11 @@ def line_of(finding: Finding) -> str:
     return f"{finding.rule}: {finding.evidence}. {finding.advice}"
 
 
-SHOWN_SHARE = 0.0005  # of the time: a part below it would be shown as 0.0 %
+SHOWN_SHARE = 0.0005  # share of the time below which a part would be shown as 0.0 %
 
 
 def where_the_time_went(title: str, timeline: Timeline) -> list[str]:
-    """Return the table of a run's time, as lines; empty where it made no step."""
+    """Return the table of a run's time as lines; empty if it made no step."""
     totals, steps = timeline.totals, timeline.made
     total = sum(totals.values())
     if not steps or not total:

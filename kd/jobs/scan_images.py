@@ -1,4 +1,4 @@
-"""Decode images ahead of a run: which are damaged, which repeat, and which kd-serve would refuse."""
+"""Decode images before a run; find damaged, repeated and unservable ones."""
 
 import logging
 import random
@@ -20,9 +20,9 @@ from kd.jobs.description import used_bits
 from kd.study.audit import lists
 from kd.study.audit.copies import Album, copies
 
-LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # how long, and how many images at most, are decoded where not all are
-PROGRESS_SECONDS, NAMED = 10.0, 3  # between two lines of progress; pairs that are named
-DAMAGED, MOST_NAMED = "damaged.txt", 20  # in `audit`; as many damaged images are named on the terminal
+LOOK_SECONDS, MOST_LOOKED = 5.0, 100_000  # seconds, and most images, of a sample
+PROGRESS_SECONDS, NAMED = 10.0, 3  # seconds between two lines of progress; pairs in the output
+DAMAGED, MOST_NAMED = "damaged.txt", 20  # file in `audit`; number of damaged images named on the terminal
 
 log = logging.getLogger("kd")
 
@@ -30,10 +30,10 @@ log = logging.getLogger("kd")
 def scan(
     splits: Mapping[str, Source], max_skipped: float, folder: Path, everything: bool = False, bits: int = 16
 ) -> list[str]:
-    """Decode images, all or for five seconds in random order; say which are damaged, and which repeat.
+    """Decode all images, or a random sample for five seconds; report damaged and repeated ones.
 
-    Of a split the share `max_skipped` may be damaged, as in the run; below 0: none. Damaged images, and pairs in two
-    splits or with two labels, are listed in `audit` of a run folder. Nothing is removed.
+    The share `max_skipped` of a split may be damaged, as in the run; below 0: no image. Damaged images, and pairs in
+    two splits or with two labels, are listed in `audit` of the run folder. Nothing is removed.
     """
     (damaged, album, used, refused), audit = _decoded(splits, everything), folder / lists.FOLDER
     total = sum(map(len, splits.values()))
@@ -70,7 +70,7 @@ def scan(
 def _damaged(
     damaged: Mapping[str, CorruptImage], splits: Mapping[str, Source], max_skipped: float, of: str, file: Path
 ) -> list[str]:
-    """Name the damaged images, all of them in a file for `data.exclude`, and refuse more than the run skips."""
+    """Report damaged images, write them to a file for `data.exclude`, and refuse more than the run may skip."""
     names, first = list(damaged), next(iter(damaged.values()))
     write_text(file, "\n".join(["# Damaged images, for data.exclude.", *map(quoted, names), ""]))
     more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
@@ -90,9 +90,9 @@ def _damaged(
 def _decoded(
     splits: Mapping[str, Source], everything: bool
 ) -> tuple[dict[str, CorruptImage], Album, Counter[int], Counter[str]]:
-    """Decode images; return the damaged ones by split and name, how many use how many bits, and what kd-serve refuses.
+    """Decode images; return damaged ones by split and name, counts of used bits, and counts of kd-serve's refusals.
 
-    Empty where they do not exist yet.
+    Empty if the images do not exist yet.
     """
     names, sources, start = [*splits], [*splits.values()], time.monotonic()
     *starts, total = accumulate(map(len, sources), initial=0)

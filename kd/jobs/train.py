@@ -1,4 +1,4 @@
-"""Teacher, student, baseline, report: the main job; how any job opens its run; the teacher, fitted or found fitted."""
+"""The main job (teacher, student, baseline, report), and opening a run and obtaining its teacher for other jobs."""
 
 import logging
 import time
@@ -26,19 +26,19 @@ from kd.setup.build_teacher import META, Setting, Teachers, load_teachers
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe, Record, TeacherPlan, as_long, fit_folders, flatten, is_fitted, is_free, resolve
 
-POLL = 0.5  # seconds between two looks at the folder
-MINE, FITTED, IN_USE = 0, 1, 2  # what rank 0 found; a number, because it is summed over the ranks
+POLL = 0.5  # seconds between two checks of the folder
+MINE, FITTED, IN_USE = 0, 1, 2  # rank 0's finding; a number, because it is summed over the ranks
 log = logging.getLogger("kd")
 
 
 def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained:
     """Run a configuration: fit the teacher if needed, distill, train the baseline on request, write the report.
 
-    The time of the run begins `before` seconds ago, when its command began. `final`: "val" leaves test images alone.
+    The run's time begins `before` seconds ago, at the start of the command. `final`: "val" does not score test images.
     """
     started = time.perf_counter() - before
     recipe = resolve(settings)
-    checked = check(recipe)  # what can be known now must not be found out after the teacher was fitted
+    checked = check(recipe)  # report errors before the teacher is fitted
     record = recipe.record
     with accounted(started), opened(recipe, obtain_teachers, started, listed=checked.data) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
@@ -50,7 +50,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
                 unaided = replace(setting, teachers=Teachers(None, data))
                 result = replace(result, baseline=distill(alone, unaided, inner, title, final))
         if setting.backend.rank == 0:
-            from kd.study.report.record import record_of  # these two only where a run ends
+            from kd.study.report.record import record_of  # imports for the end of a run
             from kd.study.report.summary import described
 
             path = record.path
@@ -71,15 +71,15 @@ def opened(
     examine: Callable[[Data], None] = lambda data: None,
     listed: Data | None = None,
 ) -> Iterator[tuple[Setting, RunDir]]:
-    """Open the inputs of a job, quick failures first, and the run folder if it is written. All ranks call it.
+    """Open the inputs of a job, quick failures first, and the run folder if it is written. All ranks must call it.
 
     Args:
         recipe: the resolved configuration.
-        obtain: fits or loads its teachers, last of all.
-        started: when the command began, by `time.perf_counter`; None: the run folder is neither written nor held.
-        fill: keep decoded pixels where `data.store` says so; not for a job that reads each image once.
+        obtain: fits or loads its teachers; called last.
+        started: start of the command by `time.perf_counter`; None: the run folder is neither written nor locked.
+        fill: fill `data.store`; False for a job that reads each image once.
         examine: is called with the data before a teacher is loaded; may raise.
-        listed: its splits, where they were listed already.
+        listed: its splits, if they are listed already.
     """
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill, listed)
@@ -95,9 +95,9 @@ def opened(
 
 @contextmanager
 def billed(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterator[None]:
-    """Record how long all starts took since their commands began, which a rented machine costs.
+    """Record the total time of all starts of a command, which a rented machine bills.
 
-    One that was killed counts up to the last row of the machine or of its steps, in its folder or that of its `fits`.
+    A killed start counts up to its last row of machine samples or steps, in its folder or its fits' folders.
     """
     known, now = folder.manifest(), time.perf_counter
     before, began = (float(known.get(key, 0.0)) for key in BILLED)
@@ -114,12 +114,12 @@ def billed(folder: RunDir, started: float, fits: Sequence[Path] = ()) -> Iterato
 
 @contextmanager
 def open_run(record: Record, rank: int) -> Iterator[RunDir]:
-    """Open the folder of a run and close it again; refuse one that holds another run, naming the keys that differ."""
+    """Open the folder of a run for this block; refuse a folder of another run, naming the keys that differ."""
     folder = RunDir(record.path, rank, record.keep)
     try:
         stored, differences = folder.stored_config(), []
-        if stored not in (None, record.yaml):  # parsing takes 0.7 s of a core; a run that waits is here twice a second
-            from kd.study.finished import parse  # only where a folder holds another text
+        if stored not in (None, record.yaml):  # parsing takes 0.7 CPU seconds, and a waiting run is here twice a second
+            from kd.study.finished import parse  # only if the folder has another text
 
             old = flatten(config.to_dict(parse(folder.config_file, stored, trust=True), values=True))
             for key in sorted(old.keys() | record.keys.keys()):
@@ -135,7 +135,7 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
 
 
 def teach(settings: Config, before: float = 0.0) -> list[Path]:
-    """Fit the teachers of a configuration, or find them fitted, and return their folders; `before` as in `train`."""
+    """Fit the teachers of a configuration, or reuse fitted ones; return their folders. `before` as in `train`."""
     if not settings.teacher.fit.length:
         remedy = "Say for how long to fit the teacher, here or by teacher.fit.steps"
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
@@ -148,9 +148,9 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
 
 
 def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
-    """Load the teacher, or all of several; fit first where there is no checkpoint. All ranks must call it."""
+    """Load all teachers; fit those without a checkpoint first. All ranks must call it."""
     if plan.shard or plan.pipeline:
-        backend.check_divided(plan.pipeline)  # before minutes are spent on fitting one
+        backend.check_divided(plan.pipeline)  # refuse before minutes of fitting
     weights: dict[str, str | Path] = {}
     for where, (fit, target) in fit_folders(plan, data.fingerprint).items():
         weights[where] = fit_teacher(fit, target, data, backend)
@@ -160,7 +160,7 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
 
 
 def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> Path:
-    """Fit a teacher on the labels and keep its best epoch; one that was, or is being, fitted elsewhere is reused."""
+    """Fit a teacher on the labels and keep its best epoch; a teacher fitted by another process is reused."""
     with ExitStack() as stack:
         folder = open_fit(stack, recipe.record, target, backend, recipe.backend.timeout_seconds)
         if folder is None:
@@ -173,7 +173,7 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
         data = _own(data, recipe, backend).with_labels()
         distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
         if backend.rank == 0:
-            from kd.deploy.export.package import write_folder  # these three only where a teacher was fitted
+            from kd.deploy.export.package import write_folder  # imports needed only after a fit
             from kd.models.timm_folder import export_files
             from kd.setup.student import best_student
 
@@ -186,12 +186,12 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
 
 
 def _own(data: Data, recipe: Recipe, backend: Backend) -> Data:
-    """Return the data under the plan of a fit: its own seed, batch size, views and augmentation."""
+    """Return the data for a fit, with its own seed, batch size, views and augmentation."""
     own = replace(data, plan=recipe.data)
     if data.stored is not None:
         from kd.setup.open_store import keep_rules  # only where pixels are stored
 
-        if keep_rules(own.plan) != keep_rules(data.plan):  # of another crop the store keeps other pixels
+        if keep_rules(own.plan) != keep_rules(data.plan):  # with another crop the store has other pixels
             return open_data(replace(own.plan, folder=data.plan.folder), backend, listed=replace(own, stored=None))
     return own
 
@@ -199,8 +199,7 @@ def _own(data: Data, recipe: Recipe, backend: Backend) -> Data:
 def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, timeout_seconds: float) -> RunDir | None:
     """Open the run folder of a fit until `stack` ends; None if the teacher is fitted. All ranks must call it.
 
-    While another process holds the folder, wait for it. Ranks look together, so that no collective runs into its
-    deadline meanwhile.
+    While another process has locked the folder, wait. Ranks check together, so that no collective times out.
     """
     seen, since, waiting = "", time.monotonic(), False
     while True:
@@ -208,7 +207,7 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
         if backend.rank == 0 and not is_fitted(target):
             try:
                 folder = stack.enter_context(open_run(record, 0))
-                outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first look
+                outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first check
             except FolderInUse as error:
                 outcome, holder = IN_USE, str(error.wrong)
         mine = float(outcome if backend.rank == 0 else 0)
@@ -231,14 +230,14 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
 
 
 def _content(path: Path) -> str:
-    """Return sizes and times of what lies in a run folder: it changes while the run makes progress."""
+    """Return sizes and times of a run folder's files: they change while the run makes progress."""
     found = []
     for file in sorted([*path.glob("*"), *path.glob("checkpoints/*")]):
         try:
             state = file.stat()
-        except OSError:  # removed since it was listed
+        except OSError:  # removed since the listing
             continue
-        # a look at the lock changes its time, and the monitor goes on where the run is stuck
+        # checking the lock changes its time, and the monitor continues in a hanging run
         if file.name != ".lock" and not file.name.startswith("monitor_"):
             found.append(f"{file.name} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(found)

@@ -234,7 +234,7 @@ class LoadedGraph(Description):
         kd-serve; images and arrays may differ slightly, because a large JPEG was not decoded at reduced size.
 
         Raises:
-            BadImage: a picture cannot be read; with `on_error="none"` the result is None.
+            BadImage: a picture cannot be read; with `on_error="none"` None is returned.
         """
         if on_error not in ("raise", "none"):
             raise ConfigError("on_error", f"it is {on_error!r}", "raise or none", "Choose one of them")

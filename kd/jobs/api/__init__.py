@@ -51,7 +51,7 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
         The run: its folder, the metrics of its best checkpoint, its report.
 
     Raises:
-        KdError: anything that the user can repair, in one line.
+        KdError: anything that the user can fix, in one line.
     """
     values = config.to_dict(settings) if isinstance(settings, Config) else settings
     return Result.of(train_job(config.load(values, overrides)))
@@ -77,10 +77,10 @@ def distill(
     labels: str = "all",
     folder: str | Path | None = None,
 ) -> Distilled:
-    """Distill any module into any module on any map-style dataset.
+    """Distill any module into any other on a map-style dataset.
 
-    Both models get the very images that the dataset returns; normalization is the caller's. A model returns its logits
-    [B, C] as a tensor, as the first of a tuple, or in an object with `.logits` or `.pooler_output`.
+    Both models get the dataset's images unchanged; the caller normalizes. A model returns logits [B, C] as a tensor, as
+    the first item of a tuple, or in an object with `.logits` or `.pooler_output`.
 
     Args:
         teacher: maps images [B, ...] to logits; a frozen copy is used. Several: their probabilities are averaged.
@@ -134,7 +134,7 @@ def distill(
             console.info(line)
         if run.average is not None:
             run.average.apply()
-        world.barrier()  # rank 0 has written its rows
+        world.barrier()  # wait until rank 0 has written its rows
         rows = sink.rows() if isinstance(sink, RunDir) else sink.rows
     metrics = [row for row in rows if row["kind"] == "val"][-1]
     data = sink.manifest()["data"] if isinstance(sink, RunDir) and world.rank == 0 else ""
@@ -149,7 +149,7 @@ def _opened(record: Record, folder: str | Path | None, rank: int) -> AbstractCon
 def _run(
     recipe: Recipe, arguments: Arguments, image: Tensor, world: Backend, sink: Memory | RunDir, console: Console
 ) -> tuple[Run, list[str]]:
-    """Put a run together, and return it with the names of the classes; an `image` tells how many there are."""
+    """Assemble a run and return it with the class names; a forward of `image` gives their number."""
     models = [LogitsModel(module, where) for where, module in arguments.models.items()]
     classes = arguments.classes(count_classes(models, image, world.device))
     section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(classes)
@@ -180,7 +180,7 @@ def _run(
         facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
         for key in facts:
             require_same(key, sink.manifest(), facts)
-        world.barrier()  # every rank has read the manifest before it is written
+        world.barrier()  # wait until every rank has read the manifest
         sink.record(
             **facts,
             images=len(train),

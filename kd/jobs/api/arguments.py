@@ -1,4 +1,4 @@
-"""What `kd.distill` is called with: checked before anything runs, and refused by its own names."""
+"""Check the arguments of `kd.distill` before anything runs; errors use their names."""
 
 import hashlib
 import re
@@ -29,12 +29,12 @@ OWN_WORDS = (
     (r"\b(losses\[\d*\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
     (r"\blabels=(\w+)", r"labels='\1'"),
 )
-"""From the keys of a configuration to the arguments of `kd.distill`."""
+"""Maps configuration keys to arguments of `kd.distill`."""
 
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """Let errors name the arguments of `kd.distill` in the place of configuration keys."""
+    """Let errors in this block name arguments of `kd.distill` instead of configuration keys."""
     try:
         yield
     except KdError as error:
@@ -52,7 +52,7 @@ def _renamed(error: KdError) -> KdError:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of `distill` that are objects, or may be."""
+    """The arguments of `distill` that may be objects."""
 
     teachers: Sequence[nn.Module]
     student: nn.Module
@@ -84,7 +84,7 @@ class Arguments:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """Student and teachers by the name of their argument."""
+        """Student and teachers by argument name."""
         several = len(self.teachers) > 1
         named = {f"teacher[{i}]" if several else "teacher": one for i, one in enumerate(self.teachers)}
         return {"student": self.student, **named}
@@ -92,7 +92,7 @@ class Arguments:
     def recipe(self, image: Tensor, batch_size: int, **sections: Mapping[str, Any]) -> Recipe:
         """Check the arguments, and keys of `run`, `optimizer` and `backend`, with the schema of a configuration."""
         losses: Any = self.losses
-        if isinstance(losses, Criterion):  # a loss of kd that reads logits as it does
+        if isinstance(losses, Criterion):  # one of kd's losses that reads logits in the same way
             losses = "binary_kl" if any(term.facts.logits == "sigmoid" for term in losses.all) else "kl"
         terms = losses if isinstance(losses, Sequence) and not isinstance(losses, str) else [losses]
         sets, sifter = self.labels == "sets", self.sifter
@@ -116,14 +116,14 @@ class Arguments:
         return resolve(settings)
 
     def classes(self, count: int) -> list[str]:
-        """Return `count` names of classes: those that the training data has, or numbered ones."""
+        """Return `count` class names: the training data's, or numbered ones."""
         items = self.train.dataset if isinstance(self.train, DataLoader) else self.train
         names = getattr(items, "classes", ())
         named = isinstance(names, Collection) and len(names) == count
         return [str(name) for name in names] if named else [f"class_{number}" for number in range(count)]
 
     def fingerprint(self) -> str:
-        """Return a hash of the data of both splits, as far as items have names or paths."""
+        """Return a hash of both splits' data, as far as items have names or paths."""
         hashes = [
             f"loader {len(items.dataset)}"  # type: ignore[arg-type]
             if isinstance(items, DataLoader)
@@ -133,7 +133,7 @@ class Arguments:
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
-        """Return the loader of a split, and how many images it brings."""
+        """Return the loader of a split and its number of images."""
         items = getattr(self, where)
         if not isinstance(items, DataLoader):
             dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
@@ -154,19 +154,19 @@ class Arguments:
 
 
 def batch_of(items: Any, otherwise: int) -> int:
-    """Return the batch size of a DataLoader, or `otherwise` of a dataset."""
+    """Return the batch size of a DataLoader; `otherwise` for a dataset."""
     own = getattr(items, "batch_size", None) or getattr(getattr(items, "batch_sampler", None), "batch_size", None)
     return own if own and isinstance(items, DataLoader) else otherwise
 
 
 def drawn(items: Any) -> int:
-    """Return how many images a DataLoader draws in an epoch; its sampler decides."""
+    """Return the number of images per epoch of a DataLoader, from its sampler."""
     sampler = getattr(items.batch_sampler, "sampler", items.sampler)
     return len(sampler if hasattr(sampler, "__len__") else items.dataset)
 
 
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
-    """Return the class of every training item; `targets`, where a dataset has them, spare reading the images."""
+    """Return the class of every training item, from the dataset's `targets` if it has them, else by reading items."""
     labels = Labels("train", kind, num_classes)
     if isinstance(items, DataLoader):
         batches = ((f"batch {number}", batch) for number, batch in enumerate(items))
@@ -179,7 +179,7 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
 
 
 def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:
-    """Run all models, the student first, on one image, and return the number of their classes."""
+    """Run all models, the student first, on one image; return their number of classes."""
     image, found = image[None].to(device), {}
     for one in models:
         training = one.training
@@ -188,7 +188,7 @@ def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.de
                 shape = one.to(device).eval()(image).logits.shape
         except KdError:
             raise
-        except Exception as error:  # any error of a foreign module
+        except Exception as error:  # a foreign module may raise anything
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
             wrong = f"fails on an image of train, {pixels}: {named(error)}"
             remedy = "Resize in the transform, or in the module"
@@ -207,7 +207,7 @@ def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.de
 
 
 def _section(value: Any) -> Any:
-    """Return the section of a part that is named alone, such as "kl"."""
+    """Return the section of a part given only by name, such as "kl"."""
     return {"kind": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else value
 
 

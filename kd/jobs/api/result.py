@@ -1,4 +1,4 @@
-"""What `kd.train` and `kd.distill` return: the scores, the student, and its way into an export."""
+"""Results of `kd.train` and `kd.distill`: scores, the student, and its export."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from kd.study.report.summary import samples_of
 if TYPE_CHECKING:
     from kd.deploy.export.export import WrittenExport
 
-BATCH = 16  # images of a forward: a batch of the comparison of graphs
+BATCH = 16  # batch size for comparing graphs
 OFF = 0.05
-"""How far a pixel may lie from a whole grey level; 8-bit pixels that were normalized in float32 stay within 1e-4."""
+"""Largest distance of a pixel from a whole grey level; 8-bit pixels normalized in float32 stay within 1e-4."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,7 +48,7 @@ class Result(Trained):
         return cls(**{**values_of(trained), "baseline": baseline})
 
     def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
-        """Export the best student, as `kd-export` does; the code that the run names is run.
+        """Export the best student like `kd-export`; code named by the run is executed.
 
         `target` None: `export` in the run folder. `options`: fields of `kd.deploy.export.flags`, such as `int8=True`.
         """
@@ -58,7 +58,7 @@ class Result(Trained):
 
     @property
     def student(self) -> nn.Module:
-        """The best student, loaded from the run folder; the code that the run names is run."""
+        """The best student, loaded from the run folder; code named by the run is executed."""
         folder, stored = opened_run(self.folder, trust=True)
         plan = resolve(stored)
         return best_student(folder, plan.student, plan.data, folder.manifest()["classes"])[0]
@@ -76,17 +76,17 @@ class Result(Trained):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
-    """What `distill` returns."""
+    """Results of `distill`."""
 
-    student: nn.Module  # the module that was passed in, trained in place; with `ema` it holds the averaged weights
+    student: nn.Module  # the passed module, trained in place; with `ema` it has the averaged weights
     metrics: dict[str, float]  # the last validation row
-    rows: list[dict[str, Any]]  # every row of metrics, oldest first; training rows say where the time went
+    rows: list[dict[str, Any]]  # every row of metrics, oldest first; training rows include the timing
     state: State
-    folder: Path | None  # where checkpoints and metrics were written; None: nowhere
+    folder: Path | None  # folder of checkpoints and metrics; None: not written
     arguments: Arguments
     recipe: Recipe
-    classes: Sequence[str]  # names that the training data has, or class_0, class_1, ...
-    data: str  # a hash of the data; "": not known
+    classes: Sequence[str]  # the training data's class names, or class_0, class_1, ...
+    data: str  # a hash of the data; "": unknown
 
     def export(
         self,
@@ -98,18 +98,18 @@ class Distilled:
     ) -> WrittenExport:
         """Export the student as `kd-export` does: weights, graphs for `kd-serve` and `kd-predict`, model card.
 
-        The graph takes 8-bit pixels and normalizes them. Each graph is compared with PyTorch on images of `val`, whose
-        pixels are brought back to 8 bits with `mean` and `std`, and refused if its outputs change.
+        The graph takes 8-bit pixels and normalizes them. Each graph is compared with PyTorch on images of `val`,
+        converted back to 8 bits with `mean` and `std`; it is refused if its outputs differ.
 
         Args:
             folder: the new folder; an earlier export there is replaced.
-            mean: of each channel, for pixels in 0..1, as the transform of `val` normalizes.
-            std: standard deviation of each channel, likewise.
+            mean: per channel, for pixels in 0..1, as in the transform of `val`.
+            std: standard deviation per channel, likewise.
             classes: names in the order of the logits; empty: the `classes` of the training dataset, or numbered.
             options: fields of `kd.deploy.export.flags.ExportOptions` by their own names, such as `int8=True`.
 
         Raises:
-            ConfigError: images that are no square RGB pixels, or were normalized otherwise.
+            ConfigError: images that are not square RGB pixels, or have another normalization.
             ModelError: a graph's outputs differ from PyTorch's.
             RunError: something else lies at `folder`, or the disk is full.
         """
@@ -161,15 +161,15 @@ class Pixels:
     def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
 
-        Those of a dataset are evenly spaced, those of a DataLoader its first ones. `training`: training images instead,
-        as near as 8 bits and the size of the others come to what their augmentation made.
+        A dataset's are evenly spaced, a DataLoader's are its first ones. `training`: training images instead,
+        augmented, then rounded to 8 bits and cropped to the size of the others.
         """
         if not training:
             for image, label in self._read(self.arguments.val, "val", limit):
                 yield self.levels(image), label
             return
         size = next(self.batches(1))[0].shape[-1]
-        for image, label in self._read(self.arguments.train, "train", limit):  # augmented: between grey levels, cropped
+        for image, label in self._read(self.arguments.train, "train", limit):  # augmented: not on grey levels
             yield resized(self._scaled(image).clamp(0, 255), size).round().to(torch.uint8).numpy(), label
 
     def _read(self, items: Any, split: str, limit: int) -> Iterator[tuple[Tensor, np.ndarray]]:
@@ -186,7 +186,7 @@ class Pixels:
             yield batch.image, batch.label.numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
-        """Return normalized images [B, 3, S, S] as uint8; refuse those that were normalized by another mean and std."""
+        """Return normalized images [B, 3, S, S] as uint8; refuse another normalization than by `mean` and `std`."""
         if image.ndim != 4 or image.shape[1] != 3 or image.shape[2] != image.shape[3] or not image.is_floating_point():
             pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape[1:])}"
             remedy = "Write your own export with torch.onnx"

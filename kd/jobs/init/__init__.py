@@ -1,1 +1,1 @@
-"""`kd init FOLDER`: look at a folder of images and at this machine, and write the configuration of a first run."""
+"""`kd init FOLDER`: inspect a folder of images and this machine, and write the configuration of a first run."""

@@ -11,9 +11,9 @@ from kd.core.errors import CorruptImage, DataError
 from kd.parts import registry
 from kd.setup.data import Data, DataPlan, open_sources
 
-SAMPLE, SECONDS = 200, 2.5  # images that are decoded at most, and for how long: ten seconds in all
-ANY = "imagefolder"  # recognizes any folder, so it is asked last
-Keys = dict[str, Any]  # of a section, `kind` first
+SAMPLE, SECONDS = 200, 2.5  # most images and seconds for decoding a sample: ten seconds in all
+ANY = "imagefolder"  # accepts any folder, so it is tried last
+Keys = dict[str, Any]  # keys of a section, `kind` first
 
 
 class Folder(NamedTuple):
@@ -23,11 +23,11 @@ class Folder(NamedTuple):
     labels: str  # `data.labels`
     why: str  # images have no labels
     data: Data
-    counts: list[int]  # training images of each class; empty without labels
-    side: int  # the median of the shorter sides of `sampled` images that were decoded, pixels
+    counts: list[int]  # number of training images per class; empty without labels
+    side: int  # median shorter side of the `sampled` images, pixels
     sampled: int
-    damaged: int  # images of the sample that cannot be decoded
-    bits: int  # that the sampled images of 16 bits a channel use; 0: there are none
+    damaged: int  # undecodable images in the sample
+    bits: int  # bits used by sampled images of 16 bits per channel; 0: no such images
     endings: str
 
     @property
@@ -56,7 +56,7 @@ def look(folder: Path) -> Folder:
 
 
 def _recognized(folder: Path) -> Keys:
-    """Return the keys of the kind of data that knows the layout; any folder may be one of class folders."""
+    """Return the keys of the kind of data that recognizes the folder, by default class folders."""
     for kind in sorted(registry.names("datasets"), key=lambda name: name == ANY):
         recognizes = getattr(registry.find("datasets", kind, "FOLDER"), "recognizes", None)
         if recognizes is not None and (keys := recognizes(folder)) is not None:
@@ -65,7 +65,7 @@ def _recognized(folder: Path) -> Keys:
 
 
 def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
-    """Open the splits, without labels where there are no two class folders; return `data.labels`, why, and the data."""
+    """Open the splits, unlabelled if there are fewer than two classes; return `data.labels`, the reason, the data."""
     options = registry.default_options("datasets", kind, **keys)
     try:
         data = open_sources(DataPlan(kind=kind, options=options))

@@ -1,4 +1,4 @@
-"""Write the configuration of a first run: keys with the facts of folder and machine that chose them."""
+"""Write the configuration of a first run, with a comment on each choice."""
 
 import json
 import logging
@@ -19,24 +19,24 @@ SIZES = (64, 96, 128, 160, 192, 224)
 """Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
 where the teacher has random weights too, as in docs/tutorial.md."""
 VIEWS, GPU_VIEWS, TUNING, FITTING = 100_000, 1_000_000, 35_000, 20_000
-"""Images that a run shows, on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s) and with a GPU; to a student of
-pretrained weights (configs/grocery.yaml: 34,000); that fit a teacher of such (configs/few_labels.yaml: 19,200)."""
+"""Image visits per run: on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s), with a GPU, for a student with pretrained
+weights (configs/grocery.yaml: 34,000), and for fitting a pretrained teacher (configs/few_labels.yaml: 19,200)."""
 TEACHER_SIDE = 128
-"""Least side of the images of a teacher with pretrained weights, which enlarges smaller ones itself: fitted on 1,000
-pictures of 32 px, EfficientNet-Lite0 was right on 69.9 % of 1,000 others at 64 px and on 77.0 % at 128."""
+"""Smallest input side of a pretrained teacher, which enlarges smaller images itself: fitted on 1,000 pictures of 32 px,
+EfficientNet-Lite0 reached 69.9 % on 1,000 others at 64 px and 77.0 % at 128."""
 SHOWN = 5
-"""Times that a view with a stored output is shown: of 1,142 photographs for 300 epochs a student learned 45.4 % from 8
-views, each shown 37 times, and 51.2 % from 60. On CIFAR-10 12 times were not worse (benchmarks/LOG.md)."""
+"""Repetitions of a cached view: on 1,142 photographs for 300 epochs a student reached 45.4 % with 8 views, each shown
+37 times, and 51.2 % with 60 views. On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
-"""Learning rate and `head_lr_scale` of pretrained weights: convolutions (configs/few_labels.yaml), transformers."""
+"""Learning rate and `head_lr_scale` for pretrained weights of CNNs (configs/few_labels.yaml) and transformers."""
 log = logging.getLogger("kd")
-RAM_SHARE = 0.3  # of the free memory that decoded images may take
+RAM_SHARE = 0.3  # largest share of the free memory for decoded images
 
 
 def init(
     folder: Path, to: Path | None, teacher_weights: str, student_weights: str, ms: float | None, mb: float | None
 ) -> tuple[Path, list[str]]:
-    """Look, choose and write; return the file and the commands that follow."""
+    """Inspect, choose and write; return the file and the next commands."""
     file = to or Path(re.sub(r"[^\w.-]+", "_", folder.resolve().name or "images") + ".yaml")
     if file.exists() or not os.access(file.parent, os.W_OK):
         wrong = f"'{file}' exists" if file.exists() else f"'{file.parent}' is no folder that can be written to"
@@ -57,9 +57,9 @@ def init(
     size = min(224 if gpu else 128 if teacher else 64, found.side)
     size = max(side for side in SIZES if side <= max(size, SIZES[0]))
     bare = teacher is not None and teacher.role == "features" and found.labels == "none"
-    classes = () if bare else found.data.classes or ("a", "b")  # or the teacher's
+    classes = () if bare else found.data.classes or ("a", "b")  # or the teacher's names
     student = _tuned(student_weights, size) if student_weights else find_student(size, classes, ms, mb)
-    head = f"# Written by `kd init {folder}`: keys and the facts that chose them; behind # choices that it cannot make"
+    head = f"# Written by `kd init {folder}`: keys with the reason for each choice; lines behind # are choices for you"
     try:
         with open(file, "x", encoding="utf-8") as opened:
             opened.write("\n".join([head, *_lines(found, teacher, size, gpu, *student), ""]))
@@ -135,7 +135,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
 
 
 def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, size: int) -> list[str]:
-    """Return the section: weights that are here and what fits them to the labels, or a network from random weights."""
+    """Return the teacher's section: local weights and the keys that fit them to the labels, or random weights."""
     count, val, fitted = len(found.data.train), len(found.data.val), max(5, epochs // 2)
     if teacher is None:
         keys = {
@@ -160,14 +160,14 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
 
 
 def _tuned(weights: str, size: int) -> tuple[Keys, str]:
-    """Return keys of a student with pretrained weights, and why; `--accept` decides whether it is small enough."""
+    """Return keys of a student with pretrained weights, and the reason; `--accept` checks its size."""
     keys, why = named("--student", weights)
     head, shape = RATES[takes_any_size(keys["model"])][1], _sized(takes_any_size(keys["model"]), size)
     return {**keys, "init": "pretrained", **shape, "tuning": {"head_lr_scale": head}}, why or "named by --student"
 
 
 def _sized(any_size: bool, side: int) -> Keys:
-    """Return what keeps a network from enlarging the images to the size of its weights, as only some can."""
+    """Return arguments that keep a network at the images' size instead of its weights' size, if it supports them."""
     return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}} if any_size and side < 224 else {}
 
 

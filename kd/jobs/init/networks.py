@@ -1,4 +1,4 @@
-"""Which teacher and which student a first run has: pretrained weights that are here, students that were measured."""
+"""Choose the teacher and the student of a first run: local pretrained weights, measured students."""
 
 import logging
 from collections.abc import Sequence
@@ -18,31 +18,31 @@ from kd.models.timm_folder import cached, folder_classes, takes_any_size
 from kd.study.sweeps.frontier import timed
 
 WHERE = "--teacher"
-LARGEST_MB = 120  # of weights that are taken unasked where there is no GPU: a ViT-S has 88, a ViT-B 346
+LARGEST_MB = 120  # largest MB of weights chosen by default without a GPU: a ViT-S has 88, a ViT-B 346
 STUDENTS: dict[str, dict[str, Any]] = {
     "xcit_nano_12_p8_224": {"embed_dim": 64, "depth": 6, "num_heads": 4},
     "repvit_m0_9": {"embed_dim": [24, 48, 96, 192], "depth": [1, 1, 4, 1]},
     "mobilenetv4_conv_small_050": {},
     "lcnet_050": {},
 }
-"""Students of docs/guide.md, "How small may the student be?", the most accurate first: one of each kind and cost."""
-COARSE = 96  # images from this side on are cut into patches of 16 px instead of 8: a quarter of the cost
-SERVING_MS = 1.0  # what kd-serve adds to the graph's time: a small JPEG is decoded, and HTTP
+"""Students from docs/guide.md, "How small may the student be?", most accurate first: one per kind and cost."""
+COARSE = 96  # images of at least this side get patches of 16 px instead of 8, at a quarter of the cost
+SERVING_MS = 1.0  # milliseconds that kd-serve adds: decoding a small JPEG, and HTTP
 
 log = logging.getLogger("kd")
 
 
 class Teacher(NamedTuple):
-    """Which teacher, and why."""
+    """The chosen teacher and the reason."""
 
     keys: dict[str, Any]  # of the section
-    why: str  # the fact that chose them
-    role: str  # what the student learns: its "logits", its "features", or, after a fit to the labels, "fit"
-    any_size: bool = False  # it takes images of any size as they are, as convolutions do
+    why: str  # the reason for the choice
+    role: str  # what the student learns from: "logits", "features", or "fit" (logits after a fit to the labels)
+    any_size: bool = False  # it accepts images of any size, as CNNs do
 
 
 def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None:
-    """Return the teacher that a text names, else the largest that is here; without `classes` none is fitted."""
+    """Return the named teacher, else the largest local one; without `classes` no teacher can be fitted."""
     here, why = cached(), f"named by {WHERE}"
     if not text:
         sizes = {name: file.stat().st_size / 1e6 for name, file in here.items()}
@@ -77,7 +77,7 @@ def named(where: str, text: str) -> tuple[dict[str, Any], str]:
 
 
 def find_student(size: int, classes: Sequence[str], ms: float | None, mb: float | None) -> tuple[dict[str, Any], str]:
-    """Return keys of `student` and why: the first of the list within `ms` and `mb`, timed here with random weights."""
+    """Return keys of `student` and the reason: the first in the list within `ms` and `mb`, timed here."""
     misses = []
     for name, args in STUDENTS.items():
         name = name.replace("_p8_", "_p16_") if size >= COARSE else name

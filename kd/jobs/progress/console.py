@@ -18,7 +18,7 @@ from kd.core.types import State
 if TYPE_CHECKING:
     from kd.jobs.progress.trackers import Trackers
 
-ASKING = 0.05  # share of the images that a teacher predicts, by which rows of filling a cache differ from others
+ASKING = 0.05  # share of teacher-predicted images above which a row belongs to filling the cache
 
 
 class Console:
@@ -29,15 +29,15 @@ class Console:
     ) -> None:
         """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every key of a row is shown."""
         self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
-        # The shell of a notebook is a terminal whose control codes would all be kept in the notebook.
+        # A notebook's shell is a terminal, but the notebook would keep all control codes.
         terminal = False if "JPY_PARENT_PID" in os.environ else None
         self._console = RichConsole(highlight=False, soft_wrap=True, force_terminal=terminal, force_jupyter=False)
         self._bar: Progress | None = None
         self._brief = ""
         self._last_row: Mapping[str, float] = {}
         self._progress = 0.0
-        self._began: int | None = None  # the epoch in which this start began
-        self._since, self._row = State(), State()  # where steps became as fast as they are; the last row
+        self._began: int | None = None  # epoch at the start of this process
+        self._since, self._row = State(), State()  # state at which steps reached their speed; the last row
         self._step_seconds, self._asking = 0.0, 0.0
         self._clock, self._evaluated, self._evaluation = time.monotonic(), 0, 0.0
 
@@ -119,9 +119,9 @@ class Console:
         return text
 
     def _time(self, state: State, values: Mapping[str, float]) -> None:
-        """Note how long a step takes: a mean over warm ones, else the median of a row.
+        """Record the time of a step: the mean over warm steps, else the median of a row.
 
-        In the first epoch of a start stores and caches are filled; until a cache is complete the teacher runs too.
+        In the first epoch stores are filled, and until the cache is complete the teacher runs too.
         """
         asking = values.get("teacher_images", 0.0) / max(1, state.images - self._row.images)
         if state.epoch - (state.step_in_epoch == 0) == self._began or asking < self._asking - ASKING:
@@ -131,7 +131,7 @@ class Console:
         self._row = state
 
     def _left(self, step: int) -> str:
-        """Say how long the planned steps and their evaluations will take; an upper bound in the first epoch."""
+        """Return the estimated remaining time, with evaluations; an upper bound in the first epoch."""
         if not (0 < self._progress < 1 and self._step_seconds):
             return ""
         seconds = (self._step_seconds + self._evaluation) * step * (1 / self._progress - 1)
@@ -139,7 +139,7 @@ class Console:
 
 
 def _pairs(values: Mapping[str, float]) -> str:
-    """Return values with their names: a whole number without decimals, any other with three."""
+    """Return values with their names: whole numbers without decimals, others with three."""
     return " ".join(
         f"{name} {value:.0f}" if float(value).is_integer() else f"{name} {value:.3f}" for name, value in values.items()
     )

@@ -1,4 +1,4 @@
-"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow, Trackio and what else it knows."""
+"""Experiment trackers through accelerate: TensorBoard, Weights & Biases, MLflow, Trackio and others."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ class Trackers:
     def __init__(self, names: Sequence[str], project: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Start trackers by accelerate's names; without a name nothing is imported. `config` is flat: `section.key`."""
         self._started: dict[str, Any] = {}
-        """By name; one that failed is left out."""
+        """Running trackers by name; failed ones are removed."""
         for name in names:
             start = partial(_start, find(name), project, folder, config)
             tracker = self._attempt(name, start)
@@ -35,7 +35,7 @@ class Trackers:
             self._attempt(name, tracker.finish)
 
     def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
-        """Go on without a tracker that fails, whatever it raises: its server may be away, and training is dear."""
+        """Continue without a tracker that fails with any error: its server may be down, and training is expensive."""
         try:
             return call()
         except Exception as error:
@@ -45,7 +45,7 @@ class Trackers:
 
 
 def find(name: str) -> Any:
-    """Return the class of a tracker, which must exist and be installed."""
+    """Return the class of a tracker; ConfigError: unknown or not installed."""
     from accelerate import tracking
 
     trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
