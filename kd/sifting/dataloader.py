@@ -1,8 +1,7 @@
 """`SiftingDataloader`: wraps a loader and yields full batches of the samples with high losses."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from kd.sifting.batch import Pending, SiftingBatch, SiftingBatchTransform
 from kd.sifting.config import RelativeProbabilisticSiftConfig, UnsupportedDataFormatException, from_dict, require
 from kd.sifting.formats import DefaultTransform
 from kd.sifting.loss import device_of, losses_of, method_of
+from kd.sifting.original import random_state, restore, resume, sizes_of
 from kd.sifting.timing import Meter, logger, now
 
 COUNTERS = ("steps", "steps_in_epoch", "position", "seen", "draws", "size")
@@ -77,6 +77,7 @@ class SiftingDataloader:
         self.sized = not any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         """Whether `len` is available. With a length, Lightning does not read to the end, so its checkpoint after an
         epoch would be one within the epoch. For the Hugging Face Trainer see `enable_sifting`."""
+        self.counted = False  # the loop reads `len` before each epoch, and no batch beyond it: `follow`
         self._order = random_state(orig_dataloader)
         self._resuming = False
 
@@ -99,7 +100,7 @@ class SiftingDataloader:
         if not self._resuming:
             self.position = self.steps_in_epoch = 0
         batches, device = self._sifted(), device_of(self.model)
-        equal_lengths = self._lengths_agree(device)
+        equal_lengths, length = self._lengths_agree(device), self.epoch_lengths(1)[0] if self.counted else 0
         while True:
             start = now()
             batch = next(batches, None)
@@ -113,11 +114,16 @@ class SiftingDataloader:
             self.meter.log(len(batch), now() - start)
             with self.meter.timed("reverse_transform"):
                 converted = self.transform.reverse_transform(batch)
+            if last := self.steps_in_epoch == length:
+                next(batches, None)  # score the rest of the epoch now, since the loop does not come back
+                self.position = self.steps_in_epoch = 0
             pilot = self.draws > 0 and self.meter.saving is None
             start = now(device if pilot else None)
             yield converted
             if pilot:
                 self.meter.train(now(device) - start, len(batch), self.keep)
+            if last:
+                return
         if not self.steps_in_epoch:
             text = "an epoch of %d batches gave no full batch of %d kept samples; %d wait for the next epoch"
             logger.warning(text, self.position, self.size, len(self.pending))
@@ -127,7 +133,9 @@ class SiftingDataloader:
         """Begin an epoch of the original loader, or resume the one of a checkpoint."""
         if self._resuming:
             self._resuming = False
-            return resume(self.orig_dataloader, self._order, self.position)
+            if self.position:
+                return resume(self.orig_dataloader, self._order, self.position)
+            restore(self.orig_dataloader, self._order)
         self._order = random_state(self.orig_dataloader)
         return iter(self.orig_dataloader)
 
@@ -195,6 +203,8 @@ class SiftingDataloader:
         """
         base = self.sift_config.base
         steps_before = self.steps - self.steps_in_epoch
+        if self.counted:
+            return self.epoch_lengths(1)[0]
         if not self.sized or (steps_before < base.sift_delay and not base.repeat_delay_per_epoch):
             raise TypeError("a SiftingDataloader has no length before sift_delay is over; see epoch_lengths(epochs)")
         return self.epoch_lengths(1)[0]
@@ -228,7 +238,8 @@ class SiftingDataloader:
         pending = self.pending.joined()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         state |= {f"window.{name}": value for name, value in self.window.state_dict().items()}
-        state |= {f"order.{name}": value for name, value in self._order.items()}
+        order = self._order if self.position or self._resuming else random_state(self.orig_dataloader)
+        state |= {f"order.{name}": value for name, value in order.items()}
         state["pending"] = None if pending is None else self.transform.reverse_transform(pending)
         if isinstance(self.transform, DefaultTransform):  # too few pending samples may not show the format
             state["format"] = [self.transform.form, self.transform.index]
@@ -236,7 +247,11 @@ class SiftingDataloader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`, with the same loader; the next iteration yields the remaining batches of the epoch."""
+        """Resume from `state`, with the same loader; the next iteration yields the remaining batches of the epoch.
+
+        Between epochs the next iteration first sets torch's random state to that of `state`, so that its order and all
+        later draws are those of the run that saved it.
+        """
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
         self.window.load_state_dict(_under("window.", state))
@@ -248,7 +263,7 @@ class SiftingDataloader:
             self.pending.add(self._transformed(state["pending"]))
         seen, selected = state["seen_and_kept"]
         self.metrics.update(num_orig_samples_seen=seen, num_orig_samples_kept=selected)
-        self._resuming = self.position > 0
+        self._resuming = True
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -283,62 +298,3 @@ def _gather(values: Sequence[int], device: torch.device) -> Tensor:
     table[rank] = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(table)
     return table.cpu()
-
-
-class Sizes(NamedTuple):
-    """How many batches and samples an epoch of this rank has, and the samples of a full batch; None: not known."""
-
-    batches: int | None
-    samples: int | None
-    batch_size: int | None
-
-
-def sizes_of(loader: Any) -> Sizes:
-    """Return a loader's facts before an epoch begins."""
-    sampler = getattr(loader, "batch_sampler", None)
-    batches, batch_size = _length(loader), getattr(loader, "batch_size", None)
-    if batch_size is None:
-        batch_size = getattr(sampler, "batch_size", None)
-    if batches is None or not isinstance(batch_size, int):
-        return Sizes(batches, None, batch_size if isinstance(batch_size, int) else None)
-    samples = None
-    if getattr(sampler, "even_batches", False):  # accelerate's per-rank sampler: every batch is full
-        samples = batches * batch_size
-    elif type(sampler) is torch.utils.data.BatchSampler:
-        samples = batches * batch_size if sampler.drop_last else _length(sampler.sampler)
-    return Sizes(batches, samples, batch_size)
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
-
-
-def random_state(loader: Any) -> dict[str, Tensor]:
-    """Return the states of the generators that determine the order of the next epoch."""
-    own = {name: generator.get_state() for name, generator in _generators(loader).items()}
-    return {"torch": torch.get_rng_state(), **own}
-
-
-def _generators(loader: Any) -> dict[str, torch.Generator]:
-    holders = {"loader": loader, "sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None)}
-    found = {name: getattr(holder, "generator", None) for name, holder in holders.items()}
-    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
-
-
-def resume(loader: Iterable[Any], order: dict[str, Tensor], position: int) -> Iterator[Any]:
-    """Repeat the epoch of those random states from batch `position` on; the caller's random state does not change.
-
-    Not handled: an order drawn from numpy or `random`, and a loader that restores its own position (torchdata's).
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(order["torch"].cpu())
-        for name, generator in _generators(loader).items():
-            if name in order:
-                generator.set_state(order[name].cpu())
-        batches = iter(loader)
-        for _ in itertools.islice(batches, position):
-            pass
-    return batches

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kd.core.errors import KdError, MissingExtra
 from kd.sifting.config import RelativeProbabilisticSiftConfig, SiftConfigValidationException
 from kd.sifting.dataloader import SiftingDataloader
 from kd.sifting.timing import logger
 
+RANDOM = "kd.sifting.random"  # key of torch's random state in a Lightning checkpoint
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 NAME = "smart_sifting"
 MODULES = {
@@ -102,6 +105,9 @@ class TrainingMetricsRecorder:
 
     `latencies` holds the latest values in seconds under smart sifting's names, measured on the host. On a GPU they are
     accurate only where the loop synchronizes. The loader's own metrics are `loader.metrics`.
+
+    With the `SiftingDataloader` that the Trainer reads, the bar has a length, and a resumed run equals one that was not
+    interrupted, within an epoch and after it. Not handled: ranks whose shards differ in length.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -110,10 +116,33 @@ class TrainingMetricsRecorder:
             cls = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})
         return object.__new__(cls)
 
-    def __init__(self) -> None:
+    def __init__(self, loader: SiftingDataloader | None = None) -> None:
+        self.loader, self._state = loader, dict[str, Any]()
         self.train_step_count = 0
         self.latencies: dict[str, float] = {}
         self._begin = self._last = 0.0
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        if self.loader is not None:
+            self.loader.counted = True
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RANDOM] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        self._state = next(({"loader": one} for one in states if "order.torch" in one), {})
+        self._state |= {RANDOM: checkpoint[RANDOM]} if RANDOM in checkpoint else {}
+
+    def on_train_start(self, *args: Any, **kwargs: Any) -> None:
+        if self.loader is not None and "loader" in self._state:  # Lightning restores loaders within an epoch only
+            self.loader.load_state_dict(self._state["loader"])
+        if RANDOM in self._state:  # it restores none
+            torch.set_rng_state(self._state[RANDOM].cpu())
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+        if self.loader is not None:  # epochs differ in length, which Lightning reads once
+            trainer.fit_loop.max_batches = len(self.loader)
 
     def _lap(self, name: str) -> None:
         now = time.perf_counter()

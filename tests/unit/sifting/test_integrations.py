@@ -44,14 +44,14 @@ class Rows(Dataset):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
-        self.head, self.trained = nn.Linear(4, 2), []
+        self.head, self.drop, self.trained = nn.Linear(4, 2), nn.Dropout(drop), []
 
     def forward(self, x, labels=None):
         if self.training:
             self.trained.append(len(x))
-        logits = self.head(x)
+        logits = self.head(self.drop(x))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -122,14 +122,14 @@ class Each(Loss):
         return nn.functional.cross_entropy(logits, original_batch["labels"], reduction="none")
 
 
-def fit(epochs: int, folder, callbacks=(), state=None, **arguments):
+def fit(epochs: int, folder, callbacks=(), state=None, makers=(), seed=0, drop=0.0, **arguments):
     """Train a LightningModule on sifted batches; return it, its loader and the epoch lengths of a fresh one."""
     lightning = needs("lightning.pytorch")
 
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = Model()
+            self.model = Model(drop)
 
         def forward(self, batch):
             return self.model(**batch)
@@ -140,10 +140,11 @@ def fit(epochs: int, folder, callbacks=(), state=None, **arguments):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     module = Module()
     loader = SiftingDataloader(config(5), DataLoader(Rows(), batch_size=8, shuffle=True), module, Each())
     lengths = loader.epoch_lengths(3)
+    callbacks = [make(loader) for make in makers] + list(callbacks)
     if state is not None:
         loader.load_state_dict(state)
     trainer = lightning.Trainer(
@@ -183,6 +184,37 @@ def test_lightning_keeps_the_state_of_the_loader_in_its_checkpoints(tmp_path):
     module, loader, _ = fit(3, tmp_path / "again", state=state, ckpt_path=path, weights_only=False)
     assert module.model.trained == [8] * lengths[2]
     assert loader.metrics["num_orig_samples_seen"] == first.metrics["num_orig_samples_seen"] + 80 == 240
+
+
+def whole_run(folder, saves, **arguments):
+    """Train three epochs with dropout, a bar's length recorded, and a checkpoint every `saves` steps or epochs."""
+    lightning, lengths = needs("lightning.pytorch"), []
+
+    class Bar(lightning.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            lengths.append(trainer.num_training_batches)
+
+    keep = lightning.callbacks.ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **saves)
+    module, loader, expected = fit(3, folder, [Bar(), keep], makers=[TrainingMetricsRecorder], drop=0.3, **arguments)
+    return module, loader, lengths, expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "saves", [{"every_n_epochs": 1}, {"every_n_train_steps": 4}], ids=["after an epoch", "within an epoch"]
+)
+def test_lightning_resumes_bit_equal_with_a_length_in_the_bar(saves, tmp_path):
+    module, loader, lengths, expected = whole_run(tmp_path, saves)
+    assert lengths == expected
+    assert len(set(expected)) > 1  # epochs differ in length
+    steps = sorted(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt"))
+    assert len(steps) > 2
+    for step in steps[:-1]:
+        arguments = {"ckpt_path": tmp_path / f"step={step}.ckpt", "weights_only": False}
+        resumed, again, *_ = whole_run(tmp_path / str(step), saves, seed=9, **arguments)
+        assert step + len(resumed.model.trained) == sum(expected)
+        assert torch.equal(resumed.model.head.weight, module.model.head.weight), step
+        assert again.metrics["num_orig_samples_seen"] == loader.metrics["num_orig_samples_seen"] == 240
 
 
 def test_the_recorder_requires_lightning(monkeypatch):

@@ -10,7 +10,14 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from kd.sifting import (
     ListBatch,
@@ -329,6 +336,34 @@ def test_a_run_resumes_bit_for_bit(steps, pick, transform, tmp_path):
     resumed, _ = train(0, torch.load(tmp_path / "state.pt", weights_only=True), 4, pick, make())
     assert [ids for ids, _ in resumed] == [ids for ids, _ in whole[steps:]]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(resumed, whole[steps:], strict=True))
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_weighted_sampler_that_draws_images_twice(steps):
+    """Each draw is a candidate of its own: the window has its loss once per draw, and the kept share stays exact."""
+    weights = torch.tensor([8.0] * 4 + [0.25] * 60)
+
+    def resampled():
+        sampler = WeightedRandomSampler(weights.tolist(), 64, generator=torch.Generator().manual_seed(3))
+        return SiftingDataloader(
+            config(length=128), DataLoader(data(), batch_size=8, sampler=sampler), nn.Linear(2, 1), OwnLoss()
+        )
+
+    sampled = resampled().orig_dataloader
+    drawn = [one for _ in range(2) for _, ids in sampled for one in ids.tolist()]
+    loader = resampled()
+    batches = iter(loader)
+    head = [next(batches)[1].tolist() for _ in range(steps)]
+    state = loader.state_dict()
+    tail = [ids.tolist() for _, ids in batches] + ids_of(loader)
+    assert len(set(drawn[:64])) < 40  # many came twice
+    assert any(len(set(batch)) < 8 for batch in head + tail)
+    assert sum(map(len, head + tail)) + len(pending_ids(loader)) == 64  # half of two epochs of 64 draws
+    losses = loader.window.state_dict()["losses"].tolist()
+    assert sorted(losses) == pytest.approx(sorted(id / 64 for id in drawn))
+    again = resampled()
+    again.load_state_dict(state)
+    assert ids_of(again) + ids_of(again) == tail
 
 
 @pytest.mark.parametrize("holder", ["loader", "sampler", "batch sampler"])
