@@ -1,1 +1,1 @@
-"""Looks at data and at finished runs: reports, sweeps, audits."""
+"""Studies of data and of finished runs: reports, sweeps, audits."""

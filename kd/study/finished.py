@@ -1,7 +1,7 @@
-"""A finished or interrupted run, read: its configuration, and whether its folder can be trusted.
+"""Read a finished or interrupted run: its configuration, and whether its folder is trusted.
 
-A run folder may come from a stranger. Reading one runs no code that it names and shows no other images than its
-own, unless the user vouches for it.
+A run folder may be untrusted. Reading it runs no code that it names and shows only its own images, unless the user
+passes `--trust`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def opened_run(path: Path, trust: bool = False) -> tuple[RunDir, Config]:
 
 
 def require_files(path: Path, data: DataSection) -> None:
-    """Refuse a run of `kd.distill` where its models and images must be built again from files."""
+    """Refuse a run of `kd.distill` if its models and images must be built again from files."""
     if data.kind == MAP_DATASET:
         wrong = f"'{path}' was written by kd.distill: its models and images are Python objects"
         allowed = "kd-report reads it; the other commands read what kd-train wrote, with your network as "
@@ -72,12 +72,12 @@ def parse(file: Path | str, text: str, trust: bool) -> Config:
 class Trust:
     """Permissions of `--trust`."""
 
-    code: bool  # `--trust`: what its configuration names may run
-    images: bool  # `--trust`, or the command line says where the images lie: they may be others than those of the run
+    code: bool  # `--trust`: code named in its configuration may run
+    images: bool  # `--trust`, or an override of the images' folder: other images than the run's are allowed
 
     @classmethod
     def of(cls, trust: bool, overrides: Sequence[str], data: DataSection) -> Trust:
-        """Return what `--trust` and the overrides `key=value` of a command say."""
+        """Return the permissions given by a command's `--trust` and `key=value` overrides."""
         keys = ("data", "data.kind", "data.labels", "data.exclude")
         where = {*keys, *(f"data.{field.name}" for field in fields(data.options))}
         return cls(trust, trust or any(text.partition("=")[0] in where for text in overrides))
@@ -90,13 +90,13 @@ class Trust:
                 raise untrusted(f"{where}.kind", f"is '{one.kind}', so that '{one.model}' would run")
 
     def check_folder(self, plan: DataPlan) -> None:
-        """Refuse a folder of images with links that leave it."""
+        """Refuse a folder of images with links to the outside."""
         root = registry.facts("datasets", plan.kind, plan.options, "data.kind").root
         if root and not self.code and (link := _link_out(os.path.expanduser(root))):
             raise untrusted("data.root", f"'{link}' is a link out of '{root}'")
 
     def check_images(self, data: Data, manifest: Mapping[str, Any]) -> None:
-        """Refuse other images than those that the run recorded; a test split may be missing."""
+        """Refuse images that differ from the recorded ones; a test split may be missing."""
         known = manifest.get("data"), manifest.get("test", "")
         test = data.test.fingerprint if data.test is not None else known[1]
         if not self.images and (data.fingerprint, test) != known:
@@ -105,12 +105,12 @@ class Trust:
 
 
 def untrusted(where: str, wrong: str) -> RunError:
-    """Return the error for what takes `--trust`."""
+    """Return the error for an action that needs `--trust`."""
     return RunError(where, wrong, "Without --trust: kd's own parts, and the images in the run's own folder", REMEDY)
 
 
 def named_module(values: Any, where: str = "") -> tuple[str, str]:
-    """Return the first key of a configuration, interpolated, whose part is no part of kd, and that module; or ""s."""
+    """Return the first key of an interpolated configuration whose part is not kd's, and that module; or ("", "")."""
     kind = values.get("kind") if isinstance(values, dict) else None
     if isinstance(kind, str) and "." in kind and not kind.startswith("kd."):
         return f"{where}.kind", kind
@@ -123,7 +123,7 @@ def _link_out(root: str) -> str:
     home = os.path.realpath(root)
     todo = [home]
     while todo:
-        with suppress(OSError), os.scandir(todo.pop()) as entries:  # who lists the images says what is wrong
+        with suppress(OSError), os.scandir(todo.pop()) as entries:  # the listing reports the error
             for entry in entries:
                 if entry.is_symlink():
                     if os.path.commonpath([home, os.path.realpath(entry.path)]) != home:

@@ -1,4 +1,4 @@
-"""Past and future savings of sifting, from the rows of a run, by one rule: warm epochs are compared."""
+"""Measured and estimated savings of sifting, from the rows of a run; only warm epochs are compared."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from kd.core.text import percent, table
 
 Row = Mapping[str, Any]
-ASKING = 0.05  # share of an epoch's images, above that of other epochs, that a teacher predicts: the epoch is cold
+ASKING = 0.05  # an epoch is cold if its share of teacher-predicted images exceeds other epochs' by this
 
 
 def sifting_text(ratio: float, full: float, sifted: float) -> str:
-    """Report the savings of a sifted epoch, by its share of a full one's time, and the run's cost in full epochs."""
+    """Report the saving of a sifted epoch, given its time relative to a full one, and the run's cost in full epochs."""
     run, text = full + ratio * sifted, f"saves {percent(1 - ratio)} of a full epoch's time"
     if ratio > 1:
         return f"a sifted epoch takes {percent(ratio - 1)} longer than a full one. Set sifter.kind=none"
@@ -22,9 +22,9 @@ def sifting_text(ratio: float, full: float, sifted: float) -> str:
 
 
 def sifted(epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, Any]) -> str:
-    """Return a table of the epochs of a sifted run and the time saved, as Markdown; empty where nothing was sifted.
+    """Return a table of a sifted run's epochs and the time saved, as Markdown; "" without sifting.
 
-    Rows are of metrics.jsonl, oldest first. Cold epochs are left out of the times: see `warm`.
+    `rows`: of metrics.jsonl, oldest first. Times exclude cold epochs: see `warm`.
     """
     num_images, batch_size = manifest.get("images"), int(manifest.get("batch_size", 0))
     if not num_images or all(row["trained"] > num_images - batch_size for row in epochs):
@@ -54,7 +54,7 @@ def sifted(epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, A
 
 
 def warm(epochs: Sequence[Row], train: Sequence[Row]) -> list[bool]:
-    """Return which epochs are warm: not the first, and no teacher predicts more images than in other epochs."""
+    """Return which epochs are warm: not the first, and without extra images predicted by the teacher."""
     shares, done = [], 0
     for row in epochs:
         asked = sum(one.get("teacher_images", 0.0) for one in train if done < one["step"] <= row["step"])

@@ -1,1 +1,1 @@
-"""Whether data are sound: images that repeat, and labels that a teacher doubts. NumPy and Pillow only."""
+"""Audit of data: repeated images, and labels that a teacher doubts. Uses only NumPy and Pillow."""

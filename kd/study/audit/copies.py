@@ -1,8 +1,8 @@
-"""Pairs of images that show the same photograph: copies, encoded again, cropped, mirrored, between black bars.
+"""Find pairs of images of the same photograph: copies, re-encoded, cropped, mirrored, with black bars.
 
-An album has a small grey picture of each image without black bars, 576 bytes, and 64 bits for it, 9 crops, and their
-mirrors. Three sieves, each for what the one before lets through: the same bits of a hash in one of 16 tables (the time
-grows as N log N), few other bits and alike low frequencies, and the correlation of the pictures laid over each other.
+An album has a small grey picture of each image without black bars (576 bytes), and 64-bit hashes of the picture, 9
+crops, and their mirror images. Three filters follow each other: equal bits of a hash in one of 16 tables (time N log
+N), few different bits and similar low frequencies, and the correlation of the aligned pictures.
 
 Legend: N images, V variants, P pairs, S = 24 pixels, G = 12 cells.
 """
@@ -16,27 +16,27 @@ from PIL import Image
 
 from kd.core.types import Decoded
 
-SIDE, BITS = 24, 8  # pixels a side; frequencies a side of a hash
+SIDE, BITS = 24, 8  # pixels per side; frequencies per side of a hash
 SPANS = ((0.0, 1.0), (0.0, 0.9), (0.05, 0.95), (0.1, 1.0))
-"""Parts of a side that a hash covers: any crop to 90 % is within a fortieth of a side of one of nine."""
+"""Intervals of a side covered by hashes: any crop to 90 % is within 1/40 of a side of one of nine."""
 CROPS = ((0, 0), *((y, x) for y in (1, 2, 3) for x in (1, 2, 3)))
-"""Rows and columns of `SPANS` of each variant; those of the mirror image follow."""
+"""Row and column index into `SPANS` of each variant; the mirror image's variants follow."""
 MIRRORED = len(CROPS)  # the first variant of the mirror image
 BLACK, GRID, LEAST_LEFT = 20, 160, 0.3
-"""Grey level up to which an edge is a black bar, with what JPEG adds; rows and columns that are looked at for bars, the
-nearest pixel of each; share of a side that must be left: a picture that is darker than that is not cut."""
-_HASHED = 4096  # pictures at a time, some 10 MB as float32
+"""Largest grey level of a black bar, including JPEG noise; number of rows and columns tested for bars, nearest pixel
+each; smallest remaining share of a side: darker pictures are not cropped."""
+_HASHED = 4096  # pictures per batch, some 10 MB as float32
 
 
 class Album:
-    """Small pictures of images, by the order in which they were added.
+    """Small pictures of images, in the order of addition.
 
     Their pixels `luma`, uint8 [N, S, S]; `crc`, CRC-32 of the encoded bytes, uint32 [N], 0: unknown; the number of
     their `split`, uint8 [N]; and the `id` in it, int64 [N].
     """
 
     def __init__(self, most: int) -> None:
-        """Make room for at most `most` images; memory is taken as it is used."""
+        """Reserve space for `most` images; memory is allocated on use."""
         numbers = [np.empty(most, kind) for kind in (np.uint32, np.uint8, np.int64)]
         self._room = [np.empty((most, SIDE, SIDE), np.uint8), *numbers]
         self._show(0)
@@ -48,7 +48,7 @@ class Album:
         return len(self.id)
 
     def add(self, split: int, id: int, decoded: Decoded) -> None:
-        """Add an image of a split, by their numbers. Four pixels of each of 24 x 24 cells are looked at."""
+        """Add an image, given its id and split number. Four pixels of each of 24 x 24 cells are read."""
         image = decoded.image
         small = image.resize((2 * SIDE, 2 * SIDE), Image.Resampling.NEAREST, inside(image)).reduce(2).convert("L")
         row, luma = len(self), np.frombuffer(small.tobytes(), np.uint8).reshape(SIDE, SIDE)
@@ -58,7 +58,7 @@ class Album:
 
 
 def inside(image: Image.Image) -> tuple[float, float, float, float]:
-    """Return the part of an image within black bars: left, top, right and bottom in pixels."""
+    """Return the box inside black bars: left, top, right and bottom in pixels."""
     small = image.resize((GRID, GRID), Image.Resampling.NEAREST).convert("L")
     bright = small.point([255 * (grey > BLACK) for grey in range(256)])
     left, top, right, bottom = bright.getbbox() or (0, 0, GRID, GRID)
@@ -95,41 +95,41 @@ def hashes(luma: np.ndarray) -> np.ndarray:
 
 
 TABLES, WINDOW, MOST_BITS = 16, 16, 14
-"""Tables of hashes; entries of a table that an image is compared with; of 63 bits that may differ. They only choose
-what `ROUGHLY` and `LEAST` judge, so they are wide: benchmarks/audit.py counts what is missed."""
+"""Hash tables; neighbours compared per table; differing bits allowed of 63. These only preselect pairs for `ROUGHLY`
+and `LEAST`, so they are generous: benchmarks/audit.py counts missed pairs."""
 ROUGHLY, LEAST = 0.8, 0.88
-"""Correlation of the low frequencies from which on a pair is looked at; score from which on it is one."""
-CELLS = 12  # a side of what is compared: half the side of a picture, so that a crop need not meet its pixels
+"""Smallest correlation of low frequencies for a candidate pair; smallest score for a pair."""
+CELLS = 12  # compared cells per side: half a picture's side, so that a crop need not align with pixels
 FLAT, FLAT_DETAIL = 16.0, 2.0
-"""Variances in which there is no picture, of a picture and of its detail; grey levels squared."""
+"""Variances of a picture and of its detail below which it is blank; grey levels squared."""
 WIDE = ((0.0, 1.0), *((s / 10, s / 10 + size) for size in (0.9, 0.8, 0.7) for s in range(11 - round(10 * size))))
-"""Parts of a side that are tried where nothing says which."""
+"""Intervals of a side tried if the crop is unknown."""
 _STABLE = np.array([BITS * v + u for v in range(BITS) for u in range(BITS) if 0 < u + v < BITS])
-_CHUNK = 2048  # pairs at a time: 5 MB for one picture of each as float32
+_CHUNK = 2048  # pairs per batch: 5 MB for one picture of each as float32
 
 
 class Pairs(NamedTuple):
-    """Pairs of images of an album, by their rows in it. The second may show a part of the first."""
+    """Pairs of images of an album, by row. The second may show a part of the first."""
 
     first: np.ndarray
     second: np.ndarray
-    variant: np.ndarray  # of the first, that is like the second; -1: unknown
-    score: np.ndarray  # mean of the correlations of the pictures and of their detail, at most 1
+    variant: np.ndarray  # variant of the first that matches the second; -1: unknown
+    score: np.ndarray  # mean correlation of the pictures and of their detail, at most 1
 
     def take(self, rows: np.ndarray) -> Pairs:
         return Pairs(*(part[rows] for part in self))
 
 
 def copies(album: Album) -> Pairs:
-    """Return the pairs of images of an album that show the same photograph, each once, the most alike first."""
+    """Return an album's pairs of the same photograph, each once, most similar first."""
     return closely(album, candidates(hashes(album.luma)))
 
 
 def candidates(hashes_NV: np.ndarray) -> Pairs:
     """Return pairs whose hashes differ in few bits, with a score of 0.
 
-    A table has the images in the order of some bits of their hashes: the more images, the more bits, so that few have
-    all of them in common. Of many that have, `WINDOW` are looked at, others in each table.
+    A table sorts the images by some bits of their hashes: more bits for more images, so that few share all of them. Of
+    many equal ones `WINDOW` are compared, different ones in each table.
     """
     count, rng = len(hashes_NV), np.random.default_rng(0)
     bits = int(np.clip(np.ceil(np.log2(max(2, count))), 8, 24))
@@ -154,7 +154,7 @@ def candidates(hashes_NV: np.ndarray) -> Pairs:
 
 
 def _packed(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
-    """Return each pair as a number; where the first is not cut, (a, b) and (b, a) are one."""
+    """Return each pair as a number; (a, b) equals (b, a) if the first is not cropped."""
     if variant in (0, MIRRORED):
         first, second = np.minimum(first, second), np.maximum(first, second)
     return first.astype(np.uint64) << np.uint64(36) | second.astype(np.uint64) << np.uint64(8) | np.uint64(variant)
@@ -169,13 +169,13 @@ def _ones(bits: np.ndarray) -> np.ndarray:
 
 
 def closely(album: Album, pairs: Pairs) -> Pairs:
-    """Return those of some pairs that show the same photograph, each once, the most alike first."""
+    """Return the candidates that show the same photograph, each once, most similar first."""
     found = [pairs.take(np.zeros(0, np.int64))]
     for variant in np.unique(pairs.variant):
         rows = np.flatnonzero(pairs.variant == variant)
         for start in range(0, len(rows), _CHUNK):
             part = pairs.take(rows[start : start + _CHUNK])
-            same = (album.luma[part.first] == album.luma[part.second]).all((1, 2))  # also where there is no picture
+            same = (album.luma[part.first] == album.luma[part.second]).all((1, 2))  # also true for blank pictures
             if variant >= 0:
                 near = np.flatnonzero(same | (_roughly(album, part) >= ROUGHLY))
                 part, same = part.take(near), same[near]
@@ -203,7 +203,7 @@ def _roughly(album: Album, pairs: Pairs) -> np.ndarray:
 
 
 def _overlaid(album: Album, pairs: Pairs) -> np.ndarray:
-    """Return the best score [P] of pairs of one variant, the second laid over parts of the first."""
+    """Return the best score [P] of pairs of one variant, over alignments of the second with parts of the first."""
     first, second = _pictures(album, pairs)
     best = np.full(len(first), -1.0)
     if not len(first):
@@ -222,7 +222,7 @@ def _overlaid(album: Album, pairs: Pairs) -> np.ndarray:
 
 
 def _standard(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures [P, G, G] and their detail, what a blur takes away, each without mean and of length 1 at most."""
+    """Return pictures [P, G, G] and their detail (difference from a blur), each with mean 0 and length at most 1."""
     found = []
     for part, flat in ((pictures, FLAT), (pictures - _BLUR @ pictures @ _BLUR.T, FLAT_DETAIL)):
         part = part - part.mean((1, 2), keepdims=True)
@@ -231,7 +231,7 @@ def _standard(pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cells(low: float, high: float) -> np.ndarray:
-    """Return what takes the means of the cells of a part of a side, float32 [G, S]."""
+    """Return the matrix of cell means over an interval of a side, float32 [G, S]."""
     edges, pixels = low + (high - low) * np.arange(CELLS + 1) / CELLS, np.arange(SIDE + 1) / SIDE
     shared = np.minimum(edges[1:, None], pixels[1:]) - np.maximum(edges[:-1, None], pixels[:-1])
     areas = np.clip(shared, 0, None)
@@ -239,7 +239,7 @@ def cells(low: float, high: float) -> np.ndarray:
 
 
 def _near(span: int) -> list[tuple[float, float]]:
-    """Return parts of a side near one of `SPANS`; -1: anywhere."""
+    """Return intervals of a side near one of `SPANS`; -1: anywhere."""
     if span < 0:
         return list(WIDE)
     low, high = SPANS[span]

@@ -1,4 +1,4 @@
-"""Labels that a teacher doubts, and images that repeat by its predictions.
+"""Find labels that a teacher doubts, and repeated images by its outputs.
 
 Legend: N, M images, C classes, D width.
 """
@@ -15,27 +15,27 @@ from kd.files.storage import write_text
 from kd.study.audit import lists
 from kd.study.audit.copies import Album, Pairs, closely
 
-NAMED = 3  # labels that are printed: enough to see what the list holds
+NAMED = 3  # printed labels: enough to show the list's content
 LIMITS = (
     "It finds single mistakes. {planted}. It misses classes that are exchanged for each other: in a study with another "
     "teacher (CIFAR-10), which had learned the exchange of 8 % of two classes, 1 of 77 was among the first 77."
 )
-PLANTED, FEWEST = 0.1, 10  # share of the validation labels that are changed for a trial, and how many say something
+PLANTED, FEWEST = 0.1, 10  # share of validation labels changed in a trial, and the smallest useful number
 WIDTH, NEIGHBOURS, ROWS = 64, 5, 1024
-"""Numbers of an image that neighbours are looked up by: a random projection to 64 keeps cosines to some 0.1.
-Neighbours of each image. Images at a time: beside 100,000 others their cosines take 400 MB."""
-CONFIDENT = 0.75  # of the mean probability that a teacher gives to the labels of a class
+"""Dimensions for the neighbour search: a random projection to 64 keeps cosines within 0.1. Neighbours per image. Images
+per batch: their cosines with 100,000 others take 400 MB."""
+CONFIDENT = 0.75  # share of the mean probability that a teacher gives to the labels of a class
 
 
 class TeacherAnswers(NamedTuple):
-    """A teacher's predictions for the images of a split that have a label and could be read."""
+    """A teacher's predictions for a split's labelled, readable images."""
 
     id: np.ndarray
     label: np.ndarray
-    answer: np.ndarray  # the class with the largest probability
+    answer: np.ndarray  # the predicted class
     share: np.ndarray  # its probability
     own: np.ndarray  # the probability of the label
-    wrong: np.ndarray  # another class, for a trial
+    wrong: np.ndarray  # another class for the trial
     of_wrong: np.ndarray  # its probability
     vector: np.ndarray  # float32 [N, D], D at most `WIDTH`
 
@@ -47,7 +47,7 @@ def labelled(ids: np.ndarray, shares: np.ndarray, source: Source) -> TeacherAnsw
     ids, shares, label = ids[rows], shares[rows], label[rows]
     best, vectors, row = shares.argmax(1), narrow(np.log(np.maximum(shares, 1e-6))), np.arange(len(label))
     classes = shares.shape[1]
-    wrong = (label + 1 + ids * 7919 % max(1, classes - 1)) % classes  # a prime, which spreads the ids over the classes
+    wrong = (label + 1 + ids * 7919 % max(1, classes - 1)) % classes  # a prime spreads the ids over the classes
     own, of_wrong = shares[row, label], shares[row, wrong]
     return TeacherAnswers(ids, label, best, shares.max(1, initial=0), own, wrong, of_wrong, vectors)
 
@@ -64,7 +64,7 @@ def joined(parts: Sequence[TeacherAnswers]) -> TeacherAnswers:
 def write_labels(
     answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], classes: Sequence[str], target: Path
 ) -> list[str]:
-    """Write labels.csv and labels.html, and say how many labels are doubted."""
+    """Write labels.csv and labels.html; return a summary of the doubted labels."""
     head = ("split", "name", "label", "prediction", "share of prediction", "share of label")
     listed, counts = [], []
     for split, one in answers.items():
@@ -86,7 +86,7 @@ def write_labels(
 
 
 def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Source], target: Path) -> list[str]:
-    """Add to duplicates.csv the pairs of two splits that have near outputs and show one photograph."""
+    """Add to duplicates.csv the pairs between splits with similar outputs that show one photograph."""
     train, val = answers["train"], answers["val"]
     if not len(train.id) or not len(val.id) or train.vector.shape[1] != val.vector.shape[1]:
         return []
@@ -116,11 +116,11 @@ def write_repeats(answers: dict[str, TeacherAnswers], splits: Mapping[str, Sourc
 
 
 def doubted(label: np.ndarray, answer: np.ndarray, share: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Return the images whose label a confident teacher doubts, rows of [N], the surest first.
+    """Return the images whose label a confident teacher doubts, as rows of [N], most certain first.
 
-    How sure it is counts by class, as a share of the mean probability that it gives to the labels of that class
-    (arXiv:1911.00068): a teacher that is too sure, or of a hard class never sure, needs no other threshold. It doubts
-    where it predicts another class with `CONFIDENT` of that share. Ranked by the ratio of both shares.
+    Confidence is relative to the mean probability that the teacher gives to labels of that class (arXiv:1911.00068), so
+    overconfident teachers and hard classes need no other threshold. A label is doubted if another class is predicted
+    with at least `CONFIDENT` of that. Images are ranked by the ratio of both confidences.
     """
     classes = int(max(label.max(initial=-1), answer.max(initial=-1))) + 1
     usual = np.bincount(label, own, classes) / np.maximum(np.bincount(label, minlength=classes), 1)
@@ -131,7 +131,7 @@ def doubted(label: np.ndarray, answer: np.ndarray, share: np.ndarray, own: np.nd
 
 
 def planted(one: TeacherAnswers) -> str:
-    """Change labels of a split at random, and say how many of them are among as many that are doubted first."""
+    """Change k random labels of a split and report how many of them are among the first k doubted labels."""
     rows = np.random.default_rng(0).permutation(len(one.id))[: round(PLANTED * len(one.id))]
     if (count := len(rows)) < FEWEST:
         return "How many was not measured: there are too few validation images"
@@ -143,7 +143,7 @@ def planted(one: TeacherAnswers) -> str:
 
 
 def narrow(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors [N, D] of length 1 and at most 64 numbers, by a fixed random projection."""
+    """Return vectors [N, D] of length 1, D at most 64, by a fixed random projection."""
     wide = vectors.astype(np.float32)
     if wide.shape[1] > WIDTH:
         wide = wide @ np.random.default_rng(0).normal(size=(wide.shape[1], WIDTH)).astype(np.float32)
@@ -151,7 +151,7 @@ def narrow(vectors: np.ndarray) -> np.ndarray:
 
 
 def neighbours(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each of M vectors its nearest of N by the cosine: rows of `other`, and rows of `one`, 5 M each."""
+    """Return the nearest of N vectors for each of M by cosine: rows of `other` and rows of `one`, 5 M each."""
     most = min(NEIGHBOURS, len(one))
     found = [np.zeros((0, most), np.int64)]
     for start in range(0, len(other), ROWS):

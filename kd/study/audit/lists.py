@@ -1,4 +1,4 @@
-"""What an audit writes: a CSV, a list for `data.exclude`, and a page with the images."""
+"""Write an audit: a CSV, a list for `data.exclude`, and a page with the images."""
 
 import base64
 import csv
@@ -18,19 +18,19 @@ from kd.core.types import Label
 from kd.files.storage import write_text
 from kd.study.audit.copies import MIRRORED, Album, Pairs
 
-FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # in a run folder; in that folder
+FOLDER, DUPLICATES, EXCLUDE = "audit", "duplicates.csv", "exclude.txt"  # folder in a run folder; file in that folder
 SHOWN, SIDE = 200, 160
-"""Findings on a page, which stays at a few MB; the longer side of an image, pixels: two fit beside each other."""
+"""Most findings on a page, which then has a few MB; longer side of an image in pixels: two fit side by side."""
 COPY, PICTURE, PART, MIRROR = "same bytes", "same picture", "a part", "mirrored"
 
 
 class Seen(NamedTuple):
-    """One image of a finding."""
+    """An image of a finding."""
 
     split: str
     name: str
     label: str
-    id: int = -1  # -1: read from a list
+    id: int = -1  # -1: unknown, read from a list
 
 
 class Repeat(NamedTuple):
@@ -58,7 +58,7 @@ def label_text(label: Label, classes: Sequence[str]) -> str:
 
 
 def repeats(album: Album, pairs: Pairs, splits: Mapping[str, Source]) -> list[Repeat]:
-    """Return the pairs that matter, the worst first: in two splits, or in one with two labels."""
+    """Return the relevant pairs, worst first: in two splits, or in one split with two labels."""
     names, sources = [*splits], [*splits.values()]
 
     def seen(row: int) -> Seen:
@@ -79,13 +79,13 @@ def repeats(album: Album, pairs: Pairs, splits: Mapping[str, Source]) -> list[Re
 
 
 def worst_first(found: Iterable[Repeat]) -> list[Repeat]:
-    """Return each pair once: between splits before within one, and the most alike first."""
+    """Return each pair once: pairs between splits first, then by similarity."""
     once = {(pair.one[:2], pair.other[:2]): pair for pair in found}
     return sorted(once.values(), key=lambda p: (not p.leaks, p.kind != COPY, -p.score, p.one[:2], p.other[:2]))
 
 
 def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, Source]) -> None:
-    """Write duplicates.csv, duplicates.html and exclude.txt into a folder; the last keeps the names that it has."""
+    """Write duplicates.csv, duplicates.html and exclude.txt into a folder; exclude.txt keeps its existing names."""
     rows = [(one.kind, one.score, *one.one[:3], *one.other[:3]) for one in found]
     head = ("kind", "score", "split", "name", "label", "other split", "other name", "other label")
     write_table(folder / DUPLICATES, [head, *rows])
@@ -102,7 +102,7 @@ def write_repeats(folder: Path, found: Sequence[Repeat], splits: Mapping[str, So
 
 
 def read_repeats(folder: Path) -> list[Repeat]:
-    """Return what duplicates.csv of a folder says; none without it."""
+    """Return the pairs in a folder's duplicates.csv; [] without it."""
     file = folder / DUPLICATES
     if not file.is_file():
         return []
@@ -127,7 +127,7 @@ def with_ids(found: Sequence[Repeat], splits: Mapping[str, Source]) -> list[Repe
 
 
 def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:
-    """Write rows as CSV; the first has the names of the columns."""
+    """Write rows as CSV; the first row has the column names."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def write_table(file: Path, rows: Sequence[Sequence[object]]) -> None:
 def page(
     title: str, figures: Sequence[tuple[str, Sequence[Seen]]], splits: Mapping[str, Source], note: str = ""
 ) -> str:
-    """Return an HTML page with the images of the first findings; it needs nothing from elsewhere."""
+    """Return a self-contained HTML page with the images of the first findings."""
     parts = [
         '<!doctype html><meta charset="utf-8"><style>body{font:14px sans-serif;margin:24px}figure{display:inline-block;'
         "margin:8px;vertical-align:top}figcaption{max-width:340px;overflow-wrap:anywhere}</style>",

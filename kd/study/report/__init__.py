@@ -1,1 +1,1 @@
-"""The report of a run: its records as text, tables, figures and one page."""
+"""Reports of runs: records as text, tables, figures and one page."""

@@ -1,8 +1,8 @@
-"""The section on predictions: accuracy by class, confusion, photographs on which both models differ, and the pair.
+"""The section on predictions: accuracy by class, confusion, photographs on which the models differ, and cascading.
 
-Of the pair, the student with its teacher behind it: its accuracy and cost by the share that is passed on.
-Every second validation image chooses the confidence from which the student decides alone; the curve and the intervals
-are of the others. kd/deploy/export/defer.py writes such a threshold into an export.
+For the pair (the student passes unsure images on to its teacher): accuracy and cost by the share passed on. Every
+second validation image chooses the threshold; curve and intervals are from the others. kd/deploy/export/defer.py writes
+such a threshold into an export.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kd.study.report.record import FEWEST, Predictions, RunRecord
 from kd.study.report.sections import card, section
 from kd.study.report.svg import Series, esc, legend, lines
 
-MOST_CLASSES = 24  # classes of a confusion matrix that fits a page; of more, the most frequent confusions are listed
-MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # of that list, a screen long; of a class name, half the width of a card
+MOST_CLASSES = 24  # most classes of a confusion matrix on a page; with more, the most frequent confusions are listed
+MOST_CONFUSIONS, MOST_LETTERS = 20, 24  # rows of that list, a screen long; letters of a class name, half a card wide
 
 
 def answers(runs: Sequence[RunRecord]) -> str:
-    """Show the student's confusions, its losses against the teacher, and the photographs on which they differ."""
+    """Show the student's confusions, its classes worse than the teacher's, and the photographs on which they differ."""
     sections = ""
     for run in runs:
         if run.answers is None or not run.answers.label:
@@ -39,7 +39,7 @@ def answers(runs: Sequence[RunRecord]) -> str:
 
 
 def _dumbbells(one: Predictions) -> str:
-    """Draw each class's accuracy: the student's, and the teacher's where there is one; largest loss first."""
+    """Draw each class's accuracy for the student and, if there is one, the teacher; largest loss first."""
     student = one.accuracy(one.student)
     teacher = one.accuracy(one.teacher) if one.teacher else student
     classes = [i for i, value in enumerate(student) if not math.isnan(value)]
@@ -55,7 +55,7 @@ def _dumbbells(one: Predictions) -> str:
         if one.teacher:
             dots = {"teacher": (teacher[i], "background:var(--card);border:3px solid var(--teacher)"), **dots}
         gap = f"{100 * (student[i] - teacher[i]):+.0f} points" if one.teacher else percent(student[i])
-        if images[i] < FEWEST:  # of three images a percentage says more than is known
+        if images[i] < FEWEST:  # for few images a percentage claims too much precision
             gap = f"{round(student[i] * images[i])} of {images[i]}"
         rail = f'<u style="left:{100 * low:.1f}%;width:{100 * (high - low):.1f}%"></u>'
         for who, (share, style) in dots.items():
@@ -74,7 +74,7 @@ def _dumbbells(one: Predictions) -> str:
 
 
 def _doubts(one: Predictions, absent: Sequence[str]) -> list[str]:
-    """Say which classes have so few images, or none, that their accuracy says little or nothing."""
+    """Name the classes with too few images, or none, for a reliable accuracy."""
     few, total = sum(0 < count < FEWEST for count in one.images()), len(one.label)
     lines = [f"* {few} of {len(one.classes)} classes have fewer than {FEWEST} images: a few predictions more or less."]
     shown = ", ".join(absent[:6]) + (", ..." if len(absent) > 6 else "")
@@ -147,7 +147,7 @@ SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # rows of the table
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Some of the images, by the student's confidence, the least sure first."""
+    """A subset of the images, by the student's confidence, least sure first."""
 
     sure: np.ndarray  # the student's confidence, float64 [N]
     student: np.ndarray  # whether it is right, bool [N]
@@ -162,20 +162,20 @@ class Half:
         return cls(sure[order], (student == label)[order], (teacher == label)[order])
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many images may be passed on, equally sure ones together, and how many are then right, [K]."""
+        """Return the possible numbers of images passed on (ties together), and the right predictions then, [K]."""
         gained = np.concatenate([[0], np.cumsum(self.teacher.astype(int) - self.student)])
         cuts = np.flatnonzero(np.concatenate([[True], self.sure[1:] > self.sure[:-1], [True]]))
         return cuts, self.student.sum() + gained[cuts]
 
     def threshold(self) -> float:
-        """Return the lowest confidence from which the student may decide alone, so that the pair equals the teacher."""
+        """Return the lowest threshold of the student's confidence at which the pair is as accurate as the teacher."""
         cuts, right = self.curve()
-        cut = int(cuts[np.argmax(right >= self.teacher.sum())])  # passing all on equals it
+        cut = int(cuts[np.argmax(right >= self.teacher.sum())])  # passing on all images equals it
         return float(self.sure[cut]) if cut < len(self.sure) else float("inf")
 
 
 def pair(one: Predictions) -> str:
-    """Show the pair as cards; empty without a teacher's predictions or with fewer than 20 images."""
+    """Show the pair as cards; "" without a teacher's predictions or with fewer than 20 images."""
     if not one.teacher or len(one.student_sure) < 20:
         return ""
     chosen, shown = Half.of(one, 0), Half.of(one, 1)

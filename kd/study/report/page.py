@@ -1,4 +1,4 @@
-"""One or several runs as one HTML file that needs nothing from elsewhere."""
+"""One or several runs as one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from kd.study.report.sections import card, color, esc, section
 from kd.study.report.svg import legend, number
 
 HERE = Path(__file__).parent
-TILES = 6  # at most: a row of them at 1,120 px
+TILES = 6  # most chips: a row at 1,120 px
 
 
 def render(runs: Sequence[RunRecord]) -> str:
@@ -78,13 +78,13 @@ def _head(runs: Sequence[RunRecord], title: str) -> str:
 
 
 def short_model(name: object) -> str:
-    """Return a model's name without folders; of an export that of the run or teacher that it is of."""
+    """Return a model's name without folders; for an export the name of its run or teacher."""
     text = str(name or "")
     return text.rstrip("/").removesuffix("/export").rpartition("/")[2] or text
 
 
 def _tiles(run: RunRecord) -> str:
-    """Show six numbers, each with its interval, and a table of the others."""
+    """Show six numbers with their intervals, and a table of the others."""
     decides = run.selection_metric
     pair, sizes = run.scores.pair_in(run.counted), run.manifest.get("parameters", {})
     shown, rest = _scores(run, decides), [one for own in run.scores.own if own != decides for one in _scores(run, own)]
@@ -122,7 +122,7 @@ def _tiles(run: RunRecord) -> str:
 
 
 def _scores(run: RunRecord, one: Column) -> list[tuple[str, str, str]]:
-    """Return value, name and interval of a score: the student's, its teachers' and that of labels alone."""
+    """Return value, name and interval of a score for the student, its teachers and the baseline."""
     scored = run.scored
     models: dict[str, tuple[Mapping[str, Any], Mapping[str, Samples]]] = {"": (run.counted, run.samples)}
     for name, values in run.scores.of_teachers(run.counted).items():

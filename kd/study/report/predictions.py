@@ -1,4 +1,4 @@
-"""Predictions of models on validation images: for the page of a run; cached in its answers.json."""
+"""Predictions of student and teacher on validation images, cached in a run's answers.json."""
 
 import time
 from collections.abc import Mapping
@@ -28,19 +28,19 @@ from kd.study.finished import Trust
 from kd.study.report.record import Picture, Predictions
 
 FILE = "answers.json"
-MOST_PICTURES = 24  # pictures on which the models differ, 6 kB each in the page
+MOST_PICTURES = 24  # most pictures on which the models differ, 6 kB each in the page
 
 
 def answers(
     folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int, vouched: Trust
 ) -> tuple[Predictions | None, str]:
-    """Return the predictions of the best student and its teacher, or None, and a note about missing ones.
+    """Return the predictions of the best student and its teacher (or None), and a note if some are missing.
 
-    They come from the run folder, or are computed now on one device. `images` of the validation split are taken,
-    evenly spaced; 0: all. A teacher is loaded, never fitted. `vouched`: code that the run folder may name.
+    They are read from the run folder, or computed now on one device, for `images` of the validation split, evenly
+    spaced; 0: all. A teacher is loaded, never fitted. `vouched`: the permissions of `--trust`.
     """
     if student.task.logits != "softmax" or not teacher.logits:
-        return None, ""  # an embedding, or a set of labels, is not a prediction to count
+        return None, ""  # embeddings and sets of labels cannot be counted as predictions
     try:
         vouched.check_folder(plan)
         data = open_sources(plan)
@@ -75,22 +75,22 @@ def answers(
     )
     try:
         pictures = _pictures(stored, data.shown(data.val, on_corrupt="skip"), list(data.classes))
-    except DataError as error:  # each missing file is waited for: one is enough
+    except DataError as error:  # every missing file takes retries: one is enough
         return found, f"No photographs: {error}"
     return replace(found, pictures=pictures), ""
 
 
 def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the predictions that an earlier report stored, if they are the best checkpoint's for these images."""
+    """Return the predictions stored by an earlier report, if they are the best checkpoint's for these images."""
     try:
         content = read_json(folder.path / FILE, "run", "Remove the file")
-    except (OSError, RunError):  # damaged counts as missing: the models run again
+    except (OSError, RunError):  # a damaged file counts as missing: the models run again
         return None
     return content if content.get("belongs") == belongs else None
 
 
 def _pictures(stored: Mapping[str, Any], shown: Views, classes: list[str]) -> list[Picture]:
-    """Return the images on which the models differ: those that the teacher gets right first, its surest ones first."""
+    """Return the images on which the models differ, first those with the teacher right, by its confidence."""
     if "teacher" not in stored:
         return []
     differ = [i for i, answer in enumerate(stored["student"]) if answer != stored["teacher"][i]]
@@ -107,11 +107,11 @@ def _pictures(stored: Mapping[str, Any], shown: Views, classes: list[str]) -> li
 
 
 def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torch.device) -> dict[str, Any]:
-    """Run models over `images` images of a split as evaluation shows them, in float32; 0: all.
+    """Run models in float32 on `images` images of a split in evaluation's view; 0: all.
 
-    Return JSON values: `of` (images of the split), `ids`, `label`, and of each model its predictions, by its name, and
-    their probabilities (`NAME_share`). "student" takes pixels, any other model a batch. `student_sure` are its
-    probabilities after a temperature that every second image gave; `cpu_ms` is the CPU time of an image by model.
+    Return JSON values: `of` (images of the split), `ids`, `label`, and per model its predictions by name and their
+    probabilities (`NAME_share`). "student" takes pixels, other models a batch. `student_sure`: its probabilities after
+    a temperature fitted on every second image; `cpu_ms`: CPU time per image by model.
     """
     sampled = evenly_spaced(len(shown), images or len(shown))
     content: dict[str, Any] = {"of": len(shown), "ids": [], "label": []}
@@ -138,7 +138,7 @@ def ask_all(models: Mapping[str, Any], shown: Dataset, images: int, device: torc
     if logits:
         logits_NC, label_N = torch.cat(logits), torch.tensor(content["label"])
         chosen_NC, labels = logits_NC[::2], label_N[::2]
-        wrong = bool((chosen_NC.argmax(1) != labels).any())  # without a mistake no temperature is the best
+        wrong = bool((chosen_NC.argmax(1) != labels).any())  # without a mistake there is no best temperature
         by = temperature(chosen_NC, labels) if wrong else 1.0
         content["student_sure"] = (logits_NC.double() / by).softmax(1).amax(1).tolist()
     count = max(1, len(content["label"]))

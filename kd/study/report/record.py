@@ -1,4 +1,4 @@
-"""Content of a run folder as values for a report; nothing is computed on a device."""
+"""Values of a run folder for a report; nothing is computed on a device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kd.files.json_file import read_json
 from kd.files.run_dir import BASELINE, RunDir
 from kd.setup.recipe import Recipe, as_long, fit_folders
 
-FEWEST = 20  # images of a class below which its accuracy is no percentage: the 95 % interval of 10 of 20 is 30 to 70 %
+FEWEST = 20  # images of a class below which no percentage is shown: 10 of 20 has the 95 % interval 30 to 70 %
 T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t for a 95 % interval of the mean of 1, 2, ... values; of more, that of the last, which is wider."""
+"""Student's t for a 95 % interval of the mean of 2, 3, ... values; for more values the last one, which is wider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class Predictions:
     label: Sequence[int]
     student: Sequence[int]
     teacher: Sequence[int]  # empty without a teacher
-    of: int  # images of the validation split; more than predicted where only a part was requested
+    of: int  # images of the validation split; more than predicted if only a part was requested
     pictures: Sequence[Picture] = ()
     student_sure: Sequence[float] = ()  # the student's probability for its prediction, calibrated on every second image
     cpu_ms: Mapping[str, float] = field(default_factory=dict)
-    """CPU milliseconds of an image by model; empty: they ran on a GPU."""
+    """CPU milliseconds per image by model; empty: they ran on a GPU."""
     leaked: Sequence[int] = ()
-    """Positions in `label` of images that are also in another split, where the run folder has a list of such."""
+    """Positions in `label` of images that are also in another split, if the run folder lists them."""
 
     def without_leaks(self) -> str:
-        """Say the accuracy with and without images that are in another split too; "" where no list names any."""
+        """Report the accuracy with and without images that are also in another split; "" without such images."""
         if not self.leaked:
             return ""
         clean = sorted({*range(len(self.label))} - {*self.leaked})
@@ -69,12 +69,12 @@ class Predictions:
         return [counts[label] for label in range(len(self.classes))]
 
     def accuracy(self, answers: Sequence[int]) -> list[float]:
-        """Return the accuracy on each class; NaN for one without images."""
+        """Return the accuracy on each class; NaN without images."""
         right = Counter(label for label, answer in zip(self.label, answers, strict=True) if label == answer)
         return [right[label] / count if count else math.nan for label, count in enumerate(self.images())]
 
     def confusion(self) -> list[list[int]]:
-        """Return how often the student predicted each class (column) for each label (row)."""
+        """Return the confusion matrix: counts by label (row) and the student's prediction (column)."""
         table = [[0] * len(self.classes) for _ in self.classes]
         for label, answer in zip(self.label, self.student, strict=True):
             table[label][answer] += 1
@@ -91,20 +91,20 @@ class RunRecord:
     train: Sequence[Mapping[str, Any]]
     val: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
-    scores: Scores  # the columns of `val`
+    scores: Scores  # columns of `val`
     timeline: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # log windows by rank
     monitor: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  # samples by host and rank
     findings: Sequence[Mapping[str, Any]] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)  # profile/operators.json of `Profiler`
     answers: Predictions | None = None
-    scored: Scored | None = None  # the last score of the best checkpoint; None: of a run that has not ended
-    exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, where there is one
+    scored: Scored | None = None  # final score of the best checkpoint; None: the run has not ended
+    exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, if there is one
     baseline: RunRecord | None = None  # the same student trained on labels alone
-    fitting: float = 0.0  # seconds of fitting its teachers, whenever that was
-    fitting_spent: float | None = 0.0  # the same as `spent`
+    fitting: float = 0.0  # seconds of fitting its teachers, in this run or earlier
+    fitting_spent: float | None = 0.0  # same, in the unit of `spent`
     equal_steps: Mapping[str, Samples] = field(default_factory=dict)
-    """Samples of an earlier baseline of equal steps, where `baseline` is one of another length."""
-    notes: Sequence[str] = ()  # why something is missing
+    """Samples of an earlier baseline with equal steps, if `baseline` has another length."""
+    notes: Sequence[str] = ()  # reasons for missing parts
 
     @property
     def selection_metric(self) -> Column:
@@ -118,7 +118,7 @@ class RunRecord:
 
     @property
     def counted(self) -> Mapping[str, Any]:
-        """The row that counts: the last score, else the best validation row."""
+        """The final score's row, else the best validation row."""
         return self.best if self.scored is None else self.scored.row
 
     @property
@@ -142,7 +142,7 @@ class RunRecord:
 
     @property
     def unfinished(self) -> str:
-        """Where a run stands that has not come to its end and its last evaluation; "": it has."""
+        """The progress of an unfinished run; "" for a finished one."""
         steps, epochs = (int(self.keys.get(f"run.{key}", 0) or 0) for key in ("steps", "epochs"))
         epoch = int(self.train[-1]["epoch"]) if self.train else 0
         ended = self.gave_up or (self.steps >= steps if steps else epoch >= epochs)
@@ -152,7 +152,7 @@ class RunRecord:
 
     @property
     def unfinished_text(self) -> str:
-        """The same for the run or its baseline, as a sentence."""
+        """A sentence if the run or its baseline is unfinished."""
         for one, who in ((self, self.name), (self.baseline, f"{self.name} (labels only)")):
             if one is not None and one.unfinished:
                 ended = f"{who} has not finished: {one.unfinished}."
@@ -174,24 +174,24 @@ class RunRecord:
 
     @property
     def spent(self) -> float | None:
-        """What training took: CPU seconds of all processes, or seconds of all accelerators; None: not recorded."""
+        """Cost of training: CPU seconds of all processes, or seconds of all accelerators; None: not recorded."""
         return spent_of(self.train, self.manifest)
 
     @property
     def at_hand(self) -> float | None:
-        """What outputs took that an earlier run had stored, likewise."""
+        """Cost of stored outputs of earlier runs, likewise."""
         found = self.manifest.get("at_hand", {"cpu_seconds": 0.0})
         known = found["cpu_seconds"] == 0 or on_cpu(self.manifest)
         return found["cpu_seconds"] if known else None
 
     @property
     def spent_in_all(self) -> float | None:
-        """What distilling took with the teacher's fit and outputs, likewise."""
+        """Cost of distilling with the teacher's fit and outputs, likewise."""
         return total((self.fitting_spent, self.at_hand, self.spent))
 
     @property
     def billable(self) -> float:
-        """Seconds from start to end of all starts of the run, as a rented machine is paid; training time if unknown."""
+        """Billable seconds, from start to end of all starts of the run; training time if unknown."""
         return float(self.manifest.get("billable_seconds", self.seconds))
 
     @property
@@ -200,7 +200,7 @@ class RunRecord:
 
     @property
     def per_hour(self) -> float:
-        """US dollars an hour for all machines; 0: no price is known."""
+        """US dollars per hour for all machines; 0: unknown."""
         own = float(self.keys.get("price.per_hour", 0.0) or 0.0)
         each = own or instances.price_per_hour(str(self.keys.get("price.instance", "")))
         return int(self.manifest.get("machines", 1)) * each
@@ -211,7 +211,7 @@ class RunRecord:
 
 
 def total(parts: Iterable[float | None]) -> float | None:
-    """Return the sum of parts; None where one of them is unknown."""
+    """Return the sum of parts; None if one of them is unknown."""
     known = list(parts)
     return None if None in known else sum(filter(None, known))
 
@@ -222,7 +222,7 @@ def on_cpu(manifest: Mapping[str, Any]) -> bool:
 
 
 def spent_of(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> float | None:
-    """Return the cost of the steps up to the last row, as `RunRecord.spent` counts it."""
+    """Return the cost of the steps up to the last row, in the unit of `RunRecord.spent`."""
     last = rows[-1] if rows else {}
     if on_cpu(manifest):
         return last.get("cpu_seconds")
@@ -230,7 +230,7 @@ def spent_of(rows: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> 
 
 
 def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
-    """Read the scores of a run and of its baseline; not its clocks, and not the models' predictions."""
+    """Read the scores of a run and of its baseline, without timings and predictions."""
     manifest, findings, alone = folder.manifest(), folder.path / "findings.json", folder.alone()
     trained = recipe.baseline if alone.config_file.is_file() else None
     short = RunDir(folder.path / BASELINE) if alone.path.name != BASELINE else None
@@ -256,14 +256,14 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return the keys whose values are not the same in all runs, with the values; the name is left out."""
+    """Return the keys whose values differ between runs, with the values, except the name."""
     keys = sorted({key for run in runs for key in run.keys} - {"run.name", "run.folder"})
     rows = [(key, [run.keys.get(key, "-") for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if any(str(value) != str(values[0]) for value in values)]
 
 
 def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return groups of two runs or more that differ in the seed alone and are scored on the same split."""
+    """Return groups of two or more runs that differ only in the seed and are scored on the same split."""
     groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
     for run in runs:
         keys = run.keys.keys() - {"run.name", "run.folder", "run.seed"}
@@ -284,7 +284,7 @@ def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:
 
 
 def teachers_of(runs: Sequence[RunRecord], split: str = "counted") -> dict[str, Mapping[str, float]]:
-    """Return the scores of each teacher by name, one of a shared one; beside the "counted" or "validation" scores."""
+    """Return each teacher's "counted" or "validation" scores by name; a shared teacher appears once."""
     found: dict[str, tuple[str, Mapping[str, float]]] = {}
     for run in runs:
         row = run.counted if split == "counted" else run.best
@@ -298,9 +298,9 @@ def teachers_of(runs: Sequence[RunRecord], split: str = "counted") -> dict[str, 
 
 
 def verdicts(runs: Sequence[RunRecord]) -> list[str]:
-    """Say of models which is better: each student against its teachers and labels only, each run against the first.
+    """Compare models: each student with its teachers and its baseline, each run with the first.
 
-    By the score that decides, with the 95 % interval of the difference; of models scored on the same images alone.
+    By the selection metric, with the 95 % interval of the difference; only models scored on the same images.
     """
     pairs: list[tuple[str, RunRecord, str, RunRecord | None]] = []
     for run in runs:
@@ -320,10 +320,10 @@ def verdicts(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def price_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """Return a table of runs: throughput, billable time, cost, saving against the first with a price.
+    """Return a table of runs: throughput, billable time, cost, saving relative to the first run with a price.
 
-    The arithmetic is SageMaker's: cost = price an hour x billable seconds / 3600. The student's own steps alone are an
-    epoch's cost, and saving = 1 - cost / cost of the first run.
+    As SageMaker computes: cost = price per hour x billable seconds / 3600. An epoch's cost counts only the student's
+    own steps, and saving = 1 - cost / cost of the first run.
     """
     costs = [run.per_hour * run.seconds / 3600 for run in runs]
     rows, first = [], next((number for number, cost in enumerate(costs) if cost), 0)

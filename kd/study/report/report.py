@@ -1,4 +1,4 @@
-"""Run folders -> one HTML page, and a summary for terminals."""
+"""Turn run folders into one HTML page and a summary for terminals."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from kd.study.report.summary import chain_lines, described
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The written report, and the lines to show."""
+    """The written report and its summary."""
 
     file: Path
     size: int  # bytes of the page
@@ -39,8 +39,9 @@ def report(
 ) -> Report:
     """Write the page of one or several runs.
 
-    It is `target`, or report.html in the first folder. `images`: validation images to predict, 0: all. `overrides`
-    of the runs' configurations say where the data lies now, or the price of the machine; `trust` runs code named there.
+    The page is `target`, or report.html in the first folder. `images`: validation images to predict, 0: all.
+    `overrides` of the runs' configurations give the data's present folder or the machine's price; `trust` runs code
+    named there.
     """
     file = target or paths[0] / "report.html"
     with _damage_as_one_line(paths):
@@ -51,7 +52,7 @@ def report(
 
 
 def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = False) -> list[dict[str, str]]:
-    """Return the table that compares the costs of runs."""
+    """Return a table that compares the costs of runs."""
     with _damage_as_one_line(paths):
         runs = distinct([record_of(*_opened(path, overrides, trust)) for path in paths])
         if not any(run.cost for run in runs):
@@ -62,7 +63,7 @@ def prices(paths: Sequence[Path], overrides: Sequence[str] = (), trust: bool = F
 
 @contextmanager
 def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
-    """Turn an error from values that kd does not write, in a file of a run, into a RunError of one line."""
+    """Convert an error from foreign values in a run's files into a RunError of one line."""
     try:
         yield
     except DAMAGE as error:
@@ -72,7 +73,7 @@ def _damage_as_one_line(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def distinct(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Number names that several runs have."""
+    """Number repeated run names."""
     names = [run.name for run in runs]
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return [replace(run, name=f"{run.name} ({n})") if n > 1 else run for run, n in zip(runs, counts, strict=True)]
@@ -103,7 +104,7 @@ def _opened(path: Path, overrides: Sequence[str], trust: bool) -> tuple[RunDir, 
 
 
 def summary(runs: Sequence[RunRecord]) -> str:
-    """Return runs as Markdown: each one, its findings, which is better, means over seeds, costs, what differs."""
+    """Return runs as Markdown: each run, findings, comparisons, means over seeds, costs, different keys."""
     lines = [f"# {', '.join(run.name for run in runs)}", ""]
     for run in runs:
         lines += ["", f"## {run.name}", ""] if len(runs) > 1 else []

@@ -1,4 +1,4 @@
-"""The sections of a report, each a function from runs to HTML; empty text where the runs hold nothing for it."""
+"""The sections of a report: functions from runs to HTML, "" if the runs have no content for it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from kd.study.report.summary import chain_lines
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
-SAMPLES, WINDOWS = 240, 80  # samples of a machine that are drawn at most; bars of the chart of log windows
+SAMPLES, WINDOWS = 240, 80  # most drawn samples of a machine; bars in the chart of log windows
 
 
 def color(number: int) -> str:
@@ -21,7 +21,7 @@ def color(number: int) -> str:
 
 
 def section(title: str, hint: str, *content: str) -> str:
-    """Return a titled section; empty where there is no content."""
+    """Return a titled section; "" without content."""
     body = "".join(content)
     anchor = title.lower().replace(" ", "-")
     text = f'<p class="hint">{esc(hint)}</p>' if hint else ""
@@ -29,7 +29,7 @@ def section(title: str, hint: str, *content: str) -> str:
 
 
 def card(title: str, *content: str) -> str:
-    """Return a card, with a title or without; empty where there is no content."""
+    """Return a card with an optional title; "" without content."""
     body, head = "".join(content), f"<h3>{esc(title)}</h3>" if title else ""
     return f'<div class="card">{head}{body}</div>' if body else ""
 
@@ -64,7 +64,7 @@ def curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
-    """Draw a score of all runs that have it, of their baselines, and of two teachers at most."""
+    """Draw a score of all runs that have it, of their baselines, and of at most two teachers."""
     series, runs_with_it = [], [run for run in runs if column in run.scores.columns]
     for i, run in enumerate(runs):
         if run not in runs_with_it:
@@ -81,17 +81,17 @@ def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
 
 
 def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) -> Series:
-    """Return the values of a key over the steps, without rows that lack it, and without NaN and infinity."""
+    """Return the finite values of a key over the steps, from rows that have it."""
     finite = [row for row in rows if key in row and math.isfinite(row[key])]
     return Series(name, color, [float(row["step"]) for row in finite], [float(row[key]) for row in finite])
 
 
 def _chart(title: str, series: Sequence[Series], unit: str, runs: Sequence[RunRecord] = ()) -> str:
-    """Draw lines, and an upright one where each of the `runs` began to show its images at full size."""
+    """Draw lines, with a vertical one at the step from which each run has full-size images."""
     series = [one for one in series if one.x]
     if not series:
         return ""
-    if all(len(one.x) < 3 or one.dashed for one in series):  # two evaluations make no curve: the last one counts
+    if all(len(one.x) < 3 or one.dashed for one in series):  # equal steps: the later evaluation counts
         return card(title, bars([(one.name, [(one.y[-1], one.color)]) for one in series], unit))
     values = [value for one in series for value in one.y]
     for i, run in enumerate(runs):
@@ -103,7 +103,7 @@ def _chart(title: str, series: Sequence[Series], unit: str, runs: Sequence[RunRe
 
 
 def time(runs: Sequence[RunRecord]) -> str:
-    """Show where the time of a step went: in all, and window by window."""
+    """Show the parts of a step's time, in total and per log window."""
     cards = []
     for run in runs:
         rows = run.timeline.get(0, ())
@@ -186,7 +186,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str]) -> dict
 
 
 def _of_gpus(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[float]]:
-    count = min(len(row.get("gpu") or ()) for row in rows)  # a resumed run may have others
+    count = min(len(row.get("gpu") or ()) for row in rows)  # a resumed run may have other GPUs
     return {f"GPU {i}": [float(row["gpu"][i].get(key) or 0.0) / scale for row in rows] for i in range(count)}
 
 
@@ -198,14 +198,14 @@ def _samples(title: str, times: Sequence[float], values: Mapping[str, Sequence[f
 
 
 def chain(runs: Sequence[RunRecord]) -> str:
-    """Draw from the teacher to the graphs the provenance of `export/`, with the comparison at each arrow."""
+    """Draw the provenance of `export/` from the teacher to the graphs, with the comparison at each arrow."""
     found = {run.name if len(runs) > 1 else "": "\n".join(chain_lines(run.exported)) for run in runs}
     cards = [card(name, f"<pre>{esc(text)}</pre>") for name, text in found.items() if text]
     return section("Where the export comes from", "", *cards)
 
 
 def variants(runs: Sequence[RunRecord]) -> str:
-    """Show what `kd-export --compare` measured."""
+    """Show the measurements of `kd-export --compare`."""
     found = {run.name if len(runs) > 1 else "": variant_rows(run.exported) for run in runs}
     cards = [card(name, html_table(rows, ["file"])) for name, rows in found.items() if rows]
     return section("Which file to ship", VARIANTS_NOTE, *cards)

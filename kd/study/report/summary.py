@@ -1,4 +1,4 @@
-"""A run as Markdown, for its report.md and for terminals: scores as a table, and findings."""
+"""A run as Markdown for report.md and terminals: a table of scores, and findings."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ DIFFERENCES_NOTE = "In brackets: 95 % intervals, of the difference on the same i
 
 
 def described(run: RunRecord) -> list[str]:
-    """Return the scores of a run, and notes on them, as lines of Markdown."""
+    """Return the scores of a run with notes as lines of Markdown."""
     stands = [f"**{line}**", ""] if (line := run.unfinished_text) else []
     if not run.best:
         return [*stands, "Not evaluated yet.", ""]
@@ -61,7 +61,7 @@ def described(run: RunRecord) -> list[str]:
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
-    """Return the inputs of a run's last scores, by the names of its models."""
+    """Return the samples of a run's last scores by model name."""
     if scored is None:
         return {}
     return {**{name: scored.of(name) for name in teachers}, student: scored.samples}
@@ -70,7 +70,7 @@ def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> 
 def differences(
     scores: Scores, row: Mapping[str, float], samples: Mapping[str, Mapping[str, Samples]], student: str
 ) -> list[str]:
-    """Say of each other model whether the student is better, by the score that decides; nothing without intervals."""
+    """Compare the student with each other model by the selection metric; nothing without intervals."""
     column, own = scores.deciding(row), samples.get(student, {})
     lines = [
         f"- {student} against {name}: {column.title} {column.difference(own[column.key], other[column.key])}"
@@ -80,19 +80,19 @@ def differences(
     return [*lines, "", DIFFERENCES_NOTE, ""] if lines else []
 
 
-ENOUGH = 0.9  # share of the cost that labels alone must have had: CPU times of equal work differ by some percent
+ENOUGH = 0.9  # smallest share of the cost that labels alone must have had: CPU times vary by a few percent
 
 
 def clock_of(run: RunRecord) -> str:
-    """Return what costs are counted in: the time of CPUs, or that of accelerators."""
+    """Return the unit of costs: CPU time or accelerator time."""
     return "CPU time" if on_cpu(run.manifest) else "device time"
 
 
 def verdict(run: RunRecord) -> str:
-    """Say whether distillation paid: against labels alone on the same images, for the same cost of training.
+    """Report whether distillation paid, against labels alone on the same images at the same training cost.
 
-    A fitted teacher costs its fit too, one that was at hand only its outputs. Labels alone with less than that show
-    nothing, so that the difference is said without a verdict. "": a score has no samples.
+    The cost includes the fit of a fitted teacher, but only the outputs of an existing one. If labels alone had less,
+    the difference is given without a verdict. "": a score has no samples.
     """
     alone, column = run.baseline, run.selection_metric
     own, other = run.samples.get(column.key), alone.samples.get(column.key) if alone is not None else None
@@ -125,7 +125,7 @@ def verdict(run: RunRecord) -> str:
 
 
 def chain_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the chain of an export's manifest.json as a tree, with the comparison at each arrow; none: no chain."""
+    """Return an export's chain of provenance as a tree, with the comparison at each arrow; [] without a chain."""
     chain, lines = facts.get("chain", {}), list[str]()
     if teacher := chain.get("teacher"):
         answers = chain["answers"]

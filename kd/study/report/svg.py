@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30  # room around the plot, pixels
-WIDE = 600  # pixels above which a chart is not shrunk to a narrow page, but scrolls in it
+WIDE = 600  # pixels above which a chart scrolls in a narrow page instead of shrinking
 ALONE = (
     "<style>text{fill:#475467;font:13px sans-serif}.grid{stroke:#e4e7ec}.line{fill:none;stroke-width:2}"
     '.dashed{stroke-dasharray:2 5}</style><rect width="100%" height="100%" fill="#fff"/>'
 )
-"""The style of a chart as a file: a page has it in its own."""
-POINTS = 400  # points of a line at most; more are thinned evenly
+"""The style of a chart in its own file; a page has its own style."""
+POINTS = 400  # most points of a line; more are thinned evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     dashed: bool = False
-    label: str = ""  # beside the first point
+    label: str = ""  # label beside the first point
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The plot area of a chart, and the position of values in it."""
+    """The plot area of a chart; maps values to positions."""
 
     width: int
     height: int
@@ -74,10 +74,10 @@ def number(value: float, unit: str = "") -> str:
 def lines(
     series: Sequence[Series], size: tuple[int, int], x_name: str, unit: str = "", zero: bool = False, log: bool = False
 ) -> str:
-    """Draw lines over a common x axis; at least one has a point. The unit "%" takes shares.
+    """Draw lines over a common x axis; at least one must have a point. The unit "%" is for shares.
 
-    `size`: width and height. `zero`: the vertical axis begins at 0. `log`: the other one is logarithmic, and each x
-    above 0; no `data-chart`.
+    `size`: width and height. `zero`: the y axis begins at 0. `log`: the x axis is logarithmic, every x must be above 0,
+    and there is no `data-chart`.
     """
     width, height = size
     series = [one for one in series if len(one.x)]
@@ -90,9 +90,9 @@ def lines(
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     xs = [x for one in series for x in one.x]
     low_y, high_y = 0.0 if zero else low - margin, high + margin
-    if unit == "%":  # a share is between 0 and 1, and so is its axis
+    if unit == "%":  # the axis of a share is within 0 to 1
         low_y, high_y = max(low_y, min(low, 0.0)), min(high_y, max(high, 1.0))
-    beside = 0.05 * (max(xs) - min(xs)) + 0.1 if log else 0.0  # room for labels
+    beside = 0.05 * (max(xs) - min(xs)) + 0.1 if log else 0.0  # space for labels
     frame = Frame(width, height, min(xs) - beside, max(xs) + beside, low_y, high_y)
     parts = [*_grid(frame, unit), *_x_axis(frame, x_name, log)]
     for one in series:
@@ -108,7 +108,7 @@ def lines(
 
 
 def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: str) -> str:
-    """Draw layers above each other as bars, one bar for each x; all series have the same x."""
+    """Draw stacked bars, one per x; all series have the same x."""
     xs = series[0].x
     tops = [0.0] * len(xs)
     highest = max(map(sum, zip(*(one.y for one in series), strict=True)))
@@ -135,7 +135,7 @@ def stack(series: Sequence[Series], width: int, height: int, x_name: str, unit: 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str] | tuple[float, str, str]]]], unit: str) -> str:
     """Draw horizontal bars as HTML: rows of (name, [(value, colour), ...]), longest value to full width.
 
-    A third entry beside a value and its colour is the text that is shown, instead of the value with its unit.
+    An optional third entry after value and colour is a text shown instead of the value with its unit.
     """
     most = max((one[0] for _, values in rows for one in values), default=0.0) or 1.0
     rows_html = []
@@ -152,7 +152,7 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str] | tuple[float, str
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return names with their colours, each pair once."""
+    """Return a legend of names with their colours, each pair once."""
     pairs = dict.fromkeys(entries)
     items = "".join(f'<span><i style="background:var({color})"></i>{esc(name)}</span>' for name, color in pairs)
     return f'<div class="legend">{items}</div>'
@@ -164,7 +164,7 @@ def esc(text: object) -> str:
 
 
 def evenly(count: int, most: int) -> Sequence[int]:
-    """Return at most `most` of the first `count` numbers, evenly spaced, the last one always."""
+    """Return at most `most` of the first `count` numbers, evenly spaced, always including the last."""
     return range(count) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
 
 
@@ -218,7 +218,7 @@ def _svg(frame: Frame, parts: Sequence[str], numbers: str) -> str:
 def standalone(drawn: str, colors: Mapping[str, str], more: str = "") -> str:
     """Return a chart as an SVG file, with `more` drawn over it.
 
-    Its variables become the colours, and the ground white: image viewers know no CSS variables and draw them black.
+    CSS variables are replaced by colours and the background is white: image viewers would draw variables black.
     """
     drawn = re.sub(r' data-chart="[^"]*"', "", drawn).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     drawn = drawn.replace(">", f">{ALONE}", 1).replace("</svg>", f"{more}</svg>\n")

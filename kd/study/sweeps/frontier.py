@@ -1,7 +1,7 @@
-"""How small may a student be? Score against milliseconds of the students of a sweep, as columns and as a picture.
+"""Score against milliseconds of a sweep's students, as table columns and as a picture.
 
-Each student that came to its end becomes a graph of onnxruntime as `kd-export` writes it. The exporter's clock times
-all of them in turns, with the teacher of the sweep, once nothing trains any more.
+Each finished student is exported to ONNX as by `kd-export`. The exporter's clock times all of them and the sweep's
+teacher in turns, after all training.
 """
 
 import logging
@@ -33,8 +33,8 @@ from kd.study.sweeps.space import Trial, student_alike
 from kd.study.sweeps.trials import Trials
 
 TEACHER = "teacher"
-SECONDS = 2.0  # for which the clock runs at most, times the number of models
-WIDTH, HEIGHT, LINE = 720, 360, 18  # of the picture, and the height of a line below it, pixels
+SECONDS = 2.0  # most seconds of timing per model
+WIDTH, HEIGHT, LINE = 720, 360, 18  # size of the picture, and height of a line below it, pixels
 COLORS = {"--c1": "#2f6fde", "--rest": "#98a2b3", "--c2": "#d9822b", "--teacher": "#8e5bd0"}
 NOTE = (
     "ms: CPU time of an image in onnxruntime on one thread of {}, all models in turns, the median. MB: the graph, "
@@ -45,18 +45,18 @@ log = logging.getLogger("kd")
 
 
 def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
-    """Return the rows of trials, the best first, with what their students cost, and the row of the teacher or {}.
+    """Return the rows of trials, best first, with their students' costs, and the teacher's row or {}.
 
-    A student that came to its end has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number`
-    (by `ms`), and `labels_only` where it was trained so too; one that is no graph has `untimed`: why. What the clock
-    shows is kept in frontier.json, until other trials end or another machine reads it.
+    A finished student has `ms`, `mb` (10^6 bytes), `parameters`, whether it is on the `frontier`, `number` (by `ms`),
+    and `labels_only` if it has a baseline; one without a graph has `untimed`, the reason. Times are cached in
+    frontier.json until other trials end or the machine changes.
     """
     trials = {trial.name: trial for trial in tried.trials}
     ended = {row["trial"]: trials[row["trial"]] for row in rows}
     file, of = tried.folder / "frontier.json", {"trials": sorted(ended), "processor": processor()}
     try:
         known = read_json(file, "run.folder", "Remove the file")
-    except (FileNotFoundError, RunError):  # damaged is as good as not there: the clock runs again
+    except (FileNotFoundError, RunError):  # a damaged file counts as missing: times are measured again
         known = {}
     if known.get("of") != of:
         known = {"of": of, "costs": _costs(tried, ended)}
@@ -74,13 +74,13 @@ def measured(tried: Trials, rows: Sequence[Row]) -> tuple[list[Row], Row]:
 
 
 def members(points: Sequence[tuple[float, float]], smaller: bool = False) -> list[bool]:
-    """Return whether each (ms, score) is on the frontier: none is as good in both, and better in one."""
+    """Return whether each (ms, score) is on the frontier: no other is as good in both and better in one."""
     signed = [(ms, score if smaller else -score) for ms, score in points]
     return [not any(a <= ms and b <= score and (a, b) != (ms, score) for a, b in signed) for ms, score in signed]
 
 
 def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
-    """Return the cells of `measured` rows in the table of the sweep; none where nothing was measured."""
+    """Return the table cells of `measured` rows; [] if nothing was measured."""
     if not any("ms" in row or "untimed" in row for row in rows):
         return [{} for _ in rows]
     shown = {"number": ("point", str), "ms": ("ms", "{:.3g}".format), "mb": ("MB", "{:.2f}".format)}
@@ -90,7 +90,7 @@ def cells(rows: Sequence[Row], column: Column) -> list[dict[str, str]]:
 
 
 def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> str:
-    """Write the picture of `measured` rows, frontier.svg, and return what stands below their table."""
+    """Write the picture of `measured` rows, frontier.svg, and return the text below their table."""
     if not any("ms" in row for row in rows):
         return "No student could be timed."
     write_text(folder / "frontier.svg", picture(rows, teacher, column))
@@ -98,7 +98,7 @@ def write(rows: Sequence[Row], teacher: Row, column: Column, folder: Path) -> st
 
 
 def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
-    """Return score against milliseconds as an SVG file; one row at least was timed."""
+    """Return score against milliseconds as an SVG file; at least one row must be timed."""
     order, series = sorted((row for row in rows if "ms" in row), key=lambda row: row["number"]), []
     front = [(row["ms"], row["score"]) for row in order if row["frontier"]]
     stairs = [front[0], *(corner for last, now in pairwise(front) for corner in ((now[0], last[1]), now))]
@@ -123,7 +123,7 @@ def picture(rows: Sequence[Row], teacher: Row, column: Column) -> str:
 
 
 def named(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of a trial as text: of a student that is a mapping its model, arguments and weights."""
+    """Return the values of a trial as text; for a `student` section its model, arguments and weights."""
     shown = dict(values)
     if "student" in shown:
         one = parse_value(f"student={shown['student']}")
@@ -133,7 +133,7 @@ def named(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:
-    """Return `ms`, `mb` and `parameters` of each trial and of the teacher that all share, or `untimed`: why not."""
+    """Return `ms`, `mb` and `parameters` of each trial and of the shared teacher, or `untimed`, the reason."""
     alike: dict[str, list[str]] = {}
     for name, trial in ended.items():
         alike.setdefault(student_alike(trial), []).append(name)
@@ -149,7 +149,7 @@ def _costs(tried: Trials, ended: Mapping[str, Trial]) -> dict[str, Row]:
 
 
 def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int]) -> dict[str, Row]:
-    """Return what models cost that functions load; `sides`: of their images, pixels."""
+    """Return the costs of models, given functions that load them; `sides`: image sizes in pixels."""
     costs, calls, draw = dict[str, Row](), {}, np.random.default_rng(0)
     for name, load in loads.items():
         try:
@@ -173,7 +173,7 @@ def _student(tried: Trials, trial: Trial) -> Classifier:
 
 def _teacher(trial: Trial) -> Classifier:
     recipe = resolve(trial.config)
-    spread = recipe.teacher.shard or recipe.teacher.pipeline  # it may not fit into the memory of one process
+    spread = recipe.teacher.shard or recipe.teacher.pipeline  # the teacher may not fit into one process's memory
     model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         raise ModelError("teacher", "is not a single torch network in one process, so it has no graph")

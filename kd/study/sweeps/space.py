@@ -21,27 +21,27 @@ from kd.parts import registry
 from kd.setup.recipe import flatten, is_free
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
-"""Of the keys that change no weight, those that a score depends on."""
+"""Keys that change no weight but affect a score."""
 NAME_LETTERS = 60
-"""Letters of a trial's values in the name of its folder: with its hash it stays far below the 255 bytes of a name."""
+"""Letters of a trial's values in its folder name: with the hash it stays far below the limit of 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One configuration of a sweep."""
 
-    name: str  # of its run folder below the sweep's: its values, and a hash of all that its score depends on
-    values: Mapping[str, str]  # the text of each key that varies
+    name: str  # name of its run folder in the sweep's: its values, and a hash of everything that its score depends on
+    values: Mapping[str, str]  # the text of each varying key
     config: Config
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What varies, and what does not."""
+    """Varying and fixed keys of a sweep."""
 
     settings: Any  # a YAML file or its contents
     fixed: Sequence[str]  # `key=value` for all trials
-    lists: Mapping[str, Sequence[str]]  # the values of each key that lists some
+    lists: Mapping[str, Sequence[str]]  # the values of each varying key
 
     @classmethod
     def read(cls, settings: Any, overrides: Sequence[str]) -> Space:
@@ -72,7 +72,7 @@ class Space:
         return config.load(self.settings, [*self.fixed, *(f"{key}={text}" for key, text in values.items()), *more])
 
     def trial(self, values: Mapping[str, str], name: str, shared: Sequence[str], baseline: bool = False) -> Trial:
-        """Return a trial; `name` of the sweep's folder, `shared` overrides; `baseline`: with one, if settings have."""
+        """Return a trial. `name`: the sweep's folder; `shared`: common overrides; `baseline`: keep the baseline."""
         loaded = self.load(values, *shared, *([] if baseline else ["run.baseline=false"]))
         keys = flatten(config.to_dict(loaded, values=True))
         counted = {key: keys[key] for key in keys if key.startswith(COUNTED) or not is_free(key, "backend.threads")}
@@ -83,7 +83,7 @@ class Space:
 
 
 def require_different(trials: Iterable[Trial]) -> None:
-    """Refuse two trials whose values make the same run, naming a key in which they differ."""
+    """Refuse two trials that make the same run, naming a key in which they differ."""
     seen: dict[str, Trial] = {}
     for trial in trials:
         other = seen.setdefault(trial.name.rpartition("_")[2], trial)
@@ -94,10 +94,10 @@ def require_different(trials: Iterable[Trial]) -> None:
 
 
 def sharing(settings: Config, threads: int) -> list[str]:
-    """Return the overrides by which the trials of a sweep share the teacher's outputs and the decoded images.
+    """Return the overrides that let trials share the teacher's outputs and decoded images.
 
-    The views stay those of a run alone. The outputs are rounded to float16, as in every cache. Where a run is that many
-    steps long, or a loss reads features, a cache is for the user to choose: its size is not known here, or large.
+    The views are as in a single run. Outputs are rounded to float16, as in every cache. If a run's length is in steps,
+    or a loss reads features, no cache is set: its size is unknown here, or large.
     """
     backend, read, found = settings.backend, reads(settings.losses), []
     facts = registry.facts("backends", backend.kind, backend.options, "backend.kind")
@@ -125,7 +125,7 @@ def student_alike(trial: Trial) -> str:
 
 
 def write_yaml(trial: Trial, folder: Path) -> str:
-    """Write the configuration of a trial, which `kd-train` takes, and return the file."""
+    """Write the configuration of a trial for `kd-train` and return the file."""
     file = folder / f"{trial.name}.yaml"
     write_text(file, config.dump(trial.config))
     return str(file)

@@ -1,4 +1,4 @@
-"""`kd.sweep`: train a configuration with many settings, and find the best."""
+"""`kd.sweep`: train a configuration with many settings and find the best."""
 
 import logging
 import statistics
@@ -20,7 +20,7 @@ from kd.study.sweeps import frontier
 from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
 from kd.study.sweeps.trials import Trials, failure
 
-FRESH = 2  # other seeds with which the best trial is trained again
+FRESH = 2  # number of other seeds with which the best trial is trained again
 log = logging.getLogger("kd")
 
 
@@ -29,29 +29,29 @@ class Sweep:
     """Results of a sweep."""
 
     folder: Path
-    """`run.folder`/NAME_sweep: a run folder for each trial, journal.jsonl, sweep.md, best.yaml; frontier.svg."""
-    best: Path  # the best configuration, which `kd-train` takes
+    """`run.folder`/NAME_sweep: run folders of the trials, journal.jsonl, sweep.md, best.yaml, frontier.svg."""
+    best: Path  # the best configuration, for `kd-train`
     rows: list[dict[str, Any]]
-    """Of each trial, the best first: `trial`, `values`, `score` of validation images, and its `interval` where it is
-    known. Where the students differ also their costs, see `kd.study.sweeps.frontier.measured`."""
+    """One row per trial, best first: `trial`, `values`, `score` on validation images, and its `interval` if known. If
+    the students differ also their costs, see `kd.study.sweeps.frontier.measured`."""
     fresh: list[dict[str, Any]]
-    """The same for the best configuration with other seeds, also `test`: `score` and `interval` of test images."""
+    """Rows for the best configuration with other seeds, also with `test`: `score` and `interval` on test images."""
     tested: dict[str, Any]  # `score` and `interval` of the best trial on test images; {} without a test split
-    text: str  # the table, and how much of the best score is the luck of its seed
+    text: str  # the table, and the seed's part of the best score
 
 
 def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: str = "", jobs: int = 1) -> Sweep:
-    """Train a configuration with many settings, as `kd-sweep` does. The same call goes on after a kill.
+    """Train a configuration with many settings, like `kd-sweep`. The same call resumes after a kill.
 
     Args:
         settings: a YAML file, its contents, or a loaded Config.
-        overrides: `key=value`; a list `key=a,b,c` is what varies.
-        by: key of the score that decides; "": the task's first.
-        jobs: trials at a time; each gets its share of the cores.
+        overrides: `key=value`; a list `key=a,b,c` varies the key.
+        by: key of the deciding score; "": the task's first.
+        jobs: parallel trials; each gets its share of the cores.
 
     Raises:
         ConfigError: a key or value is wrong, nothing varies, or no such score.
-        RunError: no trial came to its end, or another sweep writes the folder.
+        RunError: no trial finished, or another sweep is writing the folder.
     """
     if not isinstance(jobs, int) or jobs < 1:
         raise ConfigError("jobs", f"is {jobs!r}", "A whole number >= 1", "Change the value")
@@ -65,19 +65,19 @@ def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: s
         return space.trial(values, name, sharing(space.load(values), threads), baseline)
 
     sized = len({student_alike(made(values, 1)) for values in combinations}) > 1
-    every = {one.name: one for one in (made(values, 1, sized) for values in combinations)}  # before anything is written
+    every = {one.name: one for one in (made(values, 1, sized) for values in combinations)}  # before writing anything
     require_different(every.values())
     Trials(folder, list(every.values()), by)
     with _held(folder):
         file = folder / "sweep.json"
-        if not file.is_file():  # a trial keeps the threads with which the sweep began, so that its bits do not change
+        if not file.is_file():  # a resumed trial keeps the sweep's initial number of threads, so its bits do not change
             write_json(file, {"threads": max(1, cores() // jobs)})
         threads = read_json(file, "run.folder", "Remove the file", lambda content: int(content["threads"]))
         tried = Trials(folder, [made(one.values, threads, sized) for one in every.values()], by)
         log.info("sweep: %d trials in '%s', %d of them done", len(every), folder, len(every.keys() & tried.rows.keys()))
         tried.train(jobs)
         winner, column = _best(tried), tried.column()
-        best, baseline = folder / "best.yaml", space.load(winner.values).run.baseline  # as the user chose it
+        best, baseline = folder / "best.yaml", space.load(winner.values).run.baseline  # the user's own setting
         run = replace(winner.config.run, name=f"{first.run.name}_best", baseline=baseline)
         write_text(best, config.dump(replace(winner.config, run=run)))
         newest = max(one.config.run.seed for one in tried.trials)
@@ -126,7 +126,7 @@ def _best(tried: Trials) -> Trial:
 
 
 def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, reference: dict[str, Any]) -> str:
-    """Return the table of trials; `reference`: the row of their teacher, where the students differ."""
+    """Return the table of trials; `reference`: the teacher's row, if the students differ."""
     title, found = f"{column.title} (95 %)", []
     more = frontier.cells([*rows, reference] if reference else rows, column)
     for row, own in zip(rows, more, strict=False):
@@ -150,7 +150,7 @@ def _shown(found: Mapping[str, Any], column: Column) -> str:
 def luck(
     rows: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]], tested: Mapping[str, Any], column: Column
 ) -> str:
-    """Report the best trial's scores with other seeds, and on test images; else that it is unknown."""
+    """Report the best trial's scores with other seeds and on test images, or that these are unknown."""
     best, count, again = rows[0]["score"], len(rows), [row["score"] for row in fresh]
     difference = (best - statistics.mean(again)) * (-1 if column.smaller else 1)
     points = f"{100 * difference:+.1f} points" if column.unit == "%" else f"{difference:+.4f} {column.unit}".rstrip()

@@ -1,4 +1,4 @@
-"""Train the trials of a sweep: several processes at a time, resumed after a kill, each recorded once it has ended."""
+"""Train the trials of a sweep in several processes; resume after a kill; record each finished trial."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kd.files.storage import append_rows, flush, lock, on_disk, read_rows
 from kd.setup.recipe import resolve
 from kd.study.sweeps.space import Trial, prepared_alike, write_yaml
 
-POLL = 0.5  # seconds between two looks at the trials: nothing to a trial, which takes minutes
+POLL = 0.5  # seconds between two checks of the trials, which take minutes
 CHOOSE = "Choose one of them"
 LAST_BYTES = 2**14
-"""Of an output, which are searched for its last line: an error of kd is one line of some hundred bytes."""
+"""Bytes at the end of an output searched for its last line: kd's error is one line of some hundred bytes."""
 log = logging.getLogger("kd")
 
 
 class Processes:
-    """Commands that run; those that still do at the end, or when this process is killed, get SIGTERM."""
+    """Running commands; at the end, or when this process is killed, the remaining ones get SIGTERM."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -41,12 +41,12 @@ class Processes:
 
     def __exit__(self, *exception: object) -> None:
         for process, _ in self.running.values():
-            process.terminate()  # once: a second signal would end it without a checkpoint
+            process.terminate()  # only one signal: a second would end it without a checkpoint
         for process, _ in self.running.values():
             process.wait()
 
     def start(self, name: str, words: Sequence[str], output: Path) -> None:
-        """Start `kd WORDS`, by a name; its output is added to a file."""
+        """Start `kd WORDS` under a name; its output is appended to a file."""
         with output.open("ab") as file:
             command = [sys.executable, "-m", "kd", *words]
             none, own = subprocess.DEVNULL, end_with()
@@ -54,7 +54,7 @@ class Processes:
         self.running[name] = process, output
 
     def ended(self) -> dict[str, str]:
-        """Return those that have ended since the last call, each with the last line of its output if it failed."""
+        """Return the commands that ended since the last call, with the last line of output for failed ones."""
         found = {}
         for name, (process, output) in list(self.running.items()):
             code = process.poll()
@@ -63,7 +63,7 @@ class Processes:
             del self.running[name]
             if code in (Interrupted.exit_code, -signal.SIGTERM, -signal.SIGINT):
                 raise Interrupted(f"'{name}' was stopped; the same command resumes")
-            if code < 0:  # what it wrote last is no error
+            if code < 0:  # its last output is not an error
                 found[name] = f"was ended by signal {-code}"
             elif code == 1:
                 found[name] = f"ended with a traceback, which '{output}' has"
@@ -79,7 +79,7 @@ class Processes:
 
 
 def failure(line: str) -> KdError:
-    """Return the error that a process has printed as its last line."""
+    """Return the error in a process's last line of output."""
     where, _, wrong = line.partition(": ")
     return KdError(where, wrong) if wrong else KdError("kd-sweep", line)
 
@@ -88,7 +88,7 @@ class Trials:
     """The trials of a folder, in order, and their records."""
 
     def __init__(self, folder: Path, trials: Sequence[Trial], by: str) -> None:
-        """Read the records. `by`: the key of the score that counts; "": the one that decides in each run."""
+        """Read the records. `by`: the key of the deciding score; "": the selection metric."""
         self.folder, self.trials, self.by, self.failed = folder, trials, by, dict[str, str]()
         self._journal, self._by_name = folder / "journal.jsonl", {trial.name: trial for trial in trials}
         self.scores = build_task(trials[0].config.task).scores
@@ -98,7 +98,7 @@ class Trials:
         self.rows = {row["trial"]: row for row in self._recorded()}
 
     def _recorded(self) -> list[dict[str, Any]]:
-        """Return the rows of these trials, with the values of the trials themselves."""
+        """Return the rows of these trials, with the trials' values."""
         rows = []
         for number, row in enumerate(read_rows(self._journal, last=None), 1):
             try:
@@ -119,11 +119,11 @@ class Trials:
         return rows
 
     def column(self) -> Column:
-        """Return the column of the score that counts, once a trial has ended."""
+        """Return the column of the deciding score, once a trial has ended."""
         return self._columns[next(iter(self.rows.values()))["key"]]
 
     def last_row(self, name: str) -> Mapping[str, Any]:
-        """Return the last scores on validation images of a run below the folder; {} where there is no such run."""
+        """Return the final validation scores of a run in the folder; {} if there is no such run."""
         run = RunDir(self.folder / name)
         scored = run.scored()
         return run.best_row() if scored is None or scored.split == "test" else scored.row
@@ -149,7 +149,7 @@ class Trials:
             log.info("sweep: %s failed: %s ('%s' has all that it said)", name, line, self.folder / f"{name}.log")
 
     def test(self, trial: Trial) -> dict[str, Any]:
-        """Score the best checkpoint of a trial that has ended on the test images; return `score` and `interval`."""
+        """Score the best checkpoint of a finished trial on the test images; return `score` and `interval`."""
         run = RunDir(self.folder / trial.name)
         if (scored := run.scored()) is None or scored.split != "test":
             self._run("test", ["train", write_yaml(trial, self.folder)], self.folder / f"{trial.name}.log")
@@ -159,7 +159,7 @@ class Trials:
         return _of_column(scored, self.column().key)
 
     def _prepare(self, waiting: Sequence[Trial]) -> None:
-        """Fit each teacher and fill each cache that several trials share, before the first of them begins."""
+        """Fit each teacher and fill each cache shared by several trials, before these begin."""
         alike: dict[str, list[Trial]] = {}
         for trial in waiting:
             alike.setdefault(prepared_alike(trial), []).append(trial)
@@ -200,13 +200,13 @@ class Trials:
 
 
 def _of_column(scored: Scored, key: str) -> dict[str, Any]:
-    """Return `score`, `interval` where it is known, and `data`, the hash of the images, of one of several scores."""
+    """Return `score`, `interval` (if known) and `data` (hash of the images) of one of several scores."""
     ends = {"interval": list(scored.samples[key].interval())} if key in scored.samples else {}
     return {"score": scored.row[key], "data": scored.data, **ends}
 
 
 def _score(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
-    """Return the same for a row that was read; one of `DAMAGE`: it has other values."""
+    """Check the same in a row that was read; raises one of `DAMAGE` for other values."""
     numbers = [row["score"], *row.get("interval", ())]
     low, high = (0.0, 1.0) if column.unit == "%" else (-math.inf, math.inf)
     for number in numbers:
@@ -218,7 +218,7 @@ def _score(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
 
 
 def _in_use(folder: Path) -> bool:
-    """Return whether a process is writing a run folder: one that outlived a killed sweep."""
+    """Return whether a process that outlived a killed sweep is still writing a run folder."""
     if not (folder / ".lock").is_file():
         return False
     with lock(folder / ".lock", "run.name") or nullcontext() as held:
