@@ -49,7 +49,7 @@ class DDPBackend:
 
     @property
     def auto_mode(self) -> str:
-        """bfloat16 where units multiply it. Attention: `results/speed/mfu_*.csv` for CPUs, torch's choice for GPUs."""
+        """bfloat16 if the device has units for it. Attention: `mfu_*.csv` for CPUs, torch's choice for GPUs."""
         if self.device.type == "cuda":
             return "bf16+fused" if torch.cuda.get_device_capability(self.device) >= (8, 0) else "fp32+fused"
         return "bf16+unfused" if bf16_units() else "fp32+unfused"
@@ -78,12 +78,12 @@ class DDPBackend:
             raise BackendError("backend.kind", f"{found} processes joined, but {wanted}", allowed, remedy)
 
     def _join(self) -> None:
-        """Join the process group, with store keys that no earlier attempt of this launcher has used."""
+        """Join the process group, with store keys unused by the launcher's earlier attempts."""
         # torchrun keeps one store across restarts, with `--standalone` too. Without the prefix a restarted rank may
         # read the address of a dead rank and wait for it.
         store, rank, world_size = next(dist.rendezvous("env://", timeout=self.timeout))
         store = dist.PrefixStore(f"kd/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        # nccl then connects here, where an error is one line, and not in the first reduction
+        # nccl then connects here, where an error is one line, instead of in the first reduction
         device = self.device if self.init == "nccl" else None
         dist.init_process_group(
             self.init, store=store, rank=rank, world_size=world_size, timeout=self.timeout, device_id=device
@@ -94,7 +94,7 @@ class DDPBackend:
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            if self.device.type == "cuda":  # stored answers are not pinned yet, and copying those waits for the device
+            if self.device.type == "cuda":  # stored outputs are not pinned yet, and copying them waits for the device
                 batch = batch.pin_memory()
             yield batch.to(self.device, non_blocking=True)
 
@@ -102,11 +102,11 @@ class DDPBackend:
         """Wrap in DDP, which broadcasts the initial weights and reduces gradients; with one rank, return the module."""
         if self.world_size == 1:
             return module
-        # torch warns of the strides of a depthwise kernel's gradient, which differ in a dimension of size 1 only
+        # torch warns about the strides of a depthwise kernel's gradient, which differ only in a dimension of size 1
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         devices = [self.device.index] if self.device.index is not None else None
         wrapped = _DDP(module, device_ids=devices, gradient_as_bucket_view=True)
-        if self.device.type == "cpu":  # on a device DDP's timers wait for it, so they stay at a step in a hundred
+        if self.device.type == "cpu":  # on a device DDP's timers sync, so only one step in a hundred is timed
             wrapped._set_ddp_runtime_logging_sample_rate(1)  # not public, see `end_step`
         self._module = wrapped
         return wrapped
@@ -152,12 +152,12 @@ class DDPBackend:
         """Build the optimizer; with `zero` each rank keeps the state of its share of the parameters (ZeRO-1)."""
         # parameters_as_bucket_view: one broadcast per rank and step instead of one per parameter.
         if zero and self.world_size > 1:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # see `is_divided`
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # as in `is_divided`
 
             every = [parameter for group in groups for parameter in group["params"]]
             strides = [(parameter, torch.empty_like(parameter, device="meta").stride()) for parameter in every]
             optimizer = ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
-            for parameter, stride in strides:  # a bucket's view is row by row; the gradient has the old strides
+            for parameter, stride in strides:  # a bucket's view is row-major; the gradient keeps the old strides
                 values = parameter.data.clone()
                 parameter.data = parameter.data.as_strided(parameter.shape, stride).copy_(values)
             self._optimizer = optimizer.optim
@@ -166,7 +166,7 @@ class DDPBackend:
         return self._optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip, step and set gradients to None. DDP has already reduced them, so that all ranks have the same norm."""
+        """Clip, step and set gradients to None. DDP has already reduced them, so all ranks have the same norm."""
         with_gradient = [parameter for parameter in states.parameters(optimizer) if parameter.grad is not None]
         norm = nn.utils.clip_grad_norm_(with_gradient, max_norm or math.inf)
         inner = optimizer.optim if states.is_divided(optimizer) else optimizer
@@ -201,16 +201,16 @@ class DDPBackend:
         return memory
 
     def communication_ms(self) -> float:
-        """Return the mean wait of the backward pass for gradients, of the steps timed since the last call, ms."""
+        """Return the mean wait of the backward pass for gradients over the steps timed since the last call, ms."""
         # DDP times the all-reduces and their overlap with the gradients' computation; the rest is the wait. It
         # publishes a step's times in the next step. On a device it times the first ten steps and then one in a hundred.
         waits, self._waits = self._waits, []
         return sum(waits) / len(waits) if waits else 0.0
 
     def end_step(self) -> None:
-        """Read DDP's timers; about 20 microseconds, and nothing is waited for."""
+        """Read DDP's timers, in about 20 microseconds and without a sync."""
         if isinstance(self._module, DistributedDataParallel):
-            # torch has no public way to them (looked for in 2.15); this one has run with 2.4.1, 2.9.1 and 2.15
+            # torch has no public access (searched in 2.15); this one works with 2.4.1, 2.9.1 and 2.15
             times = self._module._get_ddp_logging_data()
             end = times.get("backward_comm_time_end", 0)
             if end != self._last_wait and "backward_comm_time" in times:  # absent before the first timed step
@@ -266,10 +266,10 @@ def select_gpu(kind: str, local_rank: int, tf32: bool) -> torch.device:
 
 
 _ENDED: list[object] = []
-"""Process groups of an older torch, never freed. Freed right after a collective, gloo of torch 2.4.1 may hang:
-it waits for its thread, which waits for the interpreter's lock to free a tensor."""
+"""Process groups of an older torch, kept alive. If freed right after a collective, gloo of torch 2.4.1 may hang: it
+waits for its thread, which waits for Python's lock to free a tensor."""
 _FSDP2, _PIPELINE = "2.9", "2.13"
-"""Oldest torch of each. Older ones were not tried with FSDP2; the pipelines of 2.9 abort in a forward over gloo."""
+"""Oldest torch of each. Older ones are untested with FSDP2; the pipelines of 2.9 abort in a forward over gloo."""
 
 # Buffers are constants, or statistics of a rank's own images. torch 2.13 renamed the argument.
 _DDP = (
@@ -278,7 +278,7 @@ _DDP = (
     else partial(DistributedDataParallel, forward_sync_buffers=False)
 )
 
-# gloo's messages for a peer that has ended or does not respond; nccl raises a DistError.
+# gloo's messages if a peer has ended or does not respond; nccl raises a DistError.
 _PEER_ENDED = (
     "Connection closed by peer",
     "Connection reset by peer",

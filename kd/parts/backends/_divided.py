@@ -1,8 +1,8 @@
 """A frozen module divided over the ranks: in pipeline stages (forward only), or sharded with FSDP2.
 
-Stages: each rank has one, and its own images. Those of all are gathered and run through the stages, one micro-batch
-per rank. The last stage broadcasts the outputs, of which each rank takes its rows. Only broadcasts and point-to-point
-sends are used.
+Stages: each rank has one stage and its own images. All ranks' images are gathered and run through the stages, one
+micro-batch per rank. The last stage broadcasts the outputs, and each rank takes its rows. Only broadcasts and
+point-to-point sends are used.
 
 Shards: each rank keeps 1/ranks of each tensor and all-gathers one block at a time. Nothing is pickled and no process
 group is created: rank 0 broadcasts one tensor at a time in the default group.
@@ -37,7 +37,7 @@ class Pipelined(nn.Module):
         self._widths: list[int] = []
 
     def forward(self, image: Tensor) -> Outputs:
-        """Return the whole module's outputs for images [B, ...]; B may differ between calls, not between ranks."""
+        """Return the whole module's outputs for images [B, ...]; B may differ between calls, but not between ranks."""
         if self._schedule is None:
             self._build(image)
         parts = []
@@ -96,7 +96,7 @@ class _Flat(nn.Module):
 
 
 def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
-    """Return the outermost lists of modules of one class: a network's blocks, or its stages of blocks."""
+    """Return the outermost lists of equal modules: a network's blocks, or its stages of blocks."""
     chains: list[nn.Sequential | nn.ModuleList] = []
     for child in module.children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and len(child) > 1 and len({type(c) for c in child}) == 1:
@@ -107,7 +107,7 @@ def _chains(module: nn.Module) -> list[nn.Sequential | nn.ModuleList]:
 
 
 def cut_points(module: nn.Module, stages: int) -> list[str]:
-    """Return the names of the blocks that begin a stage, so that all stages have about equally many parameters."""
+    """Return the names of the blocks that begin a stage; stages have about equal numbers of parameters."""
     names = {id(child): name for name, child in module.named_modules()}
     blocks = [names[id(block)] for listed in _chains(module) for block in list(listed)[1:]]
     starts: dict[str, int] = {}  # number of parameters before each block
@@ -134,8 +134,8 @@ SMALLEST_SHARE = 0.005
 
 def shard(module: nn.Module, source: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """Shard a frozen module's parameters over the ranks, in place, and load rank 0's tensors."""
-    # The module is on the meta device; `source` has its parameters and buffers by name. Only the forward gathers, so no
-    # other method may be called. Not handled: a parameter shared by two blocks.
+    # The module is on the meta device; `source` has its parameters and buffers by name. Only forward gathers
+    # parameters, so no other method may be called. Not handled: a parameter shared by two blocks.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 takes no other
     for unit in [*_units(module), module]:

@@ -14,7 +14,7 @@ PORT = "29500"  # MASTER_PORT of a SageMaker job. Its hosts run nothing else, so
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launcher's facts on this process: its rank and the world size, global and on this machine."""
+    """Rank and world size of this process, global and on this machine, from the launcher."""
 
     launcher: str
     rank: int
@@ -53,9 +53,9 @@ def read_launch() -> Launch:
 
 
 def _without_a_rank() -> Launch:
-    """Return one process per host where SageMaker runs the script on several hosts; else a single process."""
-    # Refused is a process of `accelerate launch --cpu --num_processes N` without mpirun: accelerate starts only this
-    # one. With N above 1 it sets where the ranks meet, but no rank and no world size.
+    """Return one process per host if SageMaker runs the script on several hosts; else a single process."""
+    # A process of `accelerate launch --cpu --num_processes N` without mpirun is refused: accelerate starts only one.
+    # With N above 1 it sets the rendezvous address, but no rank and no world size.
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
         wrong = "accelerate was to start several processes, and has started one without a rank"
         allowed = "On CPUs it starts several with --mpirun_hostfile alone"

@@ -1,6 +1,6 @@
 """Shared by the backends: an optimizer's parameters and state, and steps whose gradient norm is not finite.
 
-Such a step changes neither weights nor state. The device decides, so that the host does not wait for it.
+Such a step changes neither weights nor state. The device decides, so the host does not wait.
 
 The state of a sharded optimizer becomes that of an unsharded one, and back, by float32 broadcasts only. ZeRO's own
 consolidation pickles the state and broadcasts objects: smddp does not support this, and Neuron compiles it once per
@@ -42,8 +42,8 @@ def set_group_options(optimizer: torch.optim.Optimizer, groups: Sequence[dict[st
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's `state_dict`; each tensor of a parameter's shape gets that parameter's order in memory."""
-    # A checkpoint holds rows in order. A convolution's weight may keep its channels last, and torch's fused kernels
-    # read parameter, gradient and averages by address.
+    # A checkpoint is row-major. A convolution's weight may be channels-last, and torch's fused kernels read parameter,
+    # gradient and averages by address.
     optimizer.load_state_dict(state)
     for parameter, entries in optimizer.state.items():
         for name, value in entries.items():
@@ -52,10 +52,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Let torch's fused kernels leave weights and state alone in this step if `norm` is not finite."""
+    """Let torch's fused kernels skip this step if `norm` is not finite."""
     # The kernels read the attribute `found_inf`, which torch sets for its GradScaler only. There is no public way to
     # it; it has run with torch 2.4.1, 2.9.1 and 2.15.
-    if not optimizer.state:  # a first step that is left out would leave SGD's new buffers unwritten
+    if not optimizer.state:  # a skipped first step would leave SGD's new buffers uninitialized
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("momentum") else ():
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -64,7 +64,7 @@ def skip_fused_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> 
 
 def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
     """Copy weights and state; the returned function restores them after a step if the norm is not finite."""
-    # A compiler makes one kernel of the update and the choice. State that is made in this step becomes 0, as it begins.
+    # A compiler fuses the update and the choice. State created in this step becomes 0, its initial value.
     moving = [*parameters(optimizer), *state_tensors(optimizer)]
     before = {id(tensor): tensor.detach().clone() for tensor in moving}
 
@@ -80,11 +80,11 @@ def copy_before_step(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Non
 
 
 State = dict[int, dict[str, Tensor]]
-_BASE = 2**20  # of the two digits in which a length travels: float32 is exact up to 2**24 alone
+_BASE = 2**20  # base of the two digits that encode a length: float32 is exact only up to 2**24
 
 
 def is_divided(optimizer: torch.optim.Optimizer) -> TypeGuard[ZeroRedundancyOptimizer]:
-    """Return whether an optimizer is ZeRO's. Its module loads FSDP and SymPy: 0.9 s that not every command needs."""
+    """Return whether an optimizer is ZeRO's, without importing its module, which takes 0.9 s (FSDP and SymPy)."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
@@ -134,7 +134,7 @@ def scatter(optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
 
 def _owned(optimizer: ZeroRedundancyOptimizer) -> State:
     """Return the state of the parameters that this rank updates, by their position in the whole optimizer."""
-    # None and bool are no state: muon notes which parameters it leaves to AdamW, and knows it again by their shapes
+    # None and bool are not state: muon marks the parameters left to AdamW, and finds them again by shape
     position = {id(parameter): position for position, parameter in enumerate(parameters(optimizer))}
     return {
         position[id(parameter)]: {

@@ -14,8 +14,7 @@ class Options:
     """Options of the CPU backend."""
 
     threads: int = field(default=0, metadata={"low": 0})
-    """torch's threads per rank. 0: the cores of this machine divided by the ranks on it. `--check` says where fewer are
-    faster."""
+    """torch's threads per rank. 0: this machine's cores divided by its ranks. `--check` reports if fewer are faster."""
 
 
 class CPU(DDPBackend):
@@ -33,7 +32,7 @@ class CPU(DDPBackend):
 
 
 def facts(options: Options) -> BackendFacts:
-    """Return its facts for other parts."""
+    """Return the backend's facts."""
     return replace(CPU.facts, threads=options.threads)
 
 

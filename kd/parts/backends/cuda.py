@@ -15,7 +15,8 @@ class Options:
     tf32: bool = True
     """Use TensorFloat-32 in float32 matrix products."""
     cudnn_benchmark: bool = False
-    """Let cudnn time its convolutions at each new shape and keep the fastest. Two runs may then differ in last bits."""
+    """Let cudnn time convolution algorithms for each new shape and keep the fastest. Runs may then differ in last
+    bits."""
 
 
 facts = BackendFacts(cuda=True, complete=True, instances=("ml.p", "ml.g"), chosen_on=("ml.p", "ml.g"))

@@ -26,7 +26,7 @@ class Neuron(DDPBackend):
 
     @property
     def auto_mode(self) -> str:
-        """Never measured: the compiler's usual precision."""
+        """The compiler's default precision; never measured."""
         return "bf16+unfused"
 
     def optimizer(

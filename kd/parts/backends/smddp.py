@@ -24,8 +24,8 @@ class Options:
     """Options of the smddp backend."""
 
     fallback: Literal["none", "nccl", "gloo"] = "none"
-    """What to use where the library is not installed. none: an error. nccl: NVIDIA's library, with a warning and an
-    entry in the manifest. gloo: the same on the CPU."""
+    """Fallback if the library is not installed. none: an error. nccl: NVIDIA's library, with a warning and an entry in
+    the manifest. gloo: the same on the CPU."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device of the tensors. cpu: for tests without GPUs, on a stand-in of the library or on gloo."""
     tf32: bool = True
@@ -47,8 +47,8 @@ class SMDDP(DDPBackend):
             self.device = select_gpu(self.kind, self.local_rank, options.tf32)
 
     def check_divided(self, stages: int) -> None:
-        """Refuse stages, whose sends smddp does not document, and to shard where its release refuses the all-gather."""
-        # AWS documents AllGather (P4d and P4de); a release of 2024 was reported to refuse it. So it is tried.
+        """Refuse stages (smddp documents no sends), and sharding if this release refuses the all-gather."""
+        # AWS documents AllGather (P4d and P4de), but a release of 2024 was reported to refuse it, so it is tested.
         if self.init == "smddp" and stages:
             wrong = f"is {stages}, but smddp has no documented point-to-point sends"
             remedy = "Set backend.kind=cuda, or remove the key"
@@ -66,7 +66,7 @@ class SMDDP(DDPBackend):
 
 
 def facts(options: Options) -> BackendFacts:
-    """Return its facts for other parts."""
+    """Return the backend's facts."""
     needed = ("ml.p4d.", "ml.p4de.") if options.fallback == "none" else ("",)
     return BackendFacts(cpu=options.device == "cpu", cuda=options.device == "cuda", complete=True, instances=needed)
 

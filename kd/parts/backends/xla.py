@@ -1,7 +1,7 @@
 """AWS Trn1 (Neuron SDK up to 2.29), and the CPU for tests: torch_xla up to 2.9, one process per device (PJRT_DEVICE).
 
-There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, lets them be clipped, and
-steps. With ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
+There is no DDP: parameters are broadcast once, and `xm.optimizer_step` reduces gradients, clips them and steps. With
+ZeRO, torch_xla's optimizer reduces and clips. Only `end_step` cuts the graph.
 """
 
 # pyright: reportMissingImports=false
@@ -39,7 +39,7 @@ except ImportError as error:
 else:
     _import_error = None
 
-NEVER = 2**31  # batches between the device loader's own graph cuts; practically none
+NEVER = 2**31  # batches between the device loader's own graph cuts: practically never
 
 facts = BackendFacts(
     compiles=True,
@@ -63,7 +63,7 @@ class XLA(DDPBackend):
         return "bf16+unfused" if self.device.type == "xla" and xr.device_type() != "CPU" else "fp32+unfused"
 
     def setup(self) -> None:
-        """Join the world and check that it reduces; on the CPU torch_xla joins but silently does not reduce."""
+        """Join the process group and check that it reduces; on the CPU torch_xla joins but silently does not reduce."""
         _skip_llvm_passes(os.environ)
         # autocast decides what is bfloat16; the compiler must not lower the rest
         flags = os.environ.get("NEURON_CC_FLAGS", "")
@@ -86,13 +86,13 @@ class XLA(DDPBackend):
             raise BackendError("backend.kind", wrong, allowed, "Start one process, or set backend.kind=cpu")
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generator and the device's, which torch.manual_seed does not seed."""
+        """Seed torch's generator and the device's, which torch.manual_seed omits."""
         torch.manual_seed(seed)
         xm.set_rng_state(seed)
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Upload batches from a thread, ahead of their use."""
-        # torch_xla's thread drops exceptions and just ends; they are stored and raised here.
+        # torch_xla's thread drops exceptions and ends; they are stored and raised here.
         source = Uploads(batches)
         loader = pl.ParallelLoader(source, [self.device], batches_per_execution=NEVER)  # inside MpDeviceLoader
         try:
@@ -216,7 +216,7 @@ class XLA(DDPBackend):
 
 
 class Uploads:
-    """Batches in the device loader's form, a list of tensors and a number; keeps all other fields of a batch."""
+    """Converts batches to the device loader's form (a list of tensors and a number) and keeps their other fields."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self.batches = batches
@@ -249,7 +249,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 def _skip_llvm_passes(environ: MutableMapping[str, str]) -> None:
     """Switch off LLVM's optimizations in XLA's CPU compiler, unless XLA_FLAGS sets their level."""
-    # A step of a small XCiT compiled in a third of the time and ran as fast, since library calls take most of the time.
+    # A small XCiT's step then compiles in a third of the time and runs as fast, since library calls take most of it.
     flags = environ.get("XLA_FLAGS", "")
     if environ.get("PJRT_DEVICE") == "CPU" and _LEVEL_FLAG not in flags:
         environ["XLA_FLAGS"] = f"{flags} {_LEVEL_FLAG}=0".strip()

@@ -1,1 +1,1 @@
-"""Datasets: where images lie. See `kd.core.contracts.Source`."""
+"""Datasets: sources of images and labels. See `kd.core.contracts.Source`."""

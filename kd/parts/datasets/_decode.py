@@ -1,4 +1,4 @@
-"""Shared by the datasets: bytes to an RGB image, labels to classes, and a listing that takes little memory."""
+"""Shared by the datasets: decoding to RGB, classes from labels, and compact listings."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from kd.files.storage import REMEDY, retried
 
 AVIF = find_spec("PIL._avif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
-"""Formats that are opened, by content and not by file name. Pillow knows more; some start other programs (EPS)."""
+"""Formats to open, recognized by content, not by file name. Pillow has more, some of which start other programs
+(EPS)."""
 ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
-"""Of the names of image files."""
+"""Endings of image files."""
 PILLOW_HEIF = "pillow-heif reads them: pip install 'PATH/kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
-"""What would read files of an ending that may be unread here."""
+"""Remedies for endings that may be unreadable here."""
 MOST = Most()
-BLOCK = 128  # names that are compressed together
-MOST_CLASSES = 1_000_000  # of labels that are numbers; a larger one is a date or an article's number
+BLOCK = 128  # names per compressed block
+MOST_CLASSES = 1_000_000  # limit of numeric labels; a larger one is a date or an article number
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")  # TIFF and BMP last
 
 
@@ -47,7 +48,7 @@ def read_image(
     least: Least | None = None,
     bits: int = 16,
 ) -> Decoded:
-    """Read an image file, again where the storage fails, and `decode` it."""
+    """Read an image file, with retries if the storage fails, and `decode` it."""
     allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
     return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where, least, bits)
 
@@ -68,15 +69,15 @@ def check_bytes(size: int, subject: str, where: str) -> None:
 
 
 def decode(data: bytes, subject: str, where: str, least: Least | None = None, bits: int = 16) -> Decoded:
-    """Turn the bytes of an image file into RGB, 8 bits a channel, upright, and add their CRC-32."""
-    # `kd.files.pixels` says how each kind of pixel becomes RGB. Not handled: damage that leaves a JPEG decodable.
-    # `subject` is the file as a message names it: "file 'apple/1.jpg'"; `least`, `bits`: see `kd.files.pixels.load`.
+    """Decode an image file to upright RGB, 8 bits per channel; also return the CRC-32 of its bytes."""
+    # `kd.files.pixels` defines the conversion to RGB. Not handled: damage that leaves a JPEG decodable. `subject`: the
+    # file's name in messages, "file 'apple/1.jpg'"; `least`, `bits`: see `kd.files.pixels.load`.
     if not data:
         raise refuse(subject, where, "it is empty (0 bytes)")
     try:
-        # Pillow warns of broken EXIF and odd palettes: noise to users, and the image is fine. catch_warnings swaps a
-        # global of the process and is not thread-safe: two threads here may leave the filter behind, which is why it
-        # silences nothing but Pillow, and why no result depends on it.
+        # Pillow warns about broken EXIF and odd palettes of fine images. catch_warnings changes a global and is not
+        # thread-safe: two threads here may leave the filter in place, so it silences only Pillow, and no result depends
+        # on it.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with pixels.open_image(data, _formats(data), MOST) as image:
@@ -92,8 +93,8 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
     except pixels.Beyond as error:
         raise refuse(subject, where, f"the image is beyond a limit: it {error}") from error
     except MemoryError:
-        raise  # of the machine, not of the image
-    except Exception as error:  # damaged data sends Pillow's parsers into errors of every type
+        raise  # an error of the machine, not of the image
+    except Exception as error:  # Pillow's parsers raise errors of any type on damaged data
         detail = in_short(error)
         verb = "is truncated" if "truncated" in detail.lower() or isinstance(error, EOFError) else "cannot be decoded"
         raise refuse(subject, where, f"the image {verb} ({detail})") from error
@@ -112,16 +113,16 @@ def _formats(data: bytes) -> tuple[str, ...]:
 
 
 class Names:
-    """Many names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects."""
+    """Names in compressed blocks: 4 to 20 bytes each, instead of 100 or more as objects."""
 
-    # A list of strings would also be copied page by page into every forked worker, since reading an element writes its
-    # reference count. A name alone costs some microseconds, names in a row less than one each.
+    # Every forked worker would also copy a list of strings page by page, since reading an element writes its reference
+    # count. Reading one name takes some microseconds, names in a row less than one each.
 
     def __init__(self, names: Iterable[bytes]) -> None:
         packed, self._starts, self._count, self.size = bytearray(), array("q", [0]), 0, 0
         names = iter(names)
         while block := [*islice(names, BLOCK)]:
-            joined = b"\0".join(block)  # no file name holds a zero byte
+            joined = b"\0".join(block)  # file names have no zero byte
             packed += zlib.compress(joined, 1)
             self._starts.append(len(packed))
             self._count += len(block)
@@ -143,7 +144,7 @@ class Names:
         for block in range(len(self._starts) - 1):
             yield from self._joined(block).split(b"\0")
 
-    def joined(self) -> Iterator[bytes]:  # all names with a zero byte between two, `size` bytes in pieces
+    def joined(self) -> Iterator[bytes]:  # all names, separated by zero bytes, in pieces of `size` bytes
         for block in range(len(self._starts) - 1):
             yield b"\0" * bool(block) + self._joined(block)
 
@@ -152,10 +153,10 @@ class Names:
 
 
 class Repeated(NamedTuple):
-    """A text of each image, such as the name of its class, where many images have the same."""
+    """One text per image, such as its class name, when many images share it."""
 
-    texts: list[str]  # those that occur, each once
-    of: np.ndarray  # the position of each image's, int32 [N]
+    texts: list[str]  # distinct texts
+    of: np.ndarray  # index of each image's text, int32 [N]
 
     @classmethod
     def of_each(cls, texts: Iterable[str]) -> Repeated:
@@ -165,8 +166,8 @@ class Repeated(NamedTuple):
 
 
 def name_labels(raw: Repeated, names: Sequence[str]) -> tuple[Repeated, list[str]]:
-    """Return the class name of each image, and all classes in order, of labels as written; "" is no label."""
-    # Integers in digits are positions in `names`, the class names in order; where that is empty, their own names.
+    """Return the class name of each image and all classes in order, from labels as written; "": unlabelled."""
+    # Integers are positions in `names`, the class names in order; if `names` is empty, they are names themselves.
     raw = as_classes(raw._replace(texts=[nfc(text) for text in raw.texts]), "data.label_key")
     names, distinct = [nfc(name) for name in names], {*raw.texts} - {""}
     integers = {text: int(text) for text in distinct if re.fullmatch(r"-?[0-9]{1,18}", text)}
@@ -189,7 +190,7 @@ WHOLE, BROKEN = re.compile(r"(-?[0-9]+)[.,]0*"), re.compile(r"-?[0-9]*[.,][0-9]*
 
 
 def as_classes(raw: Repeated, where: str) -> Repeated:
-    """Return labels as written, but 1.0 as 1 where all are numbers; refuse those with a fraction: measurements."""
+    """Return labels as written (1.0 as 1 if all are numbers); refuse fractions, which are measurements."""
     numbers = [text for text in raw.texts if text]
     if not all(WHOLE.fullmatch(text) or BROKEN.fullmatch(text) or re.fullmatch("-?[0-9]+", text) for text in numbers):
         return raw
@@ -203,9 +204,9 @@ def as_classes(raw: Repeated, where: str) -> Repeated:
 def label_images(
     names: Repeated, own: Sequence[str], classes: Sequence[str] | None, where: str, split: str, labels: str
 ) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the class order and the label of each image, int32 [N]; -1: it has none."""
-    # `names` has the class name of each image, "" where it has no label, `own` the classes of this split in order.
-    # Those of training, `classes`, are used instead, but for the training split itself (None).
+    """Return the class order and the label of each image, int32 [N]; -1: unlabelled."""
+    # `names`: class name of each image, "" if unlabelled; `own`: this split's classes in order. Training's `classes`
+    # are used instead; None for the training split itself.
     if not len(names.of):
         raise DataError(where, f"the split '{split}' has no images", "At least one image", "Check the path")
     if labels == "none":
@@ -231,11 +232,11 @@ def label_images(
     return order, np.array([position[name] if name in labelled else -1 for name in names.texts], np.int32)[names.of]
 
 
-MOST_KINDS = 6  # endings that a line names
+MOST_KINDS = 6  # endings named in a line
 
 
 def left_out(other: Counter[str], noun: str = "file", remedy: str = "") -> list[str]:
-    """Return a line about files, or members of shards, that are not read, counted by their endings; none without."""
+    """Return a line that counts unread files or shard members by ending; nothing if all are read."""
     if not other:
         return []
     words = []
@@ -254,15 +255,15 @@ def first_few(names: Sequence[str]) -> str:
 
 def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:
     """Choose the validation images: bool [N], about `fraction` of each class."""
-    # The images of a class are ranked by the hash of their key and the first are held out, so that the choice depends
-    # on the keys alone: not on the machine, the listing order or a seed. Every class of two images or more has at least
-    # one on either side. Images that belong together (frames of one film) are not kept together.
+    # The images of a class are ranked by the hash of their key and the first are held out, so the choice depends only
+    # on the keys, not on machine, listing order or seed. Every class of two images or more has at least one on either
+    # side. Related images (frames of one film) are not kept together.
     digests = bytearray()
     for key in keys:
         digests += hashlib.blake2b(key, digest_size=8).digest()
     order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
     held = np.zeros(len(labels), bool)
-    stops = np.cumsum(np.bincount(labels + 1))  # images without a label, -1, are held out like a class
+    stops = np.cumsum(np.bincount(labels + 1))  # unlabelled images (-1) are held out like a class
     for start, stop in zip(np.r_[0, stops[:-1]], stops, strict=True):
         count = int(stop - start)
         if count > 1:
@@ -271,7 +272,7 @@ def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.n
 
 
 def facts_of(options: Any, test: str, label: str = "class") -> DatasetFacts:
-    """Return what others must know of options of which `test` is the key of the test split."""
+    """Return the facts of options whose key of the test split is `test`."""
     return DatasetFacts(label=label, root=getattr(options, "root", ""), test=test if getattr(options, test) else "")
 
 
@@ -285,7 +286,7 @@ def check_splits(options: Any, kind: str) -> None:
 
 
 def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str) -> np.ndarray:
-    """Return the ids of the images of "train" or "val", where validation images are held out; see `hold_out`."""
+    """Return the ids of "train" or "val", with validation images held out; see `hold_out`."""
     ids = np.flatnonzero(hold_out(keys, labels, fraction) == (split == "val"))
     if not len(ids):
         wrong = f"no class has two images, so that none is left for the split '{split}'"
@@ -294,10 +295,10 @@ def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str)
 
 
 class Listed:
-    """A listing of images that are there: what all sources of files have in common. See `kd.core.contracts.Source`."""
+    """A listing of existing images; base of all sources of files. See `kd.core.contracts.Source`."""
 
     classes: tuple[str, ...]
-    _labels: np.ndarray  # a class each, or int8 [N, C] of sets
+    _labels: np.ndarray  # one class each, or sets, int8 [N, C]
     _stamps: np.ndarray
     bits = 16  # `data.bits`
 
@@ -320,15 +321,14 @@ class Listed:
 
 
 def stamp(status: os.stat_result) -> int:
-    """Return a number of 64 bits that changes with the times of a file; see `kd.core.contracts.Stamped`."""
-    # A copy may keep the time of the content (mtime), nothing keeps that of the entry (ctime); some file systems lack
-    # it.
+    """Return 64 bits that change with a file's times; see `kd.core.contracts.Stamped`."""
+    # A copy may keep mtime, but nothing keeps ctime; some file systems lack it.
     return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
 def fingerprint(classes: Sequence[str], names: Names | bytes, labels: np.ndarray, sizes: np.ndarray) -> str:
-    """Hash a listing; equal listings hash alike on every machine."""
-    # The sizes of all files are part of it, times are not: a copy of the data is the same data.
+    """Hash a listing; equal listings have equal hashes on every machine."""
+    # File sizes are included, times are not: a copy of the data is the same data.
     digest = hashlib.sha256()
     title = "\0".join(classes).encode("utf-8", "surrogatepass")
     arrays = [np.ascontiguousarray(labels, "<i4").reshape(-1), np.ascontiguousarray(sizes, "<i8").reshape(-1)]

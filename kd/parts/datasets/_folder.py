@@ -35,7 +35,7 @@ OTHER = re.compile(
     "pkl|pth?|safetensors|onnx|h5|hdf5|parquet|arrow|db|dcm|nii|mp[34]|avi|mov|mkv|wav|svg|e?ps|psd|ai|xcf|hei[cf]|avif|"
     "jp2|jxl|exr|hdr|dng|cr[23]|nef|arw|orf|rw2|ra[fw]|svs|ndpi|scn|lsm|stk|lif|czi"
 )
-"""Endings of files that are not opened to see whether they are images. Some begin as a TIFF does: raw photographs."""
+"""Endings of files that are not tested for being images. Some begin like a TIFF: raw photographs."""
 
 
 SYSTEM = {
@@ -47,7 +47,7 @@ SYSTEM = {
     b"lost+found",
     b"System Volume Information",
 }
-"""Folders that storage systems make; some hold small copies of the images beside them. They count as hidden."""
+"""Folders made by storage systems; some hold thumbnails. They count as hidden."""
 
 
 class File(NamedTuple):
@@ -79,12 +79,12 @@ class Files(NamedTuple):
 
 
 class ImageFolder(Listed):
-    """A listing of image files. Its memory is a few arrays, cheap to pickle and to share with forked workers."""
+    """A listing of image files, stored in a few arrays that are cheap to pickle and to share with forked workers."""
 
     def __init__(
         self, root: str, files: Files, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str]
     ) -> None:
-        """Take files below `root` in order, and labels: a class each, or int8 [N, C] of sets."""
+        """Store files below `root` in order, and labels: one class each, or sets, int8 [N, C]."""
         self.classes, self.notes = tuple(classes), tuple(notes)
         self._root = os.fsencode(root)
         self.names, self._labels, self._stamps = files.names, labels, files.stamps
@@ -101,26 +101,26 @@ class ImageFolder(Listed):
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
-"""A folder, the folders on the way, and its content: names in order, of folders with "/" and no file."""
+"""A folder, its parents, and its content: names in order; folders end in "/" and have no file."""
 
 
 class Listing:
-    """The image files below `folder`, with their sizes and times, and the omitted files."""
+    """Lists the image files below `folder`, with sizes and times, and the omitted files."""
 
-    # Links are followed, hidden names left out. One `scandir` a folder says what an entry is. Its status is one more
-    # request to the storage, which NFS answers from the same listing.
+    # Links are followed, hidden names left out. One `scandir` per folder gives the types of entries. An entry's status
+    # is one more request, which NFS serves from the same listing.
 
     def __init__(self, root: str, folder: bytes) -> None:
         self._root, self._all, self._other = os.fsencode(root), list[bytes](), Counter[str]()
-        self.folders: dict[bytes, int] = {}  # those that directly hold images, as paths in the root, and their position
+        self.folders: dict[bytes, int] = {}  # folders that directly hold images, by path in the root: position
         folder_of = array("i")
         self.files = Files.of(self._images(folder, folder_of))
-        """By the bytes of their paths: the same order on every machine, whatever its locale."""
+        """Sorted by the bytes of their paths: the same order in every locale."""
         self.folder_of = np.asarray(folder_of)  # the position of each image's folder, int32 [N]
         self.notes = (*left_out(self._other), *self._without_images())
 
     def _images(self, folder: bytes, folder_of: array[int]) -> Iterator[tuple[bytes, File]]:
-        """Yield the images below a folder by the bytes of their paths; one folder at a time is held as objects."""
+        """Yield the images below a folder in byte order of their paths; one folder at a time is held as objects."""
         todo = [self._listed(folder, frozenset())]
         while todo:
             relative, above, found = todo[-1]
@@ -134,7 +134,7 @@ class Listing:
                 todo.pop()
 
     def _listed(self, relative: bytes, above: frozenset[tuple[int, int]]) -> _Listed:
-        """List a folder; `above`: the folders that lead here."""
+        """List a folder; `above`: its parents."""
         path = os.path.join(self._root, relative) if relative else self._root
         entries, status = entries_of(path)
         self._all.append(relative)
@@ -149,10 +149,10 @@ class Listing:
                 found.append((entry.name, file_of(entry)))
             else:
                 self._other[text(posixpath.splitext(entry.name)[1])] += 1
-        return relative, above | {here}, iter(sorted(found))  # with its "/" a folder stands where its images do
+        return relative, above | {here}, iter(sorted(found))  # the "/" sorts a folder like its images
 
     def _without_images(self) -> list[str]:
-        """Name the folders without an image in them or below; of such a folder in another one, the upper alone."""
+        """Report folders without images, only the uppermost of nested ones."""
         holding: set[bytes] = set()
         for folder in self.folders:
             while folder not in holding:
@@ -170,7 +170,7 @@ def _join(folder: bytes, name: bytes) -> bytes:
 
 
 def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
-    """Return a folder's content, without hidden names, and the folder's earlier metadata."""
+    """Return a folder's content without hidden names, and the folder's metadata before listing."""
     try:
         status = os.stat(path)
         with os.scandir(path) as listing:
@@ -181,7 +181,7 @@ def entries_of(path: bytes) -> tuple[list[os.DirEntry[bytes]], os.stat_result]:
 
 
 def is_image(entry: os.DirEntry[bytes]) -> bool:
-    """Return whether a file is an image by its name, or by its first bytes where the name does not tell."""
+    """Return whether a file is an image by its ending, else by its first bytes."""
     if entry.name.lower().endswith(ENDINGS):
         return True
     name, _, ending = entry.name.lower().rpartition(b".")
@@ -194,12 +194,12 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
             head = file.read(12)
     except OSError:
         return False
-    # "BM" begins texts too. A name with an ending that is not known, such as 4.5, may be that of a raw photograph.
+    # Texts may begin with "BM" too. A file with an unknown ending, such as 4.5, may be a raw photograph.
     return head.startswith(MAGIC[:-1] if not name else MAGIC[:-3]) and (head[:4] != b"RIFF" or head[8:] == b"WEBP")
 
 
 def _dangling(path: str, name: str) -> CorruptImage:
-    """Return the error for a link without a target when it was listed; one that goes later means missing storage."""
+    """Return the error for a link without a target at listing; a target that vanishes later means missing storage."""
     target = os.readlink(path) if os.path.islink(path) else "?"
     return refuse(f"file '{name}'", WHERE, f"it is a link to '{target}', where no file is")
 
@@ -209,7 +209,7 @@ def file_of(entry: os.DirEntry[bytes]) -> File:
         status = entry.stat()
     except OSError:
         if entry.is_symlink():
-            return File(-1, 0)  # it leads nowhere; `_dangling` says so
+            return File(-1, 0)  # a dangling link; `_dangling` reports it
         status = retried(entry.stat, f"file '{text(entry.path)}'", WHERE)
     return File(status.st_size, stamp(status))
 
@@ -217,7 +217,7 @@ def file_of(entry: os.DirEntry[bytes]) -> File:
 def is_folder(entry: os.DirEntry[bytes]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself: listed if it is named like an image, and decode says what is wrong
+    except OSError:  # a link to itself: listed if it is named like an image; decoding reports the error
         return False
 
 
@@ -241,4 +241,4 @@ def find_root(root: str) -> str:
 
 
 def text(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")  # a name in another encoding must still print
+    return name.decode("utf-8", "backslashreplace")  # a name in another encoding must be printable

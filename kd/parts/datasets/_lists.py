@@ -1,4 +1,4 @@
-"""Images named in files with their labels: shared by `csv` and `multilabel`."""
+"""Shared by `csv` and `multilabel`: images named with their labels in files."""
 
 import csv
 import os
@@ -15,13 +15,13 @@ from kd.files import tables
 from kd.parts.datasets._decode import READ_BY, part
 from kd.parts.datasets._folder import ENDINGS, File, entries_of, file_of, folders, is_folder, is_image, text
 
-SLOW = 10_000  # names in a folder from which on none is proposed for one that is not there
+SLOW = 10_000  # folder size from which no similar name is proposed for a missing one
 
 
 class Entry(NamedTuple):
-    name: str  # as written: a path in data.root or an absolute one below it, with its ending or without
-    label: Any  # whatever the reader of the list makes of it
-    line: int = 0  # 0: the list has no lines
+    name: str  # name as written: a path in data.root or an absolute one below it, with or without ending
+    label: Any  # value from the reader of the list
+    line: int = 0  # line number; 0: the list has no lines
 
     def __str__(self) -> str:
         return f"line {self.line}: '{self.name}'" if self.line else f"'{self.name}'"
@@ -35,7 +35,8 @@ class Listed(NamedTuple):
 class Lists:
     """The lists of options whose keys are `train_ENDING`, `val_ENDING` and `test_ENDING`."""
 
-    # They are absolute, or relative to `root`; without one of val, `val_fraction` of the training list is held out.
+    # Paths are absolute, or relative to `root`; without a list for val, `val_fraction` of the training list is held
+    # out.
 
     def __init__(self, options: Any, ending: str) -> None:
         self.keys = {split: f"{split}_{ending}" for split in ("train", "val", "test")}
@@ -47,12 +48,12 @@ class Lists:
         if bool(self.files["val"]) == bool(self.val_fraction):
             raise ValueError(f"{self.keys['val']} or val_fraction is needed; set one of them")
 
-    def key(self, split: str) -> str:  # the config path of the list that has the images of a split
+    def key(self, split: str) -> str:  # config path of the list with the images of a split
         return f"data.{self.keys[split if self.files[split] else 'train']}"
 
     def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
-        """Return the images of the list of a split by their paths in `root`, and the omitted ones."""
-        # `read` is of a file and its config path.
+        """Return the images in the list of a split by their paths in `root`, and notes on omitted ones."""
+        # `read`: (file, its config path) -> entries.
         root, notes = os.path.expanduser(self.root), list[str]()
         finder = _Finder(root)
 
@@ -68,14 +69,14 @@ class Lists:
         listed = split if split in lists else "train"
         own = located(listed)
         others = {name: located(name) for name in lists[: lists.index(listed)]}
-        # Validation on training images measures memory; nothing later in the run would show it.
+        # Validation on training images would measure memorization, and nothing later would reveal it.
         for name, other in others.items():
             if both := sorted(own.keys() & other.keys()):
                 first, more = both[0], len(both) - 1
                 wrong = f"{own[first].entry} is also in {self.key(name)}, {other[first].entry}, with {more} more"
                 raise DataError(self.key(split), wrong, "An image is in one of the lists", "Remove it from one of them")
         if listed != lists[-1]:
-            return own, notes  # some of the lists alone say nothing of the others
+            return own, notes  # only if all lists are known
         beside = (posixpath.join(folder, name) for folder, one in finder.folders.items() for name in one.images)
         unlisted = sum(all(name not in one for one in (own, *others.values())) for name in beside)
         return own, [*notes, *[f"{unlisted} images beside the listed ones are in no list"] * bool(unlisted)]
@@ -88,7 +89,7 @@ class Lists:
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[str], Any]) -> Any:
-    """Return what `read` makes of a text file with one of these endings; ValueError: that is not `form`."""
+    """Read a text file with one of these endings by `read`; a ValueError means that its content is not `form`."""
     if not path.lower().endswith(tuple(endings)):
         raise DataError(where, f"is '{path}'", f"A file that ends in {', '.join(endings)}", "Write it as one of them")
     try:
@@ -115,12 +116,12 @@ class _Beside:
         self.images = {name for name, entry in self.entries.items() if is_image(entry)}
 
     def named(self, base: bytes) -> list[bytes]:
-        """Return the files of a name: as it is written, or an image without its ending, or in another Unicode form."""
+        """Return the files of a name: as written, or without an image's ending, or in another Unicode form."""
         return [base] if base in self.entries else self.stems.get(base) or self.forms.get(_form(base), [])
 
     @cached_property
     def stems(self) -> dict[bytes, list[bytes]]:
-        """Images by their names without the ending; made where a list lacks endings."""
+        """Images by their names without the ending; built if a list lacks endings."""
         stems: dict[bytes, list[bytes]] = {}
         for name in self.images:
             stems.setdefault(posixpath.splitext(name)[0], []).append(name)
@@ -128,7 +129,7 @@ class _Beside:
 
     @cached_property
     def forms(self) -> dict[bytes, list[bytes]]:
-        """Files and stems by the one form of their names; made where a name is not found as it is written."""
+        """Files and stems by the normalized form of their names; built if a name is not found as written."""
         forms: dict[bytes, list[bytes]] = {}
         for name, of in [*((name, [name]) for name in self.entries), *self.stems.items()]:
             forms.setdefault(_form(name), []).extend(of)
@@ -147,7 +148,7 @@ class _Finder:
         self.roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]
 
     def locate(self, entries: Iterable[Entry], where: str, table: str) -> tuple[dict[bytes, Listed], int]:
-        """Return entries by the paths of their files in `root`, sorted, and how many repeat another one.
+        """Return entries by the paths of their files in `root`, sorted, and the number of repeated ones.
 
         A name is a path in `root`, else one beside the list, in the folder `table` below `root`.
         """
@@ -168,7 +169,7 @@ class _Finder:
                 raise DataError(where, wrong, "One label for each image", "Remove one of them")
         if missing:
             raise self._missing(missing, len(found), where)
-        return {path: found[path] for path in sorted(found)}, merged  # by bytes: the same whatever the locale
+        return {path: found[path] for path in sorted(found)}, merged  # by bytes: the same in every locale
 
     def _path(self, entry: Entry, where: str, table: str) -> bytes | None:
         written = [entry.name, *[entry.name.replace("\\", "/")] * ("\\" in entry.name)]  # "/": as Windows writes them
@@ -189,7 +190,7 @@ class _Finder:
         return None
 
     def _folder(self, folder: bytes) -> bytes:
-        """List a folder, and return its path in `root` in the form in which it is there."""
+        """List a folder, and return its path in `root` in the form on disk."""
         if folder in self.folders:
             return folder
         path = os.path.join(os.fsencode(self.root), folder)
@@ -212,7 +213,7 @@ class _Finder:
 
 
 def _relative(roots: Sequence[str], entry: Entry, where: str) -> bytes:
-    """Return the normalized path in the root that an entry names; `roots` are ways to write that folder."""
+    """Return an entry's normalized path in the root; `roots` are spellings of that folder."""
     name = posixpath.normpath(entry.name.strip())
     if name.startswith("/"):
         name = next((name.removeprefix(one) for one in roots if name.startswith(one)), "..")

@@ -1,4 +1,4 @@
-"""How `kd init` tells the layouts of folders apart: what people call splits, and tables beside images."""
+"""Recognize folder layouts for `kd init`: usual names of splits, and tables beside images."""
 
 import csv
 import json
@@ -17,25 +17,25 @@ SPLITS = {
     "val": ("val", "validation", "valid", "dev"),
     "test": ("test", "testing", "eval"),
 }
-"""What people call splits, the usual name first."""
+"""Names of splits, the most usual first."""
 LABEL_COLUMNS = ("label", "class", "category", "species", "target")
-HELD_OUT = {"val_fraction": 0.1}  # where nothing is named like a validation split
-NO_TABLE = (ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error)  # when one is read
-MOST_ROOTS = 20  # inner folders in which the images of a table are looked for
-Keys = dict[str, Any]  # of the section `data`, without `kind`
+HELD_OUT = {"val_fraction": 0.1}  # used if no folder has the name of a validation split
+NO_TABLE = (ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error)  # of reading a table
+MOST_ROOTS = 20  # most inner folders searched for the images of a table
+Keys = dict[str, Any]  # keys of the section `data`, without `kind`
 
 
 def inner_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, hidden ones apart."""
+    """Return the names of the folders in a folder, sorted, without hidden ones."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
 
 
 def tables(folder: Path, kind: str) -> Keys | None:
-    """Return the keys of tables of a kind beside images, if the first line of the one of training names an image."""
+    """Return the keys of tables of a kind beside images, if the first line of the training table names an image."""
     inner = inner_folders(folder)
     there: dict[str, Path] = {}
     splits = [name for name in inner if any(name.lower() in names for names in SPLITS.values())]
-    inside = [file for name in splits for file in (folder / name).glob("*.csv")]  # as Roboflow exports them
+    inside = [file for name in splits for file in (folder / name).glob("*.csv")]  # Roboflow's form
     for path in [*sorted(inside), *sorted(folder.iterdir(), reverse=True)]:
         words = {*re.split("[^a-z]+", (path.stem if path.parent == folder else path.parent.name).lower())}
         if path.suffix in (".csv", ".tsv", ".json"):
@@ -57,7 +57,7 @@ def tables(folder: Path, kind: str) -> Keys | None:
 
 
 def _table(path: Path, root: Path) -> tuple[str, Keys]:
-    """Return kind and keys of a table of images in `root`; another file raises what `tables` expects."""
+    """Return kind and keys of a table of images in `root`; other files raise an error that `tables` handles."""
 
     def is_image(name: str) -> bool:
         return 0 < len(name) < 200 and ((root / name).is_file() or any(root.glob(f"{escape(name)}.*")))

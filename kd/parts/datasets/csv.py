@@ -1,6 +1,6 @@
-"""Images with a label each in a file: CSV or TSV with the columns `path` and `label`, or a text file of paths.
+"""Images with one label each in a CSV or TSV file with columns `path` and `label`, or in a text file of paths.
 
-A `.txt` file has a path a line, and a class is the folder of its images. Food-101 as it is distributed, no file moved:
+A `.txt` file has one path per line, and an image's class is its folder. Food-101 as distributed, no file moved:
 `root: food-101/images`, `train_list: ../meta/train.txt`, `val_list: ../meta/test.txt`.
 """
 
@@ -26,7 +26,7 @@ recognizes = partial(tables, kind="csv")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Where images and lists lie, and which columns are read."""
+    """Location of images and lists, and the columns to read."""
 
     root: str = file_key()
     """Folder of the images."""
@@ -37,7 +37,7 @@ class Options:
     test_list: str = file_key("", within="root")
     """The same for the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
-    """Share of each class held out for validation, chosen by a hash of the path, where there is no `val_list`."""
+    """Share of each class held out for validation, chosen by a hash of the path, if there is no `val_list`."""
     image_key: str = "path"
     """Column of the images: a path in `root` or an absolute one below it, ending optional."""
     label_key: str = "label"

@@ -1,9 +1,9 @@
-"""Twelve dishes painted by kd itself: real JPEG files, no download, the same from the same seed.
+"""Twelve dishes rendered by kd: real JPEG files without a download, a function of the seed.
 
 The pictures vary in shape, colour, light, table, crockery and clutter, and some dishes look alike (risotto and curry,
-spaghetti and ramen), so that a small model trained on the labels stays below a large one. The validation labels are
-clean; `label_noise` puts a share of the training pictures into a wrong folder, as in the real Food-101, whose training
-split is known to be noisy.
+spaghetti and ramen), so a small model trained on labels is worse than a large one. Validation labels are clean;
+`label_noise` puts a share of the training pictures into a wrong folder, as in Food-101, whose training split is known
+to be noisy.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from kd.parts.datasets._decode import read_image
 from kd.parts.datasets._food.menu import PAINTERS
 from kd.parts.datasets._food.paint import VERSION, file_name
 
-SECONDS = 0.2  # between two counts of the painted files for the bar: a count of 4,200 takes 10 ms
+SECONDS = 0.2  # seconds between two counts of painted files for the bar: counting 4,200 takes 10 ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +39,9 @@ class Options:
     root: str = "data/food_mini"
     """Folder of the rendered pictures; each combination of the other keys gets a folder of its own in it."""
     train_images: int = field(default=250, metadata={"low": 1})
-    """Training pictures a dish."""
+    """Training pictures per dish."""
     val_images: int = field(default=100, metadata={"low": 1})
-    """Validation pictures a dish."""
+    """Validation pictures per dish."""
     pixels: int = field(default=64, metadata={"low": 16, "high": 512})
     """Side of the stored pictures."""
     art_seed: int = 0
@@ -49,13 +49,13 @@ class Options:
     label_noise: float = field(default=0.0, metadata={"low": 0.0, "high": 0.9})
     """Share of the training pictures with the label of another dish."""
     redundancy: int = field(default=1, metadata={"low": 1})
-    """Photographs of each plate in the largest class, which are near-duplicates. No class has more different plates, so
-    that a class is large because its plates were photographed more often."""
+    """Photographs of each plate in the largest class, which are near-duplicates. No class has more plates than another,
+    so a class is large because its plates were photographed more often."""
     imbalance: float = field(default=1.0, metadata={"low": 1.0})
     """Training pictures of the largest class (`train_images`) over those of the smallest; the sizes between fall
     geometrically (arXiv:1901.05555). Validation stays balanced."""
     dishes: int = field(default=1, metadata={"low": 1, "high": 4})
-    """Dishes on a tray at most; above 1, a picture has a set of labels."""
+    """Most dishes on a tray; above 1, a picture has a set of labels."""
 
     def __post_init__(self) -> None:
         if self.train_images < max(self.redundancy, self.imbalance):
@@ -68,7 +68,7 @@ class Options:
 class FoodMini:
     """One split of the painted dishes. See `kd.core.contracts.Source`."""
 
-    # The listing follows from the options alone; the files are painted by `prepare`.
+    # The listing is a function of the options; `prepare` paints the files.
 
     def __init__(self, options: Options, split: str, hidden: bool = False) -> None:
         self.options, self.split, self.hidden = options, split, hidden
@@ -83,7 +83,7 @@ class FoodMini:
         return len(self._pictures)
 
     def label(self, id: int) -> Label:
-        """Return the label, or the set of labels of a tray; -1 where labels are withheld."""
+        """Return the label, or the set of labels of a tray; -1 if labels are withheld."""
         label, dish, *_ = self._pictures[id]
         if self.hidden or self.options.dishes == 1:
             return -1 if self.hidden else label
@@ -100,7 +100,7 @@ class FoodMini:
             paint(self.options, self.folder)
 
     def decode(self, id: int) -> Decoded:
-        if not self.folder.is_dir():  # so trying again, as for a storage that is away, would not help
+        if not self.folder.is_dir():  # retries, as for a missing storage, would not help
             raise NotPrepared("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
         remedy = f"Remove '{self.folder}'; the next run paints it anew"
@@ -108,15 +108,15 @@ class FoodMini:
 
 
 def folder_name(options: Options) -> str:
-    """Return the folder of these settings; others never share it."""
-    later = ("redundancy", "imbalance", "dishes")  # at 1 the pictures are those from before these keys
+    """Return the folder of these settings, not shared with others."""
+    later = ("redundancy", "imbalance", "dishes")  # at 1 the pictures are as before these keys existed
     settings = {k: v for k, v in asdict(options).items() if k != "root" and not (k in later and v == 1)}
     text = json.dumps({"version": VERSION, **settings}, sort_keys=True)
     return f"food_mini-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
-    """List (label, painted dish, plate, photograph) by label and dish; of a tray the dishes, joined by "+"."""
+    """List (label, painted dish, plate, photograph) by label and dish; a tray's dishes are joined by "+"."""
     dishes, train = tuple(PAINTERS), split == "train"
     rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
     listed = []
@@ -135,8 +135,8 @@ def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
 
 
 def paint(options: Options, folder: Path) -> None:
-    """Paint both splits into `folder`, in as many processes as there are cores; whole or not at all."""
-    # The painters run as programs of their own: they need neither torch nor a guard around the caller's main module.
+    """Paint both splits into `folder`, atomically, with one process per core."""
+    # The painters are separate programs: they need neither torch nor a guard around the caller's main module.
     draft = folder.parent / f".{folder.name}.{uuid4().hex[:12]}.tmp"  # processes in two containers may share a PID
     listed, processes = {split: pictures(options, split) for split in ("train", "val")}, cores()
     work = {"folder": str(draft), "seed": options.art_seed, "size": options.pixels, "pictures": listed}
@@ -164,7 +164,7 @@ def paint(options: Options, folder: Path) -> None:
 
 
 def _show_progress(painters: Sequence[subprocess.Popen], draft: Path, total: int) -> None:
-    """Show a bar while pictures are painted; nothing where the output is no terminal, as in a notebook or a log."""
+    """Show a bar while pictures are painted, if the output is a terminal."""
     if not sys.stdout.isatty() or "JPY_PARENT_PID" in os.environ:
         return
     from rich.progress import Progress  # only on a terminal
@@ -181,7 +181,7 @@ def _show_progress(painters: Sequence[subprocess.Popen], draft: Path, total: int
 def _move(draft: Path, folder: Path) -> None:
     try:
         if folder.exists() and not (folder / "manifest.json").is_file():
-            shutil.rmtree(folder)  # of an older kd, or damaged by hand: not whole
+            shutil.rmtree(folder)  # from an older kd, or damaged: incomplete
         os.rename(draft, folder)
     except OSError:
         if not (folder / "manifest.json").is_file():  # else another process was faster, with the same pictures
@@ -189,12 +189,12 @@ def _move(draft: Path, folder: Path) -> None:
 
 
 def facts(options: Options) -> DatasetFacts:
-    """Return its facts for other parts."""
+    """Return the dataset's facts."""
     return DatasetFacts(label="set" if options.dishes > 1 else "class", root=options.root)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> FoodMini:
-    """Build one split; `classes` is not needed, both splits have all dishes. All have labels, so that `labels: some`
-    takes those away that `data.labels_per_class` does not keep.
+    """Build one split; `classes` is not needed, since both splits have all dishes. All images have labels; with
+    `labels: some` only those kept by `data.labels_per_class` do.
     """
     return FoodMini(options, split, hidden=labels == "none")

@@ -18,28 +18,28 @@ from kd.files.pixels import Least
 from kd.parts.datasets import _decode as images
 
 WHERE = "data.path"
-ROWS = 10_000  # rows whose sizes are looked up at a time
+ROWS = 10_000  # rows per lookup of sizes
 
 
 def facts(options: "Options") -> DatasetFacts:
-    """Return its facts for other parts."""
+    """Return the dataset's facts."""
     return images.facts_of(options, "test_split", "set" if options.label_keys else "class")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Which dataset, which splits, which columns."""
+    """Dataset, splits and columns."""
 
     path: str = file_key(or_name=True)
     """Name on the hub (`ethz/food101`), or a local folder of images, of parquet files or from `save_to_disk`."""
     name: str = ""
-    """Configuration of the dataset, where it has several."""
+    """Configuration of the dataset, if it has several."""
     train_split: str = "train"
     """Split to train on."""
     val_split: str = "validation"
     """Split to validate on; not used with `val_fraction`."""
     test_split: str = ""
-    """Split that is scored once, at the end of a run, and on which nothing is chosen. Empty: none."""
+    """Test split: scored once, at the end of a run, and never used for choices. Empty: no test split."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
     image_key: str = ""
@@ -48,7 +48,7 @@ class Options:
     """Column of the labels; empty: the only class-label column."""
 
     label_keys: tuple[str, ...] = ()
-    """Columns of 0 and 1, one a class, in place of `label_key`: an image then has several labels."""
+    """Columns of 0 and 1, one per class, instead of `label_key`: an image then has several labels."""
 
     def __post_init__(self) -> None:
         if self.label_keys and (self.label_key or len({*self.label_keys}) < max(2, len(self.label_keys))):
@@ -59,7 +59,7 @@ class Options:
 
 
 class HuggingFace(images.Listed):
-    """Rows of a memory-mapped table; our own decoder, so that a corrupt image reads as everywhere else."""
+    """Rows of a memory-mapped table with kd's own decoder, so corrupt images are handled as in other datasets."""
 
     def __init__(
         self, table: Any, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str], split: str, image_key: str
@@ -85,7 +85,7 @@ class HuggingFace(images.Listed):
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
-    """Load a split; without labels it needs no column of them."""
+    """Load a split; unlabelled data needs no label column."""
     wrong, remedy = "the dataset 'hf' needs the package datasets", "Run: pip install 'PATH/kd[hf]'"
     hub = needed("datasets", "data.kind", wrong, remedy)
     shared = bool(options.val_fraction) and split != "test"
@@ -118,8 +118,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the encoded bytes of every row's image, int64 [N], -1 where it is missing, and stamps, uint64 [N]."""
-    # No image is read for it.
+    """Return the encoded size of every row's image, int64 [N] (-1: missing), and stamps, uint64 [N]."""
+    # No image is read.
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
     whole = sum(images.stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
@@ -138,7 +138,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _load(hub: Any, options: Options) -> dict[str, Any]:
-    """Return all splits; the hub's loader prepares all of them in any case."""
+    """Return all splits; the hub's loader prepares all of them anyway."""
     path = os.path.expanduser(options.path)
     saved = [name for name in ("dataset_dict.json", "state.json") if os.path.isfile(os.path.join(path, name))]
     if not os.path.exists(path) and (path.startswith((".", "/")) or path.count("/") > 1):
@@ -146,7 +146,7 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
         raise DataError(WHERE, wrong, "A folder, or a name on the hub", "Check the path")
     try:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
-    except Exception as error:  # the hub, the file system, parsers of many formats: all mean that it cannot be loaded
+    except Exception as error:  # errors of the hub, the file system or many parsers: all mean that it cannot be loaded
         wrong = f"'{options.path}' cannot be loaded ({named(error)})"
         allowed = "A folder, or a name on the hub with data.name where it has several configurations"
         remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
@@ -160,10 +160,10 @@ KINDS = ("string", "large_string", "bool", "float32", "float64", *INTEGERS)
 
 
 def _column(hub: Any, features: Any, option: str, key: str) -> str:
-    """Return the column of an option; without a name for it, the only one that says that it is such a column."""
+    """Return the column of an option; by default the only column declared as such."""
     image = option == "image_key"
     own = [name for name, one in features.items() if isinstance(one, hub.Image if image else hub.ClassLabel)]
-    if image:  # as Hugging Face writes an image, without its note that it is one
+    if image:  # Hugging Face's form of an image without the declared type
         own += [name for name, one in features.items() if isinstance(one, dict) and {*one} == {"bytes", "path"}]
     if not key and len(own) == 1:
         return own[0]
@@ -191,7 +191,7 @@ def _written(value: Any, row: int, key: str, some: bool) -> str:
 
 
 def _sets(table: Any, keys: Sequence[str], some: bool) -> np.ndarray:
-    """Return the labels of the rows of columns of 0 and 1, int8 [N, C]; -1 for a row without any."""
+    """Return the labels from columns of 0 and 1, int8 [N, C]; -1 for a row without values."""
     if absent := [key for key in keys if key not in table.features]:
         remedy = did_you_mean(absent[0], table.features) or "Choose among them"
         allowed = f"Columns: {', '.join(table.features)}"

@@ -1,4 +1,4 @@
-"""Images in folders, one folder a class: with train/val folders, or split by fraction."""
+"""Images in one folder per class, with train/val folders or split by fraction."""
 
 import os
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_r
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS, inner_folders
 
 ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
-"""Split folders by other names: offered in the error, never chosen silently (validating on `test` is a decision)."""
+"""Other names of split folders: proposed in the error, never chosen silently (validating on `test` is a decision)."""
 facts = partial(facts_of, test="test_split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Where the folders lie and how they are split."""
+    """Location and split of the folders."""
 
     root: str = file_key()
     """Folder of the images. A class is the path of the folder that directly holds images: `apple`, `fruit/apple`."""
@@ -34,8 +34,8 @@ class Options:
     test_split: str = ""
     """Folder of the test images in `root`: scored once, at the end of a run; nothing is chosen on it. Empty: none."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
-    """Share of each class held out for validation, chosen by a hash of the path: of `root`, where it has no split
-    folders, or of `train_split`, where `test_split` is set."""
+    """Share of each class held out for validation, chosen by a hash of the path: from `root` if it has no split
+    folders, from `train_split` if `test_split` is set."""
     unlabelled: str = "unlabelled"
     """With `labels: some`, the folder beside the classes' whose images have no label."""
 
@@ -46,10 +46,10 @@ class Options:
 
 
 def recognizes(folder: Path) -> dict[str, Any]:
-    """Return the keys of a folder: any may hold class folders."""
+    """Return the keys of a folder; any folder may hold class folders."""
     inner = inner_folders(folder)
     while len(inner) == 1 and (below := [one.name for one in (folder / inner[0]).iterdir() if one.is_dir()]):
-        folder, inner = folder / inner[0], below  # one folder around all others, as archives have it
+        folder, inner = folder / inner[0], below  # one folder around all others, as in archives
     there = {name.lower(): name for name in inner}
     found = {split: there[one] for split, names in SPLITS.items() for one in reversed(names) if one in there}
     if "train" not in found or len(found) == 1:
@@ -59,7 +59,7 @@ def recognizes(folder: Path) -> dict[str, Any]:
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
-    """List the images of a split; without labels they may lie in any folders."""
+    """List the images of a split; unlabelled images may be in any folder."""
     root = find_root(options.root)
     folder, shared = b"", bool(options.val_fraction) and split != "test"
     if shared and not options.test_split:
@@ -80,7 +80,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     try:
         own = class_order({*map(nfc, class_of.texts)} - {""})
         order, label = label_images(class_of, own, classes, WHERE, split, labels)
-    except DataError as error:  # a class may be missing because its files are not read
+    except DataError as error:  # a class may be missing because its files are unreadable
         wrong = "; ".join([error.wrong, *notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error
     if shared:
@@ -104,7 +104,7 @@ def _split_folder(options: Options, split: str, root: str) -> str:
 
 
 def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
-    # Else `train/apple` and `val/apple` would become two classes, and nothing would look wrong.
+    # Else `train/apple` and `val/apple` would become two classes without an error.
     for folder in (options.train_split, options.val_split):
         if any(name.startswith(os.fsencode(folder) + b"/") for name in holding):
             wrong = f"data.root is already split: it has a folder '{folder}' with classes in it"

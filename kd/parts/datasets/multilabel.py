@@ -31,7 +31,7 @@ recognizes = partial(tables, kind="multilabel")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Where images and labels lie."""
+    """Location of images and labels."""
 
     root: str = file_key()
     """Folder of the images."""
@@ -42,9 +42,9 @@ class Options:
     test_labels: str = file_key("", within="root")
     """The same for the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
-    """Share of the images held out for validation, chosen by a hash of the path, where there is no `val_labels`."""
+    """Share of the images held out for validation, chosen by a hash of the path, if there is no `val_labels`."""
     separator: str = "|"
-    """Between two labels in a table of two columns."""
+    """Separator of labels in a table of two columns."""
 
     def __post_init__(self) -> None:
         Lists(self, "labels")
@@ -74,7 +74,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 
 def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str) -> np.ndarray:
-    """Return the sets as int8 [N, C]: 1 and 0; -1 for an image that is not labelled."""
+    """Return the sets as int8 [N, C] of 0 and 1; -1 for an unlabelled image."""
     position, sets = {name: i for i, name in enumerate(order)}, np.zeros((len(found), len(order)), np.int8)
     for row, (entry, _) in enumerate(found):
         if entry.label is None:
@@ -92,7 +92,7 @@ def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str
 
 
 def _read(path: str, where: str, options: Options, root: str, columns: dict[str, list[str]]) -> list[Entry]:
-    """Return the images of a file with their sets, None where there is no entry; add the classes that it lists."""
+    """Return the images of a file with their sets (None: no entry); add the file's classes."""
     is_json = path.lower().endswith(".json")
     read = _json if is_json else partial(_table, path=path, root=root, separator=options.separator)
     columns[where], entries = content(path, where, [*DELIMITERS, ".json"], FORM, read)
@@ -117,7 +117,7 @@ def _table(content: str, path: str, root: str, separator: str) -> tuple[list[str
 
 
 def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> set[str] | None:
-    """Return the labels of a line; None where its cells are empty."""
+    """Return the labels of a line; None if its cells are empty."""
     if not any(cells):
         return None
     wrong = next((cell for cell in cells if cell not in NUMBERS), None)
@@ -135,7 +135,7 @@ def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
     alone = {cell for cell in known if not {";", ",", "|"} & {*cell}}
     for other in sorted({";", ",", "|"} - {separator}):
         joined = next((cell for cell in sorted(known) if other in cell), "")
-        # A comma may be part of a name: it joins where one of the parts is a label elsewhere.
+        # A comma may be part of a name; it is a separator if one of the parts is a label elsewhere.
         if joined and (other != "," or _names(joined.split(other)) & alone):
             raise ValueError(
                 f"its labels seem joined by '{other}' ('{joined}'): set data.separator='{other}', "
@@ -154,7 +154,7 @@ def _json(content: str) -> tuple[list[str], list[Entry]]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object with all its keys: of one that stands there twice, a dictionary would hold the last."""
+    """A JSON object with repeated keys, of which a dictionary would keep only the last."""
 
 
 def _names(names: Iterable[str]) -> set[str]:

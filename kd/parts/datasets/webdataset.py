@@ -1,7 +1,7 @@
-"""WebDataset shards (.tar), read by position: any image at any time, with no unpacking. Remote ones are copied first.
+"""WebDataset shards (.tar) with random access and no unpacking. Remote shards are copied first.
 
-The package webdataset is not needed: it streams, while distillation reads images by id (the teacher's stored
-outputs and the sifter both do). The shards are indexed once, and an image is one read at a known offset.
+The package webdataset is not used: it streams, but distillation reads images by id (for stored outputs and the sifter).
+The shards are indexed once; an image is then one read at a known offset.
 """
 
 import json
@@ -26,18 +26,18 @@ from kd.parts.datasets import _decode as images
 
 MAX_LABEL = 2**20  # bytes of a label member
 SIDE = ("txt", "md", "json", "csv", "tsv", "yaml", "yml", "xml", "html", "pdf", "index", "idx", "license", "readme")
-"""Endings of members without an image that say something of the shard, such as a readme. Nothing is said of them."""
+"""Endings of members that describe the shard, such as a readme; they are not reported."""
 REMEDY = "; a key ends at the first dot of a name: write img_4-final.jpg for img_4.final.jpg, or set data.image_keys"
 
 
 def facts(options: "Options") -> DatasetFacts:
-    """Return its facts for other parts."""
+    """Return the dataset's facts."""
     return images.facts_of(options, "test", "set" if options.label_sets else "class")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Where the shards lie and which members of a sample are the image and the label."""
+    """Location of the shards, and the members of a sample that are image and label."""
 
     train: str = file_key()
     """Training shards: a path or URL (`s3://...`) with braces (`train-{000000..000009}.tar`) or wildcards
@@ -45,9 +45,9 @@ class Options:
     val: str = file_key()
     """Validation shards, like `train`."""
     test: str = file_key("")
-    """Test shards, like `train`: scored once, at the end of a run, and nothing is chosen on them. Empty: none."""
+    """Test shards, like `train`: scored once, at the end of a run, and never used for choices. Empty: no test split."""
     image_keys: str = "jpg;jpeg;png;webp"
-    """Endings of the image members; the first of them that a sample has is taken."""
+    """Endings of the image members; the first match in a sample is used."""
     label_key: str = "cls"
     """Ending of the label member: an integer or a class name as text, or JSON with `label_field`."""
     label_field: str = ""
@@ -55,9 +55,10 @@ class Options:
     label_sets: bool = False
     """Whether an image has several labels, or none: the label is a JSON list of class names or integers."""
     class_names: str = file_key("")
-    """File of the class names in order, one a line or a JSON list. Empty: integers are the names, or text is sorted."""
+    """File of the class names in order, one per line or a JSON list. Empty: integers are the names, texts are
+    sorted."""
     copies: str = "runs/shards"
-    """Folder for copies of remote shards. Each is copied once; remove the folder when no run needs it."""
+    """Folder for copies of remote shards. Each is copied once; delete the folder when no run needs it."""
 
     def __post_init__(self) -> None:
         for key in ("train", "val"):
@@ -83,7 +84,7 @@ class _Index:
 
     def __init__(self, shards: Sequence[Shard], read: Callable[[str], tuple[Sequence[_Image], Counter[str]]]) -> None:
         self.shards = tuple(shard.path for shard in shards)
-        origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: only what differs is a title
+        origins = [os.path.abspath(shard.origin) for shard in shards]  # of URLs too: a title is the part that differs
         common = os.path.commonpath([os.path.dirname(origin) for origin in origins])
         titles = [os.path.relpath(origin, common).replace(os.sep, "/") for origin in origins]
         columns = shard_of, offsets, sizes, label_of = array("i"), array("q"), array("q"), array("i")
@@ -129,8 +130,8 @@ class WebDataset(images.Listed):
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
     """Index the shards of a split."""
-    # Reads every header at every start, some ten seconds for 100,000 images: tarfile's parsing, not the disk. An index
-    # file beside the shards would save that and could be stale.
+    # Reads every header at each start, ten seconds for 100,000 images, mostly tarfile's parsing. An index file beside
+    # the shards would save this but could be stale.
     where = f"data.{split}"
     shards = find(getattr(options, split), where, options.copies)
     index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
@@ -157,7 +158,7 @@ def _index(shard: str, options: Options, where: str, labels: str) -> tuple[list[
 
 
 def _images(file: BinaryIO, shard: str, options: Options, where: str, labels: str) -> tuple[list[_Image], Counter[str]]:
-    """Return the images of a shard, and the endings of members that are neither image, label nor beside one."""
+    """Return the images of a shard, and the endings of members that belong to no image."""
     endings, found, other = _endings(options.image_keys), list[_Image](), Counter[str]()
     wanted = {*endings, options.label_key.lower()}
     for key, sample in members(file, shard, where, wanted).items():
@@ -187,7 +188,7 @@ def _images(file: BinaryIO, shard: str, options: Options, where: str, labels: st
 
 
 def _hidden(ending: str, sample: Collection[str], wanted: Collection[str]) -> bool:
-    """Return whether a member beside an image is one of another image and its label, as `b.jpg` and `b.cls` are."""
+    """Return whether members beside an image form another sample, as `b.jpg` and `b.cls` do."""
     first, _, last = ending.rpartition(".")
     return bool(first) and last in wanted and sum(f"{first}.{one}" in sample for one in wanted) > 1
 
@@ -214,7 +215,7 @@ def _label(data: bytes, name: str, options: Options, where: str) -> str:
 def _sets(
     raw: images.Repeated, names: Sequence[str], classes: Sequence[str] | None, where: str
 ) -> tuple[Sequence[str], np.ndarray]:
-    """Return the class order and the labels of each image, int8 [N, C]; -1 where it has no label member."""
+    """Return the class order and the labels of each image, int8 [N, C]; -1 without a label member."""
     written = [json.loads(text) if text else None for text in raw.texts]
     own = list(names) or class_order({name for one in written for name in one or ()})
     order = own if classes is None else list(classes)

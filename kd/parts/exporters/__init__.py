@@ -1,1 +1,1 @@
-"""Exporters: the graphs that an export may hold, one file a runtime. See `_exporter.py`."""
+"""Exporters: formats of graphs in an export, one file per runtime. See `_exporter.py`."""

@@ -1,4 +1,4 @@
-"""What kd-export, kd-serve and kd-verify need of a format. Nothing heavy is imported with it: kd-serve has no torch."""
+"""The contract of a format for kd-export, kd-serve and kd-verify. Imports nothing heavy: kd-serve has no torch."""
 
 import re
 from collections.abc import Callable
@@ -14,26 +14,26 @@ Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, 
 
 
 class Exporter:
-    """A format. A part overrides `write` and `load`, and what else is otherwise."""
+    """A format. A part overrides `write` and `load`, and other methods where it differs."""
 
     runtime = ""  # the package that runs it
     oldest: tuple[tuple[int, int, str], ...] = ()
-    """Newest IR and opset that a version of the runtime reads: each was installed and tried."""
+    """Newest IR and opset that each version of the runtime reads, all tested."""
 
     def missing(self, file: str, write: bool) -> str:
-        """Return why this machine cannot run a graph, or `write` it, and behind a colon what to do; "": it can."""
+        """Return why this machine cannot run (or `write`) a graph, with the remedy after a colon; "": it can."""
         return "" if installed(self.runtime) else f"{self.runtime} is not installed: pip install {self.runtime}"
 
     def write(self, path: Path, network: Network) -> None:
-        """Write a graph; whatever a tool raises, its file is removed."""
+        """Write a graph; after any error its file is removed."""
         raise NotImplementedError
 
     def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
-        """Load a graph for `slots` calls at the same time on `threads` each. A runtime's own error: it is damaged."""
+        """Load a graph for `slots` parallel calls on `threads` each. A runtime's own error means that it is damaged."""
         raise NotImplementedError
 
     def written_for(self, path: Path) -> tuple[int, int]:
-        """Return the versions of IR and opset that a graph is written in; 0: it has none."""
+        """Return the IR and opset versions of a graph; 0: not applicable."""
         return 0, 0
 
     def least(self, path: Path) -> dict[str, Any]:
@@ -42,12 +42,12 @@ class Exporter:
         return {"ir": ir, "opset": opset, "least": self.reader(ir, opset)}
 
     def reader(self, ir: int, opset: int) -> str:
-        """Return the oldest version that reads a graph; where the table ends, the version here."""
+        """Return the oldest version that reads a graph; beyond the table, the installed version."""
         found = (name for newest_ir, newest, name in self.oldest if ir <= newest_ir and opset <= newest)
         return next(found, versions(self.runtime)[self.runtime])
 
     def precision(self, path: Path, claimed: str) -> str:
-        """Return the type of a graph's weights, as its file has them; the claimed one where they cannot be read."""
+        """Return the type of a graph's weights in its file; the claimed type if the file cannot be read."""
         return claimed
 
 

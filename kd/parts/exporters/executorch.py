@@ -1,6 +1,6 @@
 """ExecuTorch's .pte, float32 over XNNPACK, for phones and boards: `--formats executorch`.
 
-Needs `pip install executorch`. An image is computed alone, on as many threads as ExecuTorch chooses.
+Needs `pip install executorch`. Images run one at a time; ExecuTorch chooses the number of threads.
 """
 
 import importlib
@@ -20,7 +20,7 @@ facts = ExporterFacts(graphs={"model.pte": GRAPH})
 
 
 class ExecuTorch(Exporter):
-    """A program for one image: memory is planned for the largest batch, and kd's would be 4,096 images."""
+    """A program for one image: memory is planned for the largest batch, which would be 4,096 images."""
 
     runtime = "executorch"
 
@@ -40,7 +40,7 @@ class ExecuTorch(Exporter):
             warnings.simplefilter("ignore")  # its classes say that they are experimental
             runtime = needed("executorch.runtime", "export", "executorch is not installed", "pip install executorch")
             program, alone = runtime.Runtime.get().load_program(content), threading.Lock()
-            held = program, content, program.load_method("forward")  # a method reads the memory of both
+            held = program, content, program.load_method("forward")  # a method uses the memory of both
 
         def run(pixels: np.ndarray) -> np.ndarray:
             with alone:  # a method owns its memory

@@ -1,4 +1,4 @@
-"""ONNX files for onnxruntime: float32, and int8 weights whose inputs are quantized as they come."""
+"""ONNX files for onnxruntime: float32, and int8 with dynamic quantization."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class ONNX(Exporter):
         runtime = needed("onnxruntime", "export", "onnxruntime is not installed", "pip install onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        # A thread that spins while it waits takes CPU time from the decoding of other images.
+        # A spinning thread would take CPU time from decoding other images.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
@@ -61,11 +61,11 @@ class ONNX(Exporter):
 
 
 def _opened(path: Path) -> tuple[Any, Any]:
-    """Return the package and the model of a file, without the weights that lie beside it."""
+    """Return the onnx package and the model of a file, without external weights."""
     onnx = needed("onnx", "export", "onnx is not installed", "pip install onnx")
     try:
         return onnx, onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf and onnx have their own types, one for each kind of damage
+    except Exception as error:  # protobuf and onnx have one exception type per kind of damage
         raise ModelError(f"export.{path.name}", "is no graph", "", "Do not serve it") from error
 
 

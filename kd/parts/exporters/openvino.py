@@ -1,4 +1,4 @@
-"""OpenVINO's IR: float32, bfloat16 where the processor has units for it, and int8 by SmoothQuant with NNCF."""
+"""OpenVINO's IR: float32, bfloat16 if the processor has units for it, and int8 by SmoothQuant with NNCF."""
 
 import io
 import itertools
@@ -20,10 +20,10 @@ from kd.core.host import installed, signal_stack
 from kd.parts.exporters._exporter import Engine, Exporter
 
 OPENVINO, BF16, STATIC = "openvino.xml", "openvino.bf16.xml", "openvino.int8.xml"
-TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # of weights, as `GraphFile.precision` has them
+TYPES = {"f32": "float32", "f16": "bf16", "i8": "int8", "u8": "int8"}  # names of weight types in `GraphFile.precision`
 VIEWS = 300
-"""Training views on which NNCF finds ranges: its own default. With SmoothQuant, two ViTs with planted outliers lost 0.0
-and 0.65 points of 40 (int8_planted in benchmarks/ at commit 443d35d4)."""
+"""Training views for NNCF's calibration: its own default. With SmoothQuant, two ViTs with planted outliers lost 0.0 and
+0.65 points of 40 (int8_planted in benchmarks/ at commit 443d35d4)."""
 facts = ExporterFacts(
     graphs={
         OPENVINO: GraphFile("openvino", "float32", option="--openvino", weights="openvino.bin", cost=2),
@@ -64,7 +64,7 @@ class OpenVINO(Exporter):
     def load(self, file: str, content: bytes, weights: bytes, threads: int, slots: int) -> Engine:
         openvino = _import("export")
         settings = {
-            # what kd-export compared with PyTorch, whatever OpenVINO would choose here
+            # the precision that kd-export compared with PyTorch, not OpenVINO's choice here
             "INFERENCE_PRECISION_HINT": "bf16" if file == BF16 else "f32",
             "NUM_STREAMS": str(slots),
             "INFERENCE_NUM_THREADS": str(threads * slots),
@@ -75,8 +75,8 @@ class OpenVINO(Exporter):
         local, first = threading.local(), threading.Lock()
 
         def run(pixels: np.ndarray) -> np.ndarray:
-            # The first answer of one thread ends before that of the next begins: of two at once one held a guard of
-            # OpenVINO's C++ code and waited for Python's lock, the other the reverse, and the server was never ready.
+            # The first inference of each thread must end before the next thread's begins: two at once deadlocked, one
+            # holding a guard of OpenVINO's C++ code and waiting for Python's lock, the other the reverse.
             if not hasattr(local, "request"):
                 with first:
                     request = compiled.create_infer_request()
@@ -92,7 +92,7 @@ class OpenVINO(Exporter):
         return int(ir[1]) if ir else 0, max(map(int, opsets), default=0)
 
     def precision(self, path: Path, claimed: str) -> str:
-        """Return int8 where some weights are, else the type of most."""
+        """Return int8 if any weights are int8, else the most frequent type."""
         sizes: dict[str, int] = {}
         for name, size in re.findall(rb'element_type="(\w+)"[^>]* size="(\d+)"', path.read_bytes()):
             if kind := TYPES.get(name.decode(), ""):
@@ -109,7 +109,7 @@ def post_training(source: Path, path: Path, views: Any) -> None:
     """Write OpenVINO's IR, `path` (.xml) and its .bin, with int8 weights and activations."""
     with _nncf() as nncf:
         openvino = _import("--int8")
-        pixels = (image[None] for batch, *_ in views(VIEWS) for image in batch)  # NNCF's statistics are of an image
+        pixels = (image[None] for batch, *_ in views(VIEWS) for image in batch)  # NNCF's statistics are per image
         quantized = nncf.quantize(
             openvino.convert_model(str(source)),
             nncf.Dataset(list(itertools.islice(pixels, VIEWS))),
@@ -122,7 +122,7 @@ def post_training(source: Path, path: Path, views: Any) -> None:
 
 @contextmanager
 def _nncf() -> Iterator[Any]:
-    """Import NNCF, and keep its progress bars and log from a user who cannot act on them."""
+    """Import NNCF and suppress its progress bars and log, which users cannot act on."""
     from kd.models.runtimes import quiet
 
     os.environ.setdefault("NNCF_CI", "1")  # nothing is sent to Intel: NNCF's telemetry is off

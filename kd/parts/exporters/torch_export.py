@@ -1,4 +1,4 @@
-"""torch.export's .pt2, for PyTorch itself. It holds a pickle, so that no endpoint loads it."""
+"""torch.export's .pt2, for PyTorch itself. It contains a pickle, so no endpoint loads it."""
 
 import io
 from pathlib import Path
@@ -12,7 +12,7 @@ facts = ExporterFacts(graphs={"model.pt2": GraphFile("torch", "float32", option=
 
 
 class TorchExport(Exporter):
-    """An ExportedProgram, whose threads are those of torch."""
+    """An ExportedProgram, which runs on torch's threads."""
 
     runtime = "torch"
 

@@ -30,7 +30,7 @@ PAINTERS: dict[str, tuple[Callable[[Scene], None], str]] = {
     "spaghetti": (paint.spaghetti, "plate plate bowl pan"),
     "sushi": (paint.sushi, "board board plate"),
 }
-"""Each dish: who paints it, and on what it may lie."""
+"""The painter and the possible surfaces of each dish."""
 
 
 def render(dish: str, split: str, index: int, seed: int, size: int, shot: int = 0) -> Image.Image:

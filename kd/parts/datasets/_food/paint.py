@@ -9,13 +9,13 @@ from pathlib import Path
 
 from kd.parts.datasets._food.menu import PAINTERS, render
 
-VERSION = 1  # raised whenever the same settings would give other pictures
+VERSION = 1  # raised whenever equal settings would give other pictures
 
 
 def main(order: Path, painters: int, number: int) -> None:
     """Paint every `painters`-th picture of the order, from `number` on.
 
-    It is a JSON file: folder, seed, size, and for each split a list of (label, dish, plate, photograph).
+    `order` is a JSON file: folder, seed, size, and for each split a list of (label, dish, plate, photograph).
     """
     work = json.loads(order.read_text())
     dishes = tuple(PAINTERS)

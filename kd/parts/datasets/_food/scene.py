@@ -60,14 +60,14 @@ class Scene:
         return low + int(self.rng.random() * (high - low + 1))
 
     def color(self, palette: Sequence[Color], jitter: float = 10.0) -> Color:
-        """Take a colour of the palette, not quite as it stands there."""
+        """Draw a colour of the palette with a small variation."""
         red, green, blue = palette[int(self.rng.random() * len(palette))]
         gauss, side = self.rng.gauss, jitter * 0.6
         light = gauss(0, jitter)
         return clip(red + light + gauss(0, side), green + light + gauss(0, side), blue + light + gauss(0, side))
 
     def spot(self, radius: float) -> tuple[float, float]:
-        """Draw a place in the disc of `radius`."""
+        """Draw a point in the disc of `radius`."""
         r, turn = radius * self.rng.random() ** 0.5, self.number(0, 2 * pi)
         return r * cos(turn), r * sin(turn)
 
@@ -82,7 +82,7 @@ class Scene:
         return grid.resize((self.pixels, self.pixels), Image.Resampling.BICUBIC)
 
     def texture(self, color: Color, spread: float = 12.0, cells: int = 24, rows: int | None = None) -> Image.Image:
-        """Return a picture of one colour with some life in it: up to 1.5 times `spread` lighter or darker."""
+        """Return a picture of one colour with noise: up to 1.5 times `spread` lighter or darker."""
         reach = 1.5 * spread
         light, dark = (clip(color[0] + d, color[1] + d, color[2] + d) for d in (reach, -reach))
         size = self.image.size
@@ -98,7 +98,7 @@ class Scene:
     def lay(
         self, layer: Image.Image | Color, mask: Image.Image, height: float, relief: float = 0.5, shadow: float = 0.5
     ) -> None:
-        """Lay something with body onto the picture: lit from one side, darker on the other, with a shadow.
+        """Draw a raised shape onto the picture: lit from one side, darker on the other, with a shadow.
 
         `height`, in radii, rounds the edge and moves the shadow; a negative `relief` is a hollow.
         """
@@ -109,7 +109,7 @@ class Scene:
         margin = int(3 * reach) + 1
         left, top = box[0] - margin, box[1] - margin
         box = (left, top, box[2] + margin, box[3] + margin)
-        mask = mask.crop(box)  # work on its surroundings only: small things cost little
+        mask = mask.crop(box)  # only its bounding box is computed: small things cost little
         layer = Image.new("RGB", mask.size, layer) if isinstance(layer, tuple) else layer.crop(box)
         soft = mask.filter(ImageFilter.BoxBlur(reach * 0.7))
         dx, dy = (round(side * reach) for side in self.light)
@@ -137,7 +137,7 @@ class Scene:
             self.stroke([(x - dx, y - dy), (x + dx, y + dy)], self.color(palette), width)
 
     def pieces(self, shapes: Sequence[Points], palette: Sequence[Color], height: float = 0.05) -> None:
-        """Lay small things that share light and shadow, each with its own colour: toppings, leaves."""
+        """Draw small things with common light and shadow, each with its own colour: toppings, leaves."""
         layer = Image.new("RGB", self.image.size)
         mask = Image.new("L", self.image.size)
         paint, cut = ImageDraw.Draw(layer), ImageDraw.Draw(mask)
@@ -194,7 +194,7 @@ def blobs(scene: Scene, number: int, reach: float, low: float, high: float, wobb
 
 
 def wreath(scene: Scene, number: int, away: float) -> Points:
-    """Return places for `number` equal things: the middle for one, else a circle of radius `away`."""
+    """Return positions for `number` equal things: the centre for one, else on a circle of radius `away`."""
     start, away = scene.number(0, 2 * pi), away if number > 1 else 0.0
     turns = (start + 2 * pi * k / number for k in range(number))
     return [(away * cos(turn), away * sin(turn)) for turn in turns]
@@ -288,7 +288,7 @@ def serve_on(scene: Scene, kind: str) -> float:
 
 
 def clutter(scene: Scene) -> None:
-    """Paint one thing that lies about: cutlery, a glass, a napkin, a small bowl, a tomato."""
+    """Paint one object on the table: cutlery, a glass, a napkin, a small bowl, a tomato."""
     kind, turn = scene.count(0, 5), scene.number(0, 2 * pi)
     away = scene.number(0.75, 1.05)
     scene.place(away * cos(turn), away * sin(turn), 0.3, turn + pi / 2 + scene.number(-0.4, 0.4))
@@ -311,7 +311,7 @@ def clutter(scene: Scene) -> None:
 
 
 def move_camera(scene: Scene) -> None:
-    """Look at the same table from a little nearer, turned and shifted."""
+    """Zoom into the same table a little, rotated and shifted."""
     size, zoom, turn = scene.image.width, scene.number(0.8, 0.88), scene.number(-0.1, 0.1)
     c, s, middle = zoom * cos(turn), zoom * sin(turn), size / 2
     reach = middle * (1 - c - abs(s))
