@@ -32,7 +32,7 @@ FACTS: dict[str, type[Any]] = {
     "networks": NetworkFacts,
     "backends": BackendFacts,
     "exporters": ExporterFacts,
-}  # what the `facts` of a part are. A part without any has the defaults; a loss must have some.
+}  # type of a part's `facts`. A part without `facts` has the defaults; a loss must have them.
 
 
 def names(folder: str) -> list[str]:
@@ -58,9 +58,8 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
 
 
 def named_module(path: str) -> ModuleType:
-    """Import a module that a configuration names; one in the working folder is found last, as with `python -m kd`."""
-    # Only while it is imported: a folder there that is called like a package that is not installed must not stand for
-    # it.
+    """Import a module named in a configuration; the working folder is searched last, as with `python -m kd`."""
+    # Only during this import: a folder there must not replace a package that is not installed.
     here = [""] if "" not in sys.path else []
     sys.path += here
     try:
@@ -75,7 +74,7 @@ def _imported(path: str, where: str, known: list[str]) -> ModuleType:
         if not all(piece.isidentifier() for piece in path.split(".")):
             raise ModuleNotFoundError(name=path)
         module = named_module(path)
-    except Exception as error:  # any error of a foreign module
+    except Exception as error:  # a foreign module may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and (path == absent or path.startswith(absent + ".")):
             allowed = f"Allowed: {', '.join(known)}, or the dotted path of an importable module"
@@ -96,7 +95,7 @@ def options_type(folder: str, kind: str, where: str) -> type[Any]:
 
 
 def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
-    """Return default Options of a part of kd, with `changes`, for runs that are derived from another."""
+    """Return default Options of one of kd's parts, with `changes`, for derived runs."""
     return options_type(folder, kind, folder)(**changes)
 
 
@@ -112,7 +111,7 @@ def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> A
 
 
 def facts(folder: str, kind: str, options: Any, where: str) -> Any:
-    """Return what others must know of a part with these options: its `facts`, or what `facts(options)` returns."""
+    """Return the facts of a part with these options: its `facts`, or the result of `facts(options)`."""
     cls = FACTS[folder]
     value = getattr(find(folder, kind, where), "facts", None if cls is LossFacts else cls())
     value = value(options) if callable(value) else value
@@ -124,7 +123,7 @@ def facts(folder: str, kind: str, options: Any, where: str) -> Any:
 
 
 def graphs() -> dict[str, GraphFile]:
-    """Return what is known of the graphs that an export may hold, by their files' names, cheap ones first."""
+    """Return the facts of all formats of graphs by file name, cheap ones first."""
     none, found = NoOptions(), dict[str, GraphFile]()
     for kind in names("exporters"):
         own = facts("exporters", kind, none, "export").graphs
@@ -133,7 +132,7 @@ def graphs() -> dict[str, GraphFile]:
 
 
 def exporter(file: str) -> Any:
-    """Return the exporter of a graph of `graphs`."""
+    """Return the exporter of a graph in `graphs`."""
     return build("exporters", graphs()[file].kind, NoOptions(), "export")
 
 

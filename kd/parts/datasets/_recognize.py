@@ -20,7 +20,7 @@ SPLITS = {
 """Names of splits, the most usual first."""
 LABEL_COLUMNS = ("label", "class", "category", "species", "target")
 HELD_OUT = {"val_fraction": 0.1}  # used if no folder has the name of a validation split
-NO_TABLE = (ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error)  # of reading a table
+NO_TABLE = (ValueError, LookupError, AttributeError, StopIteration, NotImplementedError, csv.Error)  # of a table
 MOST_ROOTS = 20  # most inner folders searched for the images of a table
 Keys = dict[str, Any]  # keys of the section `data`, without `kind`
 

@@ -1,4 +1,4 @@
-"""Common code of the losses on features."""
+"""Shared by the losses on features."""
 
 from kd.core.errors import ModelError
 

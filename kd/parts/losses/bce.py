@@ -1,7 +1,7 @@
-"""Learn the set of ground-truth labels, smoothed and mixed, by one binary cross-entropy a class.
+"""Learn the set of ground-truth labels, smoothed and mixed, by one binary cross-entropy per class.
 
-For images of several labels or none. Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7, with the two
-outcomes of one class; mixup is Zhang et al. 2017 (arXiv:1710.09412):
+For images of several labels or none. Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7, over the two
+outcomes of each class; mixup is Zhang et al. 2017 (arXiv:1710.09412):
 
     target_c = lam * [c in labels] + (1 - lam) * [c in partner's labels]
     t_c = (1 - s) * target_c + s / 2
@@ -9,7 +9,7 @@ outcomes of one class; mixup is Zhang et al. 2017 (arXiv:1710.09412):
 
 It is summed over classes: the negative log-likelihood of the set, as `ce` is that of the label.
 
-Not handled: class weights, and labels that are known for some classes of an image only.
+Not handled: class weights, and images with labels for some classes only.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -31,11 +31,11 @@ class Options:
     """The YAML keys of `kind: bce`."""
 
     label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
-    """The share `s` of each class's target that is spread evenly over yes and no, 0 to 1."""
+    """Label smoothing `s`: the share of each class's target spread evenly over yes and no, 0 to 1."""
 
 
 class BCE(nn.Module):
-    """The binary cross-entropy with the labels, of both images where two are mixed, [B] in nats."""
+    """The binary cross-entropy with the labels (of both images if mixed), [B] in nats."""
 
     def __init__(self, label_smoothing: float) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Match the student's probability of each class to the teacher's: distillation for several labels per image.
 
-The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each class is a question of yes or no,
-and the KL divergences of these are summed. Temperature and T^2 are those of Hinton et al. 2015
-(arXiv:1503.02531), section 2:
+The multi-label logits distillation (MLD) of Yang et al. 2023 (arXiv:2308.06453): each class is a binary decision, and
+the KL divergences are summed over classes. Temperature and T^2 are those of Hinton et al. 2015 (arXiv:1503.02531),
+section 2:
 
     p_c = sigmoid(teacher_c / T)    q_c = sigmoid(student_c / T)
     L = T^2 * sum_c ( p_c * log(p_c / q_c) + (1 - p_c) * log((1 - p_c) / (1 - q_c)) )

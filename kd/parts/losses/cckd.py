@@ -1,15 +1,15 @@
-"""Let the images of a batch be as similar to each other for the student as they are for the teacher.
+"""Match the similarities between a batch's images in the student to those in the teacher.
 
 Peng et al. 2019 (CCKD, arXiv:1904.01802), equation 4, with the bilinear kernel of vectors of length 1. There is no
-projector: similarities of one width compare with those of another. With x the pooled features of B images:
+projector: similarities are comparable between different widths. With x the pooled features of B images:
 
     S_ij = cos(x_i, x_j)
     L = 1 / B^2 * sum_ij (S^student_ij - S^teacher_ij)^2
 
-Image i has the mean over j, so that the mean over B is the paper's loss.
+The value of image i is the mean over j, so the mean over B is the paper's loss.
 
 Not handled: only the images of this rank's micro-batch are compared. One image alone has no gradient. Images of weight
-0 (padding) count among the others. It is invariant to rotations, hence `agreement` is that of the similarities.
+0 (padding) count among the others. It is invariant to rotations, so `agreement` compares similarities.
 
 Shape legend: B images of a batch, D features.
 """
@@ -27,7 +27,7 @@ facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True)
 
 
 class CCKD(nn.Module):
-    """The mean squared difference of each image's similarities to the others from the teacher's, [B]."""
+    """The mean squared difference between student and teacher of each image's similarities, [B]."""
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         return (_similarities(student) - _similarities(teacher).detach()).square().mean(dim=1)

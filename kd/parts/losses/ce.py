@@ -5,9 +5,9 @@ Label smoothing is Szegedy et al. 2015 (arXiv:1512.00567), section 7; mixup is Z
     target = lam * onehot(label) + (1 - lam) * onehot(partner_label)
     L = - sum_c w_c * ( (1 - s) * target_c + s / C ) * log softmax(student)_c
 
-w is 1 without class weights. torch's CrossEntropyLoss divides a batch by the weights of its labels. A term of kd is a
-number for each image, whatever stands beside it: weights are divided by their mean over the training images, so that
-the mean over all of these is torch's.
+w is 1 without class weights. torch's CrossEntropyLoss divides by the weights of a batch's labels. In kd an image's
+value must not depend on its batch, so weights are divided by their mean over the training images; the mean over the
+training set equals torch's.
 
 Not handled: several labels per image; that is `bce`.
 
@@ -39,10 +39,11 @@ class Options:
     """The YAML keys of `kind: ce`."""
 
     label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
-    """The share `s` of the target that is spread evenly over all classes, 0 to 1. Beside a teacher, 0 is usual."""
+    """Label smoothing `s`: the share of the target spread evenly over all classes, 0 to 1. With a teacher, 0 is
+    usual."""
     class_weights: Any = None
-    """How much each class counts: a list in the order of the classes, or a section `class: weight` in which the others
-    have 1. Only ratios matter. `balanced`: all classes count alike, however many images they have. null: none."""
+    """Weight of each class: a list in class order, or a section `class: weight` with 1 for other classes. Only ratios
+    matter. `balanced`: equal total weight for all classes, independent of their numbers of images. null: no weights."""
 
     def __post_init__(self) -> None:
         found = self.class_weights
@@ -58,7 +59,7 @@ def _is_weight(value: Any) -> bool:
 
 
 class CE(nn.Module):
-    """The cross-entropy with the label, or with both labels of a mixed image, [B] in nats."""
+    """The cross-entropy with the label (both labels of a mixed image), [B] in nats."""
 
     weight_C: Tensor | None
 
@@ -105,6 +106,6 @@ def class_weights(wanted: Any, dims: Dims) -> Tensor:
 
 
 def build(options: Options, dims: Dims) -> Loss:
-    """Build the loss; where labels are unknown (`dims.labels`) it has no class weights."""
+    """Build the loss, without class weights if labels are unknown (`dims.labels`)."""
     weighted = options.class_weights is not None and dims.labels is not None
     return CE(options.label_smoothing, class_weights(options.class_weights, dims) if weighted else None)

@@ -1,12 +1,12 @@
 """Point the student's pooled features in the direction of the teacher's, through a learned projector.
 
-Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on the summary vector: the direction alone, because the
+Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on the summary vector. Only directions count, because the
 lengths of different teachers' vectors are not comparable.
 
     L = 1 - cos(W student + b, teacher)
 
-The projector is trained with the student. An export has it with `kd-export --index` alone. Its initial weights come
-from torch's global generator.
+The projector is trained with the student; only `kd-export --index` exports it. Its initial weights come from torch's
+global generator.
 
 Not handled: projectors of several layers.
 

@@ -7,7 +7,7 @@ Hinton et al. 2015 (arXiv:1503.02531), section 2:
 It is summed over classes; its mean over images is torch's `batchmean`. A mean over classes would make the weight of
 the loss depend on their number.
 
-With `hard` the teacher's likeliest class has the whole target, as a pseudo-label: T is 1, and L is the cross-entropy.
+With `hard` the teacher's top class is the target (a pseudo-label): T is 1, and L is the cross-entropy.
 
 Not handled: errors of the teacher, which the student learns too.
 
@@ -34,8 +34,8 @@ class Options:
     """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
     soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
     hard: bool = False
-    """Learn only the teacher's top class for each view, a pseudo-label. It is the arm to compare soft targets with.
-    `temperature` must be 1."""
+    """Learn only the teacher's top class for each view, a pseudo-label; the baseline for soft targets. `temperature`
+    must be 1."""
 
     def __post_init__(self) -> None:
         if self.hard and self.temperature != 1:

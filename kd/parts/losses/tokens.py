@@ -4,9 +4,9 @@ Ranzinger et al. 2023 (AM-RADIO, arXiv:2312.06709), the loss on spatial features
 
     L = mean_n 0.9 * (1 - cos(p_n, t_n)) + 0.1 * mean_d smooth_l1(p_nd, t_nd),    p = W student + b
 
-Where the models have different grids, the finer one is resampled to the coarser one (bilinear, antialiased), so that
-neither has to match detail that it lacks. Tokens are those of patches; class and register tokens are left out.
-For a CNN: positions in the last feature map.
+If the models have different grids, the finer one is resampled to the coarser one (bilinear, antialiased), so no model
+has to match missing detail. Tokens are patch tokens, without class and register tokens; for a CNN, positions in the
+last feature map.
 
 The projector is trained with the student and is not exported. Its initial weights come from torch's global generator.
 
@@ -38,7 +38,7 @@ class Tokens(nn.Module):
     def __init__(self, student_features: int, teacher_features: int, side: int) -> None:
         super().__init__()
         self.project = nn.Linear(student_features, teacher_features)
-        self.side = side  # of the coarser grid
+        self.side = side  # side of the coarser grid
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> Tensor:
         projected_BND, target_BND = self._pair(student, teacher)

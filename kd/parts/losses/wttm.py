@@ -6,8 +6,8 @@ p the teacher's and q the student's probabilities, both at temperature 1:
     U = sum_c p_c^gamma
     L = U * KL( p^gamma / U || q )
 
-The exponent is a temperature of 1/gamma on the teacher only; gamma = 1 is plain distillation. U is 1 for a teacher that
-is certain and C^(1 - gamma) for uniform probabilities. The loss is therefore large with many classes and small gamma:
+The exponent is a temperature of 1/gamma on the teacher only; gamma = 1 is plain distillation. U is 1 for a certain
+teacher and C^(1 - gamma) for uniform probabilities. The loss is therefore large with many classes and small gamma:
 lower its weight accordingly (the authors use 4 with gamma 0.2 on CIFAR-100).
 
 Not handled: plain TTM, which has no factor U.

@@ -1,1 +1,1 @@
-"""Networks: where a teacher or student comes from. See `kd.core.contracts.TeacherModel`."""
+"""Networks: sources of teachers and students. See `kd.core.contracts.TeacherModel`."""

@@ -1,9 +1,8 @@
-"""A model's own preprocessing in transformers: the effect of its image processor on pixels is measured.
+"""Measure the effect of a transformers image processor on pixels, a model's native preprocessing.
 
-Families have keys of their own beside mean and deviation, such as
-`do_flip_channel_order`, `rescale_offset` and `include_top`, and defaults of their own where a key is missing. So the
-processor is run on noise. Where each channel of its output is a straight line of one channel of the image, a
-Classifier computes the same; anything else is refused.
+Besides mean and std, families have their own keys, such as `do_flip_channel_order`, `rescale_offset` and `include_top`,
+with their own defaults. So the processor is run on noise. If each output channel is an affine function of one image
+channel, a Classifier computes the same; anything else is refused.
 """
 
 import copy
@@ -21,19 +20,19 @@ from kd.models.classifier import Preprocessing
 from kd.models.spec import Spec
 
 SIZES = ("do_resize", "do_center_crop", "do_pad", "do_thumbnail", "do_align_long_axis")
-"""Switches of size and crop: kd shows every model the same square, resized bicubically."""
+"""Keys that switch off resizing and cropping: kd gives every model the same bicubically resized square."""
 KEYS = ("size", "crop_size", "crop_pct", "resample", "do_center_crop", "do_resize")
-SIDE = 32  # of the noise, pixels
+SIDE = 32  # side of the noise image, pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Effect of a processor on pixels."""
+    """A processor's effect on pixels."""
 
-    size: int  # side of the square that it makes, pixels; 0: any
-    mean: tuple[float, ...]  # of each channel of an image in 0..1
+    size: int  # side of its output, pixels; 0: any
+    mean: tuple[float, ...]  # per channel, for pixels in 0..1
     std: tuple[float, ...]
-    order: tuple[int, ...]  # the channel of the image that stands at each position of the model's input
+    order: tuple[int, ...]  # the image channel at each position of the model's input
     preprocessing: Preprocessing
 
 
@@ -50,7 +49,7 @@ def read_processor(spec: Spec, hub: Any) -> Any:
 
 
 def measure(spec: Spec, processor: Any) -> Preparation:
-    with torch.device("cpu"):  # a teacher may be built on the meta device
+    with torch.device("cpu"):  # because a teacher may be built on the meta device
         shape = _prepared(spec, processor, _noise()).shape
         if shape[1] != shape[2]:
             wrong = f"the processor of '{spec.model}' makes {shape[2]}x{shape[1]} pixels of a square image"
@@ -63,7 +62,7 @@ def measure(spec: Spec, processor: Any) -> Preparation:
             raise _crooked(spec, flat)
     gain, offset, order = line
     mean, std = _written(processor, -offset / gain, 1 / gain)
-    back = np.argsort(order)  # of each channel of the image
+    back = np.argsort(order)  # per channel of the image
     own = Preprocessing("transformers", lambda image: _prepared(spec, processor, image), _keys(processor, KEYS))
     return Preparation(size, tuple(mean[back].tolist()), tuple(std[back].tolist()), tuple(order.tolist()), own)
 
@@ -97,7 +96,7 @@ def _without(processor: Any, switches: tuple[str, ...]) -> Any:
 
 
 def _line(spec: Spec, flat: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return gain and offset of each output channel for pixels in 0..1, and the channel that it comes from."""
+    """Return gain, offset and source channel of each output channel, for pixels in 0..1."""
     image = _noise()
     found = _prepared(spec, flat, image)
     if found.shape[1:] != (SIDE, SIDE) or not found.isfinite().all():
@@ -115,7 +114,7 @@ def _line(spec: Spec, flat: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
 
 
 def _written(processor: Any, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the processor's keys where they agree with the measured ones up to rounding."""
+    """Return the processor's own numbers if they equal the measured ones up to rounding."""
     factor = 255 * (processor.rescale_factor if getattr(processor, "do_rescale", False) else 1.0)
     keys = getattr(processor, "image_mean", 0.0), getattr(processor, "image_std", 1.0)
     given = keys if getattr(processor, "do_normalize", False) else (0.0, 1.0)
@@ -128,7 +127,7 @@ def _written(processor: Any, mean: np.ndarray, std: np.ndarray) -> tuple[np.ndar
 
 
 def _crooked(spec: Spec, flat: Any) -> ModelError:
-    """Return the error for a processor that is no straight line, with the key that makes it so."""
+    """Return the error for a processor that is not affine, naming the responsible keys."""
     on = [name for name in vars(flat) if name.startswith("do_") and getattr(flat, name) is True]
     guilty = [name for name in on if _line(spec, _without(flat, (name,))) is not None] or on
     wrong = f"preprocessor_config.json of '{spec.model}' changes pixels in another way than by mean and deviation"

@@ -1,4 +1,4 @@
-"""Common code of the teachers: class names, normalization, the search for functions and files, a first output."""
+"""Shared by the networks: class names, normalization, finding functions and files, checking a first output."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -20,19 +20,19 @@ from kd.parts.registry import named_module
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What cannot be read off a module or a graph."""
+    """Options that a module or graph does not contain."""
 
     mean: tuple[float, ...] = ()
-    """Mean of each channel, for pixels in 0..1; [0, 0, 0] where the model normalizes by itself. Not for a graph that
-    takes uint8."""
+    """Mean per channel, for pixels in 0..1; [0, 0, 0] if the model normalizes its input itself. Not for a uint8
+    graph."""
     std: tuple[float, ...] = ()
-    """Standard deviation of each channel, likewise; [1, 1, 1]."""
+    """Standard deviation per channel, likewise; [1, 1, 1] if the model normalizes its input itself."""
     input_size: int = field(default=0, metadata={"low": 0})
-    """Side of the image that a module takes, or a graph that leaves it open, pixels. 0: `data.image_size`."""
+    """Input side of a module, or of a graph with free size, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """Kind of the model's outputs."""
     classes: str = file_key("")
-    """Text file of its class names, one a line, in the order of the outputs. Empty: the data's order is believed."""
+    """Text file of its class names, one per line, in the order of the outputs. Empty: the data's order is assumed."""
 
     def __post_init__(self) -> None:
         mean, std = self.mean, self.std
@@ -45,7 +45,7 @@ class Options:
 
 
 def require_normalization(where: str, mean: Sequence[float]) -> None:
-    """Require `mean` and `std` of a model that takes float pixels: another normalization gives other outputs."""
+    """Require `mean` and `std` for a model with float input: another normalization gives other outputs."""
     if not mean:
         wrong = "is missing: the model takes float pixels, and nothing says how they are normalized"
         remedy = "Set both; mean=[0, 0, 0] and std=[1, 1, 1] where the model normalizes by itself"
@@ -68,7 +68,7 @@ def read_names(path: str, where: str) -> list[str]:
 
 
 class Binary(nn.Module):
-    """Make two logits, 0 and z, of the one logit z of a teacher's second class: their softmax is its sigmoid."""
+    """Convert a teacher's single logit z (of the second class) to two logits, 0 and z, whose softmax is sigmoid(z)."""
 
     def forward(self, logit_B1: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(logit_B1), logit_B1], 1)
@@ -78,10 +78,9 @@ Named = tuple[tuple[str, ...], nn.Module]
 
 
 def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
-    """Return the class names of a teacher's logits, which are the data's, and what picks their logits from all."""
-    # `own` are the names that came with the model, if any did. `file` is the option `classes`: new names for all
-    # `count` logits, or those of `own` that stand for the data's classes. Without labels in the data the teacher's are
-    # taken.
+    """Return the class names of a teacher's logits (the data's), and the module that selects their logits."""
+    # `own`: the model's own names, if any. `file`: the option `classes`: new names for all `count` logits, or the names
+    # in `own` that stand for the data's classes. For unlabelled data the teacher's names are used.
     where = f"{spec.where}.classes" if file else f"{spec.where}.model"
     if count == 1 and not own and spec.where != "student" and spec.softmax:
         names, pick = named(spec, 2, own, file)
@@ -112,7 +111,7 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
 
 
 def _chosen(where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None) -> Named:
-    """Return the data's classes, and what picks the logits that `names` have among `own`."""
+    """Return the data's classes, and the module that selects the logits of `names` among `own`."""
     counts, position = Counter(own), {name: i for i, name in enumerate(own)}
     if twice := [name for name in names if counts[name] > 1]:
         wrong = f"'{twice[0]}' is the name of two of the model's classes"
@@ -124,7 +123,7 @@ def _chosen(where: str, names: Sequence[str], own: Sequence[str], classes: Seque
 
 
 def columns(pick: nn.Module) -> dict[str, list[int]]:
-    """Return which logits are picked, for an identity; empty where all are taken."""
+    """Return the selected logits for an identity; empty if all are used."""
     return {"columns": pick.columns.tolist()} if isinstance(pick, Pick) else {}  # type: ignore[operator]
 
 
@@ -142,12 +141,12 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
         shape = "x".join(str(size) for size in answer_BC.shape)
         allowed = "Logits [images, classes], two classes or more; of a teacher also one, of the second of two classes"
         raise ModelError(where, f"returns the shape {shape}", allowed, "")
-    if answer_BC.is_meta:  # its shape alone is known
+    if answer_BC.is_meta:  # only its shape is known
         return
     if not answer_BC.isfinite().all():
         raise ModelError(where, "returns NaN or infinity", "Finite numbers", "Check the weights")
     assert spec.task is not None
-    if answer_BC.shape[1] == 1:  # one logit may have any value
+    if answer_BC.shape[1] == 1:  # a single logit may have any value
         if meaning == "probabilities" and ((answer_BC < 0) | (answer_BC > 1)).any():
             raise ModelError(
                 f"{spec.where}.outputs", "is probabilities, but some are outside of 0..1", "", "Set logits"
@@ -162,14 +161,14 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
 
 
 def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
-    """Return the function that turns a model's outputs into float32 logits, which are "logits" or "probabilities"."""
+    """Return the function from a model's outputs ("logits" or "probabilities") to float32 logits."""
     task = spec.task
     if meaning == "logits" or task is None:
         return torch.Tensor.float
 
     def change(answer_BC: Tensor) -> Tensor:
         if answer_BC.shape[1] == 1:
-            return torch.logit(answer_BC.float(), eps=1e-7)  # as near to 0 and 1 as float32 has numbers on both sides
+            return torch.logit(answer_BC.float(), eps=1e-7)  # the closest float32 numbers to 0 and 1
         return task.from_probabilities(answer_BC.float())
 
     return change

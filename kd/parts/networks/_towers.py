@@ -1,4 +1,4 @@
-"""Models of transformers, read from a folder or the hub: configuration, preprocessing, weights, one output."""
+"""Load transformers models from a folder or the hub: configuration, preprocessing, weights, one output."""
 
 import logging
 import math
@@ -16,8 +16,8 @@ from kd.models.classifier import Classifier
 from kd.models.spec import Spec
 from kd.parts.networks._processor import Preparation, measure, read_processor
 
-CLASSIFIER = "ForImageClassification"  # in the name of a class with a classifier
-HEADS = ("classifier", "head", "fc")  # how the names of their last layers end
+CLASSIFIER = "ForImageClassification"  # part of the name of a class with a classifier
+HEADS = ("classifier", "head", "fc")  # endings of the names of their last layers
 
 
 def library(where: str) -> Any:
@@ -27,7 +27,7 @@ def library(where: str) -> Any:
 
 @contextmanager
 def quiet(hub: Any) -> Iterator[None]:
-    """Keep transformers' reports and progress bars off the screen: what is wrong is an error here."""
+    """Suppress transformers' reports and progress bars: problems are errors here."""
     logger = logging.getLogger("transformers")
     level, bars = logger.level, hub.utils.logging.is_progress_bar_enabled()
     logger.setLevel(logging.CRITICAL)
@@ -68,7 +68,7 @@ def read_config(spec: Spec, hub: Any) -> Any:
 
 
 def vision_config(config: Any) -> Any:
-    """Return the configuration of the image tower; its projection is as wide as the whole model's."""
+    """Return the configuration of the image tower, with the whole model's projection width."""
     vision = getattr(config, "vision_config", config)
     if hasattr(config, "projection_dim"):
         vision.projection_dim = config.projection_dim
@@ -76,7 +76,7 @@ def vision_config(config: Any) -> Any:
 
 
 def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[dict[str, Any], Preparation]:
-    """Return `input_size`, `mean` and `std` as a Classifier takes them, and the effect of the model's own processor."""
+    """Return `input_size`, `mean` and `std` for a Classifier, and the effect of the model's own processor."""
     with quiet(hub):
         found = measure(spec, read_processor(spec, hub))
     own = getattr(vision_config(config), "image_size", None)
@@ -85,8 +85,8 @@ def preprocessing(spec: Spec, hub: Any, config: Any, image_size: int) -> tuple[d
 
 
 def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
-    """Return a model with all of its weights, in eval mode; on the meta device where no weights are needed."""
-    # `spec.pretrained` is False where another rank has the weights.
+    """Return a model with all of its weights, in eval mode; on the meta device if no weights are needed."""
+    # `spec.pretrained` is False if another rank has the weights.
     cls: Any = getattr(hub, auto)
     try:
         with quiet(hub):
@@ -104,17 +104,17 @@ def loaded(spec: Spec, hub: Any, auto: str, config: Any) -> nn.Module:
         wrong = f"'{spec.model}' lacks {len(missing) + len(other)} weights of a {type(model).__name__} ({names})"
         raise ModelError(f"{spec.where}.model", wrong, "They would be random", "Choose a model with these weights")
     if any(name.startswith("pooler.") for name in report["missing_keys"]):
-        model.pooler = None  # it would be random
+        model.pooler = None  # its weights would be random
     return model.eval()
 
 
 class Tower(nn.Module):
-    """A model of transformers as a network from normalized pixels [B, 3, S, S] to one tensor."""
+    """A transformers model as a network from normalized pixels [B, 3, S, S] to one tensor."""
 
     def __init__(
         self, model: nn.Module, order: Sequence[int] = (0, 1, 2), patch: int = 0, pick: nn.Module | None = None
     ) -> None:
-        """Wrap a model; `order`: the channel of the image at each position of its input; `patch`: side, 0: none."""
+        """Wrap a model; `order`: the image channel at each input position; `patch`: patch side, 0: no patches."""
         super().__init__()
         self.model, self.order, self.patch, self.pick = model, list(order), patch, pick or nn.Identity()
 
@@ -124,11 +124,11 @@ class Tower(nn.Module):
         return self._logits(output) if CLASSIFIER in type(self.model).__name__ else self._pooled(output, pixels)
 
     def described(self, pixels: Tensor, names: tuple[str, ...]) -> Outputs:
-        """Return logits [B, C] (width 0 without classes) with the features that are named."""
+        """Return logits [B, C] (width 0 without classes) and the named features."""
         if CLASSIFIER in type(self.model).__name__:
             logits_BC, pooled_BD, last = self._classified(pixels)
         else:
-            hidden: list[Any] = []  # CLIP's projected vectors come without the tokens that they are made of
+            hidden: list[Any] = []  # CLIP's projected output has no tokens
             inner: Any = getattr(self.model, "vision_model", self.model)
             hook = inner.register_forward_hook(lambda _, inputs, output: hidden.append(output.last_hidden_state))
             pooled_BD = self.forward(pixels)
@@ -140,7 +140,7 @@ class Tower(nn.Module):
             features["tokens"] = maps
         return Outputs(logits_BC, features)
 
-    def _logits(self, output: Any) -> Tensor:  # PP-LCNet has another name for them
+    def _logits(self, output: Any) -> Tensor:  # another name in PP-LCNet
         return self.pick(output.logits if hasattr(output, "logits") else output.last_hidden_state)
 
     def _ask(self, model: Any, pixels: Tensor) -> Any:
@@ -181,13 +181,13 @@ class Tower(nn.Module):
         return last.mean(1) if last.ndim == 3 else last.mean((2, 3))
 
     def _places(self, last: Tensor, pixels: Tensor) -> int:
-        """Return how many tokens [B, N, D] belong to places of the image; those of classes and registers come first."""
+        """Return the number of patch tokens in [B, N, D]; class and register tokens come first."""
         patches = (pixels.shape[-2] // self.patch) * (pixels.shape[-1] // self.patch) if self.patch else last.shape[1]
-        return min(patches, math.isqrt(last.shape[1]) ** 2)  # a square image has a square of places
+        return min(patches, math.isqrt(last.shape[1]) ** 2)  # a square image has a square grid
 
 
 class TowerTeacher(Classifier):
-    """A model of transformers with its normalization and input size. See `kd.core.contracts.TeacherModel`."""
+    """A transformers model with its normalization and input size. See `kd.core.contracts.TeacherModel`."""
 
     network: Tower
 

@@ -1,8 +1,8 @@
-"""Outputs that you bring: a table of logits or embeddings by file name, from an API, a team, or `kd-cache --export`.
+"""A table of given outputs: logits or embeddings by file name, from an API, another team, or `kd-cache --export`.
 
-An output belongs to the whole image, while the student sees crops: Beyer et al. 2021 (arXiv:2106.05237) call
-this a fixed teacher, and find it worse than one that sees the same crop. A table that `kd-cache --export` wrote has an
-output for each view, and is taken only with the same views.
+An output belongs to the whole image, while the student sees crops: Beyer et al. 2021 (arXiv:2106.05237) call this a
+fixed teacher and find it worse than a teacher on the same crop. A table from `kd-cache --export` has an output per view
+and requires the same views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kd.models.answer_table import AnswerTable, below, read
 from kd.models.spec import DatasetSpec, Spec
 from kd.parts.networks._shared import columns, named, require_logits, to_logits
 
-CHECKED = 64  # outputs that are checked at a time
+CHECKED = 64  # outputs checked at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +35,11 @@ class Options:
     outputs: Literal["logits", "probabilities"] = "logits"
     """Content of the column `logits`."""
     classes: str = file_key("")
-    """Text file of its class names, one a line, where it names none or otherwise than the data."""
+    """Text file of its class names, one per line, if it has no names or other names than the data."""
 
 
 class TableTeacher(nn.Module):
-    """Look outputs up by image id. See `kd.core.contracts.TeacherModel`."""
+    """Looks up outputs by image id. See `kd.core.contracts.TeacherModel`."""
 
     runtime, reads_ids = "a table", True
 
@@ -52,7 +52,7 @@ class TableTeacher(nn.Module):
         to_logits: Callable[[Tensor], Tensor] = Tensor.float,
         pick: nn.Module | None = None,
     ) -> None:
-        """Take a table [V, N, C] and the row of each training, validation and test image."""
+        """Store a table [V, N, C] and the row of each training, validation and test image."""
         super().__init__()
         self.network = nn.Module()
         self.values, self.rows, self.probabilities, self.to_logits = values, rows, probabilities, to_logits
@@ -83,7 +83,7 @@ class TableTeacher(nn.Module):
         return Outputs(self.pick(self.to_logits(found)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableTeacher:
-        return copy.copy(self)  # nothing here changes, and a table may be large
+        return copy.copy(self)  # it is immutable and may be large
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> TableTeacher:
@@ -124,7 +124,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 def _require_logits(spec: Spec, meaning: str, values: Tensor, rows_N: Tensor, source: Source) -> None:
     for start in range(0, len(rows_N), CHECKED):
-        first = max(0, min(start, len(rows_N) - CHECKED))  # never few: a row of logits may look like probabilities
+        first = max(0, min(start, len(rows_N) - CHECKED))  # never few: one row may look like probabilities
         answer_BC = values[rows_N[first : first + CHECKED]].float()
         try:
             require_logits(spec, answer_BC, meaning)

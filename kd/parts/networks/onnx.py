@@ -1,4 +1,4 @@
-"""A graph: an ONNX file, run by onnxruntime on the CPU, with its normalization.
+"""An ONNX file, run by onnxruntime on the CPU, with its normalization.
 
 The graph has one image input, float32, float16 or uint8, [B, 3, S, S] or [B, S, S, 3]. kd's own exports take uint8 and
 normalize inside.
@@ -33,11 +33,11 @@ class Options(shared.Options):
     """Options of a graph."""
 
     output: str = ""
-    """Which output, where the graph has several. Empty: the only one, or the one named `logits`."""
+    """Name of the output, if the graph has several. Empty: the only one, or `logits`."""
 
 
 class GraphTeacher(nn.Module):
-    """Predict with a graph. See `kd.core.contracts.TeacherModel`."""
+    """Predicts with a graph. See `kd.core.contracts.TeacherModel`."""
 
     runtime, reads_ids = "onnxruntime", False
     features: tuple[str, ...] = ()
@@ -100,13 +100,13 @@ class GraphTeacher(nn.Module):
         pixels = (pixels.permute(0, 2, 3, 1) if self.last else pixels).contiguous()
         array = pixels.cpu().numpy().astype(self.dtype, copy=False)
         size, session, answers = self.fixed or len(array), self.sessions(), []
-        filled = np.concatenate([array, np.repeat(array[:1], -len(array) % size, 0)])  # where its batch is fixed
+        filled = np.concatenate([array, np.repeat(array[:1], -len(array) % size, 0)])  # if its batch size is fixed
         for start in range(0, len(filled), size):
             answers.append(session.run([self.output], {self.input: filled[start : start + size]})[0])
         return torch.from_numpy(np.concatenate(answers)[: len(array)]).float().to(image.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphTeacher:
-        return self  # a session cannot be copied, and nothing here changes
+        return self  # a session cannot be copied, and it is immutable
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> GraphTeacher:
@@ -129,7 +129,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         made.features = tuple(features)
         return made
     shared.require_logits(spec, first, options.outputs)
-    spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # of a folder that kd exported
+    spec.require_meaning(folder_config(path.parent).get("problem_type") or "")  # from a folder exported by kd
     made.to_logits = shared.to_logits(spec, options.outputs)
     made.classes, made.pick = shared.named(spec, first.shape[1], (), options.classes)
     made.num_classes = len(made.classes)

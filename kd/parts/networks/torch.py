@@ -30,7 +30,7 @@ facts = NetworkFacts(runs_code=True, trains=True)
 
 
 class Embedder(Classifier):
-    """A module without classes: its outputs are pooled features."""
+    """A module without classes, whose outputs are pooled features."""
 
     def outputs(self, pixels: Tensor) -> Outputs:
         pooled_BD = self.network(pixels).flatten(1)
@@ -51,7 +51,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
-    if spec.checkpoint:  # all of it; a .pth is read without running code
+    if spec.checkpoint:  # weights must match exactly; a .pth is read without running code
         taken = take(read(f"{spec.where}.checkpoint", spec.checkpoint), inner, spec.model, spec.weights)
         with without_meta_warnings():
             inner.load_state_dict(taken.tensors)
@@ -79,7 +79,7 @@ def _first(spec: Spec, inner: nn.Module, size: int) -> Tensor:
 
 
 def _source(function: Any) -> str:
-    """Return a hash of the module's source: the same weights give other outputs in another forward."""
+    """Return a hash of the module's source: equal weights give other outputs with another forward."""
     try:
         text = inspect.getsource(sys.modules[function.__module__])
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""A model of transformers: a classifier, a backbone, or the image tower of CLIP and SigLIP, by folder or hub id."""
+"""A transformers model by folder or hub id: a classifier, a backbone, or the image tower of CLIP and SigLIP."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from kd.parts.networks._shared import named
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What may differ from the folder."""
+    """Options that override the folder."""
 
     classes: str = file_key("")
-    """Text file, one class a line: other names for all of the model's classes, in the order of the logits, where the
-    data names them otherwise than `id2label`; or those names of `id2label` that stand for the data's classes, in the
-    data's order, where the model has more."""
+    """Text file, one class per line: new names for all of the model's classes in the order of the logits, if the data's
+    names differ from `id2label`; or, if the model has more classes, the names of `id2label` that stand for the data's
+    classes, in the data's order."""
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> towers.TowerTeacher:
@@ -46,7 +46,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def _own_classes(spec: Spec, config: Any) -> list[str]:
-    """Return the names of the model's classes; empty: they are numbers."""
+    """Return the names of the model's classes; empty if they are only numbered."""
     if not any(towers.CLASSIFIER in name for name in config.architectures or []):
         wrong = f"'{spec.model}' is a {', '.join(config.architectures or [config.model_type])}, which has no classes"
         remedy = "Take losses on features, such as cosine, or for CLIP and SigLIP teacher.kind=zero_shot"
@@ -57,7 +57,7 @@ def _own_classes(spec: Spec, config: Any) -> list[str]:
 
 
 def _kept(config: Any) -> dict[str, Any]:
-    """Return the part of a configuration that outputs may depend on: neither where it lies nor who wrote it."""
+    """Return the part of a configuration that outputs may depend on, without its path and author."""
     names = ("_name_or_path", "transformers_version", "architectures", "id2label", "label2id")
     left_out = (*names, "dtype", "torch_dtype")
     return {key: value for key, value in config.to_diff_dict().items() if key not in left_out}

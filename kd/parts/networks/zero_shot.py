@@ -1,8 +1,8 @@
-"""Named classes without a label: the image tower of CLIP or SigLIP, and one vector a class.
+"""Zero-shot classification by name: the image tower of CLIP or SigLIP, and one vector per class.
 
-Radford et al. 2021 (arXiv:2103.00020), section 3.1.4: the vector of a class is the mean of the texts' unit vectors,
-made a unit vector again. The logits are the cosine of image and class, times the scale that the model learned.
-SigLIP's bias (arXiv:2303.15343) is left out: it is the same for all classes, and a softmax does not see it.
+Radford et al. 2021 (arXiv:2103.00020), section 3.1.4: a class vector is the normalized mean of its texts' unit vectors.
+The logits are the cosine of image and class times the model's learned scale. SigLIP's bias (arXiv:2303.15343) is left
+out: it is equal for all classes and does not change a softmax.
 """
 
 from collections import Counter
@@ -27,21 +27,21 @@ TOWERS = {
     "siglip": ("SiglipModel", "SiglipVisionModel"),
     "clip_vision_model": ("", "CLIPVisionModelWithProjection"),
     "siglip_vision_model": ("", "SiglipVisionModel"),
-}  # by the model's type: the class with both towers, and the one with the image tower alone
+}  # by model type: the class with both towers, and the class with only the image tower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The classes, as texts or as vectors."""
+    """The classes as texts or as vectors."""
 
     classes: str = file_key("")
-    """Text file of the class names, one a line. Empty: the data's, or those of `vectors`."""
+    """Text file of the class names, one per line. Empty: the data's names, or those of `vectors`."""
     prompts: tuple[str, ...] = ("a photo of a {}.",)
-    """Texts about a class, `{}` its name; their vectors are averaged."""
+    """Texts about a class, with `{}` for its name; their vectors are averaged."""
     vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
     scale: float = field(default=0.0, metadata={"low": 0.0})
-    """Factor of the cosine. 0: the learned scale; needed with `vectors` where the folder has one tower."""
+    """Factor of the cosine. 0: the learned scale. Required with `vectors` if the folder has only one tower."""
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.count("{}") == 1 for prompt in self.prompts):
@@ -62,7 +62,7 @@ class Nearest(nn.Module):
 
 
 def build(options: Options, spec: Spec, image_size: int, features: Collection[str]) -> Classifier:
-    """Load the image tower, and make or read the classes' vectors."""
+    """Load the image tower, and compute or read the class vectors."""
     hub = library(spec.where)
     config = read_config(spec, hub)
     if config.model_type not in TOWERS:
@@ -71,13 +71,13 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if features or not spec.logits:
         remedy = "Set teacher.kind=transformers for its features"
         raise ModelError(f"{spec.where}.kind", "is zero_shot, which returns logits", "Losses on logits", remedy)
-    spec.require_meaning("single_label_classification")  # a class's score means something beside the others' alone
+    spec.require_meaning("single_label_classification")  # a class's score is meaningful only relative to the others
     shown, own = preprocessing(spec, hub, config, image_size)
     both, alone = TOWERS[config.model_type]
     file = read_names(options.classes, f"{spec.where}.classes") if options.classes else None
     if options.vectors:
         names, vectors_CD = chosen_vectors(spec, options.vectors, file or list(spec.classes or []))
-        whole = bool(both) and not options.scale  # the learned scale lies beside the towers
+        whole = bool(both) and not options.scale  # the learned scale is stored beside the towers
         part = (both, config) if whole else (alone, vision_config(config))
         model = loaded(spec, hub, *part)
     else:
@@ -107,7 +107,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
 
 
 def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str], Tensor]:
-    """Return class names and the vectors of these classes [C, D]: by name, where the file names them."""
+    """Return class names and their vectors [C, D], matched by name if the file has names."""
     where = f"{spec.where}.vectors"
     names, vectors_CD = read_vectors(path, where)
     position = {name: i for i, name in enumerate(names)}
@@ -126,7 +126,7 @@ def chosen_vectors(spec: Spec, path: str, wanted: list[str]) -> tuple[list[str],
 
 @torch.no_grad()
 def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts: Sequence[str]) -> Tensor:
-    """Return a unit vector for each class [C, D]: the mean over the prompts."""
+    """Return one unit vector per class [C, D]: the normalized mean over the prompts."""
     try:
         with quiet(hub):
             tokenizer = hub.AutoTokenizer.from_pretrained(spec.model)
@@ -136,7 +136,7 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
         remedy = f"Add it to the folder, or set {spec.where}.vectors"
         raise ModelError(f"{spec.where}.model", wrong, allowed, remedy) from error
     _require_words(spec, tokenizer, names, model.config.text_config.vocab_size)
-    siglip = "siglip" in model.config.model_type  # trained on texts that are filled up to their full length
+    siglip = "siglip" in model.config.model_type  # trained on padded texts
     most = model.config.text_config.max_position_embeddings
     found, wanted = [], ["input_ids"] if siglip else ["input_ids", "attention_mask"]
     for name in names:
@@ -150,7 +150,7 @@ def text_vectors(spec: Spec, hub: Any, model: Any, names: Sequence[str], prompts
 
 
 def _require_words(spec: Spec, tokenizer: Any, names: Sequence[str], size: int) -> None:
-    """Require that the tokenizer tells the classes apart: where its files are missing, an empty one may be made."""
+    """Require that the tokenizer distinguishes the classes: without its files transformers may create an empty one."""
     seen: dict[tuple[int, ...], str] = {}
     for name in names:
         ids = tuple(tokenizer(name, add_special_tokens=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""Shared by the sifters that decide before images are loaded: full epochs, exact counts, random orders."""
+"""Shared by sifters that decide before images are loaded: full epochs, exact counts, random orders."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from kd.core.types import Batch, Costs, Plan, SiftContext
 
 
 class Planned:
-    """Decide in the plan; every loaded image is trained on, none is scored. See `kd.core.contracts.Sifter`."""
+    """Decides in the plan; every loaded image is trained on and no image is scored. See `kd.core.contracts.Sifter`."""
 
     keep = 1.0
     """Share of the images that a sifted epoch visits."""
@@ -30,7 +30,7 @@ class Planned:
         return images // self.context.batch_size
 
     def cost(self, costs: Costs) -> float:
-        """Return `keep` times the whole cost: an image that is left out costs neither loading nor a forward pass."""
+        """Return `keep` times the full cost: a skipped image takes neither loading nor a forward pass."""
         return self.keep * costs.per_image()
 
     def stream(self, batches: Iterable[Batch], score: Score, start: int) -> Iterator[Batch]:
@@ -40,14 +40,14 @@ class Planned:
         return start
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
-        """Nothing to remember."""
+        """Do nothing: there is no state."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return an empty dict: the plans are functions of (seed, epoch)."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Nothing to load."""
+        """Do nothing: there is no state."""
 
 
 def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator:
@@ -58,8 +58,8 @@ def generator(context: SiftContext, purpose: str, epoch: int) -> torch.Generator
 def full_plan(context: SiftContext, epoch: int) -> Plan:
     """Plan a random permutation of all images, cut to a multiple of the global batch size, or a balanced share of them.
 
-    Each epoch drops other images, so none is left out for good. Where an image has several views, each view drops a
-    fixed set: after one epoch of a view, the teacher's cache has all logits of that view.
+    Each epoch drops other images, so no image is left out permanently. With several views per image, each view drops a
+    fixed set, so after one epoch of a view the teacher's cache has all of its logits.
     """
     if context.balance:
         return balanced_plan(context, epoch)
@@ -78,7 +78,7 @@ def full_plan(context: SiftContext, epoch: int) -> Plan:
 def balanced_plan(context: SiftContext, epoch: int) -> Plan:
     """Plan the share `context.balance` of the images, balanced over the classes as far as each has enough.
 
-    No image is drawn twice: within an epoch both would have the same pixels.
+    No image is drawn twice: both would have the same pixels.
     """
     count = num_selected(context, context.balance)
     ids = torch.randperm(context.num_images, generator=generator(context, "subset", epoch))
@@ -87,7 +87,7 @@ def balanced_plan(context: SiftContext, epoch: int) -> Plan:
 
 
 def _rank_in_class(label_K: Tensor) -> Tensor:
-    """Return for each image how many images before it have its label, int64 [K]."""
+    """Return for each image the number of earlier images with its label, int64 [K]."""
     by_class = torch.argsort(label_K, stable=True)
     sizes = torch.bincount(label_K)
     starts = sizes.cumsum(0) - sizes
@@ -97,7 +97,7 @@ def _rank_in_class(label_K: Tensor) -> Tensor:
 
 
 def shuffled(context: SiftContext, epoch: int, ids: Tensor, weights: Tensor) -> Plan:
-    """Return a plan of these images, in a random order that is a function of (seed, epoch)."""
+    """Return a plan of these images in a random order, a function of (seed, epoch)."""
     order = torch.randperm(len(ids), generator=generator(context, "order", epoch))
     return Plan(ids=ids[order], weights=weights[order])
 

@@ -1,4 +1,4 @@
-"""Shared by the sifters that remember: a table of the losses that training has computed, by image id.
+"""Shared by sifters with a memory: a table of training losses by image id.
 
 Legend: N images of the dataset, K images of some kind.
 """
@@ -16,23 +16,23 @@ NEVER = -1  # in place of an epoch, which counts from 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How much of an epoch is kept, and with what limits."""
+    """Share of an epoch to keep, and its limits."""
 
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits; exact up to one global batch."""
     warmup: int = field(default=1, metadata={"low": 1})
     """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run, in which epochs visit all images."""
+    """Last share of the run with full epochs."""
     refresh: int = field(default=4, metadata={"low": 1})
-    """An image that was left out for this many epochs is visited, whatever its score."""
+    """An image skipped for this many epochs is then visited, independent of its score."""
 
 
 class Remembering(Planned):
-    """Visit unknown images and those that were left out for too long; of the others those that `choose` returns.
+    """Visits unknown images and those skipped for too long; `choose` selects among the rest.
 
-    The table is updated once per epoch and is equal on all ranks. Not handled: with mixup a loss belongs to two
-    images. It is assigned to the first one.
+    The table is updated once per epoch and is equal on all ranks. Not handled: with mixup a loss belongs to two images
+    but is assigned to the first.
     """
 
     def __init__(self, limits: Limits, context: SiftContext) -> None:
@@ -65,14 +65,14 @@ class Remembering(Planned):
         return self._sifted(epoch)
 
     def look(self) -> None:
-        """Read what else the choice of a new epoch depends on; all ranks call it."""
+        """Read further inputs for the choice of a new epoch. All ranks must call it."""
 
     def unknown(self) -> Tensor:
-        """Return the images that nothing is known of, bool [N]."""
+        """Return the images without a known loss, bool [N]."""
         return self.seen_N == NEVER
 
     def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Return `room` of the ids `rest`, and their weights."""
+        """Choose `room` of the ids `rest`; return them and their weights."""
         raise NotImplementedError
 
     def _sifted(self, epoch: int) -> Plan:
@@ -87,12 +87,12 @@ class Remembering(Planned):
         return shuffled(self.context, epoch, torch.cat([overdue, chosen]), weights / weights.mean())
 
     def ascending(self, score_K: Tensor) -> Tensor:
-        """Return positions by score; ties are broken at random, otherwise the order of the dataset would decide."""
+        """Return positions sorted by score; ties are broken at random, else the dataset's order would decide."""
         shuffle = torch.randperm(len(score_K), generator=generator(self.context, "ties", self.epoch))
         return shuffle[torch.argsort(score_K[shuffle], stable=True)]
 
     def _gather(self) -> None:
-        """Average the observed losses over the ranks, so that the table is equal on all of them."""
+        """Average the observed losses over the ranks, so the table is equal on all of them."""
         count = self.context.num_images
         sums = torch.zeros(2, count)
         if self._pending:

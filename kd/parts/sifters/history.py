@@ -13,7 +13,7 @@ from kd.parts.sifters._table import Limits, Remembering
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options(Limits):
-    """How much of an epoch is kept, and with what limits."""
+    """Share of an epoch to keep, and its limits."""
 
     floor: float = field(default=0.15, metadata={"above": 0.0, "high": 1.0})
     """Lowest probability of keeping an easy image."""
@@ -26,10 +26,10 @@ class Options(Limits):
 class History(Remembering):
     """Sift by the last loss of each image.
 
-    Images whose loss is below the mean are easy, or more images where `keep` requires it (InfoBatch's rule,
-    arXiv:2303.04947; at equal `keep` its effective sample size is larger than that of a probability that grows with
-    the loss). Easy images are drawn without replacement with one probability p, all others are kept. Each image weighs
-    1, which is biased towards hard images: weights of 1/p cost more accuracy in our study (benchmarks/LOG.md).
+    Easy images have a loss below the mean, or more if `keep` requires it (InfoBatch's rule, arXiv:2303.04947; at equal
+    `keep` the effective sample size is larger than with a probability that grows with the loss). Easy images are drawn
+    without replacement with one probability p; all others are kept. Each image has weight 1, which is biased towards
+    hard images: weights of 1/p cost more accuracy in our study (benchmarks/LOG.md).
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -51,7 +51,7 @@ class History(Remembering):
         score = self.loss_N[rest]
         order = rest[self.ascending(score)]
         below_mean = int((score < score.mean()).sum())
-        # enough that skipping num_skipped of them leaves each a probability of `floor`
+        # enough easy images that each keeps a probability of `floor` when num_skipped are skipped
         least = math.ceil(num_skipped / max(1 - self.floor, 1e-9))
         num_easy = min(max(below_mean, least), len(rest))
         return order[:num_easy], order[num_easy:]

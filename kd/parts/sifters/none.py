@@ -1,4 +1,4 @@
-"""Visit every image once an epoch, in a fresh order."""
+"""Visit every image once per epoch, in a fresh order."""
 
 from kd.core.facts import NoOptions as Options
 from kd.core.types import Plan, SiftContext
@@ -6,7 +6,7 @@ from kd.parts.sifters._plan import Planned, full_plan
 
 
 class Everything(Planned):
-    """Keep all images. Not handled: a dataset smaller than one batch, which is refused before the run starts."""
+    """Keeps all images. Not handled: a dataset smaller than one batch, which is refused before the run."""
 
     def plan(self, epoch: int, progress: float) -> Plan:
         """Return all images, in a random order."""

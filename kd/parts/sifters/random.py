@@ -10,20 +10,20 @@ from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How much of an epoch is kept."""
+    """Share of an epoch to keep."""
 
     keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
     """Share of the images that a sifted epoch visits."""
     warmup: int = field(default=1, metadata={"low": 0})
     """Number of first epochs that visit all images."""
     anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
-    """Last share of the run, in which epochs visit all images."""
+    """Last share of the run with full epochs."""
 
 
 class Random(Planned):
     """Repeated random subsets (RS2, arXiv:2305.18424): uniform, without replacement within an epoch, weight 1.
 
-    A strong baseline for distillation: arXiv:2403.07854 finds it no worse than other pruning methods.
+    A strong baseline for distillation: in arXiv:2403.07854 it is no worse than other pruning methods.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -34,7 +34,7 @@ class Random(Planned):
         return is_full_epoch(epoch, progress, self.options)
 
     def plan(self, epoch: int, progress: float) -> Plan:
-        """Return the share `keep` of all images, or all of them in the first and last epochs."""
+        """Return the share `keep` of all images; all images in the first and last epochs."""
         if self.is_full(epoch, progress):
             return full_plan(self.context, epoch)
         count = num_selected(self.context, self.options.keep)

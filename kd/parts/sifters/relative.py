@@ -1,4 +1,4 @@
-"""Score candidates with the current model; keep those whose loss ranks high among recent ones (SageMaker's rule).
+"""Score candidates with the current model; keep those with high losses relative to recent ones (SageMaker's rule).
 
 Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G chunks of a step (accumulate x ranks).
 """
@@ -24,9 +24,9 @@ class Options:
     """SageMaker's parameters, under its names."""
 
     beta_value: float = field(default=1.0, metadata={"above": 0.0})
-    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept. Above 1 is a
-    risk: Amazon's own example, beta 3 after a delay of 10, took a small BERT from 91.6 to 56.7 %, and training for a
-    third of the epochs, without sifting, gave 91.6."""
+    """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept. Values above 1
+    are risky: Amazon's own example, beta 3 after a delay of 10, lowered a small BERT from 91.6 to 56.7 %; training for
+    a third of the epochs without sifting gave 91.6."""
     loss_history_length: int = field(default=500, metadata={"low": 1})
     """Number of previous losses that a new one is compared with."""
     sift_delay: int = field(default=1000, metadata={"low": 0})
@@ -42,10 +42,10 @@ class Relative:
     """Relative probabilistic sifting (Selective-Backprop, arXiv:1910.00762). See `kd.core.contracts.Sifter`.
 
     The number kept of each chunk is fixed, 1 / (1 + beta) of all candidates over the epochs, drawn in proportion to
-    their probabilities. So all ranks make equally many steps, shapes are constant, and the length of an epoch is known
-    before it begins. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses
-    of all ranks. An epoch keeps whole steps. Kept images weigh 1: like SageMaker's rule, this is biased towards hard
-    images.
+    their probabilities. So all ranks make the same number of steps, shapes are constant, and the length of an epoch is
+    known in advance. The step reuses the teacher's outputs of the scoring pass. Percentiles are taken over the losses
+    of all ranks. An epoch keeps whole steps. Kept images have weight 1: like SageMaker's rule, this is biased towards
+    hard images.
 
     A resumed epoch begins at the oldest candidates whose kept images were not trained on yet, with the saved draws.
     """
@@ -77,10 +77,10 @@ class Relative:
         unsifted = steps = 0
         for _ in range(epoch + 1):
             unsifted = min(delay, candidates)
-            # A fraction of a step is carried to the next epoch: dropped, it would cost an epoch of 17 candidate steps
+            # A fraction of a step is carried to the next epoch: dropping it would cost an epoch of 17 candidate steps
             # at beta 0.5 a 34th of its images (64.7 instead of 66.7 %).
             steps = quota(scored, candidates - unsifted, self.options.beta_value)
-            steps = steps if unsifted else max(1, steps)  # an epoch has one step at least
+            steps = steps if unsifted else max(1, steps)  # an epoch has at least one step
             scored += candidates - unsifted
             if not self.options.repeat_delay_per_epoch:
                 delay -= unsifted
@@ -92,7 +92,7 @@ class Relative:
         return self._locate(start)[0]
 
     def _locate(self, start: int) -> tuple[int, int]:
-        """Return that candidate step, and how many images of each of its chunks earlier steps have used."""
+        """Return that candidate step, and the number of images of each of its chunks used by earlier steps."""
         used = start * self.context.micro_batch
         for number, count in enumerate(self.counts):
             if used < count:
@@ -110,7 +110,7 @@ class Relative:
         steps = sum(self.counts) // micro
         while start < steps and (group := list(itertools.islice(incoming, local))):
             for i, part in enumerate(self._select(number, group, score)):
-                if used:  # trained on before the checkpoint
+                if used:  # images trained on before the checkpoint
                     part = part.take(torch.arange(used, len(part.ids)))
                 if len(part.ids):
                     pools[i].append(part)
@@ -177,7 +177,7 @@ class Relative:
 
 
 def facts(options: Options) -> SifterFacts:
-    """Return its facts for other parts."""
+    """Return the sifter's facts."""
     return SifterFacts(delay=options.sift_delay)
 
 

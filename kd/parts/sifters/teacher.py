@@ -16,22 +16,22 @@ from kd.parts.sifters._plan import generator
 from kd.parts.sifters._table import Limits, Remembering
 from kd.parts.sifters._window import inclusion, systematic
 
-READ = 4096  # images whose outputs are in memory at once
-LEAST = 0.15  # of the largest probability of a draw: no image is drawn less often, so no weight is larger than 1 / 0.15
+READ = 4096  # images with outputs in memory at once
+LEAST = 0.15  # smallest probability relative to the largest, so no weight is larger than 1 / 0.15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options(Limits):
-    """The score of a view, and the share of an epoch that is kept."""
+    """The score of a view, and the share of an epoch to keep."""
 
     score: Literal["loss", "entropy", "margin", "divergence", "learnable"] = "learnable"
-    """Difficulty of a view, from the teacher's stored output: its loss against the label; its entropy; the margin of
-    its first class; its divergence from the mean output over all views of the image; or the student's last loss minus
-    the teacher's (arXiv:2206.07137)."""
+    """Difficulty of a view, from the teacher's stored output: loss against the label; entropy; margin of the top class;
+    divergence from the mean output over the image's views; or the student's last loss minus the teacher's
+    (arXiv:2206.07137)."""
     choose: Literal["hardest", "easiest", "middle", "drawn"] = "drawn"
-    """Which images are kept by that score. `drawn`: with a probability that grows with its rank. Views without a stored
-    output are kept too, so an epoch that fills the cache visits everything. In our study no choice was better than
-    images drawn at random, see `sifter.kind: random`."""
+    """Which images are kept by that score. `drawn`: with a probability that grows with the rank. Views without a stored
+    output are kept too, so an epoch that fills the cache visits all images. In our study no choice beat random images,
+    see `sifter.kind: random`."""
     reweight: bool = False
     """Weigh a drawn image with 1 / its probability, as InfoBatch does (arXiv:2303.04947); the mean weight is 1."""
 
@@ -41,10 +41,10 @@ class Options(Limits):
 
 
 class ByAnswers(Remembering):
-    """Sift by a score of the teacher's stored output for the view that the epoch shows.
+    """Sifts by a score of the teacher's stored output for the epoch's view.
 
-    Views without a stored output are always visited. Each view is scored once and scores are part of the state, so that
-    a resumed epoch selects the same images, whatever was stored meanwhile. Each rank reads only its share.
+    Views without a stored output are always visited. Each view is scored once and scores are part of the state, so a
+    resumed epoch selects the same images even if more outputs were stored meanwhile. Each rank reads only its share.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
@@ -55,11 +55,11 @@ class ByAnswers(Remembering):
 
     @property
     def view(self) -> int:
-        """The view that this epoch shows."""
+        """The epoch's view."""
         return self.epoch % len(self.score_VN)
 
     def is_full(self, epoch: int, progress: float) -> bool:
-        """Return True also where an epoch shows a view for the first time and no output is stored yet."""
+        """Return True also for an epoch with a new view, of which no output is stored."""
         view, answers = epoch % len(self.score_VN), self.context.answers
         first = epoch < len(self.score_VN) and not (
             answers and bool(answers(view, range(self.context.batch_size))[1].all())
@@ -67,7 +67,7 @@ class ByAnswers(Remembering):
         return first or super().is_full(epoch, progress)
 
     def look(self) -> None:
-        """Score the views whose outputs were stored since; equal on all ranks."""
+        """Score views with newly stored outputs; equal on all ranks."""
         missing = self.score_VN[self.view].isnan().nonzero()[:, 0]
         found = torch.zeros(2, self.context.num_images)
         for ids in missing[self.context.rank :: self.context.world_size].split(READ):
@@ -78,7 +78,7 @@ class ByAnswers(Remembering):
         self.score_VN[self.view, known_N] = found[0, known_N]
 
     def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores of images, float32 [K], and which of them are known, bool [K]."""
+        """Return the scores of images, float32 [K], and a mask of known ones, bool [K]."""
         answers = self.context.answers
         assert answers is not None, "the configuration was checked"
         kind, asked = self.options.score, ids.tolist()
@@ -98,7 +98,7 @@ class ByAnswers(Remembering):
         return F.nll_loss(log_KC, self.context.labels()[ids], reduction="none"), known_K
 
     def unknown(self) -> Tensor:
-        """Return the images without a stored output for this view, or which the student never saw."""
+        """Return the images without a stored output for this view, or never seen by the student."""
         return self.score_VN[self.view].isnan() | super().unknown()
 
     def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class ByAnswers(Remembering):
         return order[start : start + room], torch.ones(room)
 
     def _draw(self, order: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Sample without replacement, harder images more often, so that the share `keep` is drawn on average."""
+        """Sample without replacement, harder images more often; the expected share is `keep`."""
         draws = generator(self.context, "sift", self.epoch)
         shuffle = torch.randperm(len(order), generator=draws)  # a systematic draw depends on the order
         rank_K = (shuffle + 0.5) / len(order)
@@ -133,7 +133,7 @@ class ByAnswers(Remembering):
 
 
 def facts(options: Options) -> SifterFacts:
-    """Return its facts for other parts."""
+    """Return the sifter's facts."""
     return SifterFacts(by_class=options.score in ("loss", "learnable"), answers=True)
 
 

@@ -1,1 +1,1 @@
-"""Tasks: what a model predicts, how it is scored, and how that is shown. One file, one task."""
+"""Tasks: predictions, scores and their display. One file, one task."""

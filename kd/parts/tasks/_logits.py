@@ -1,4 +1,4 @@
-"""What tasks share: the evaluation of student and teacher on the validation split.
+"""Shared by tasks: the evaluation of student and teacher on the validation split.
 
 Shape legend: B images of a batch, C classes.
 """
@@ -17,11 +17,11 @@ from kd.core.evaluation import Evaluation, Evaluator, Split
 from kd.core.scores import Scores
 from kd.core.types import Batch, Outputs
 
-MOST_BYTES = 1 << 30  # of a teacher's outputs for validation images that are kept for the next evaluations
+MOST_BYTES = 1 << 30  # bytes of a teacher's validation outputs kept for later evaluations
 
 
 class Answers:
-    """A teacher's outputs for the batches of a validation split, by their number: neither changes, so they are kept."""
+    """Caches a teacher's outputs for the batches of a validation split, by number: they do not change."""
 
     def __init__(self, ask: Callable[[Batch], Outputs], backend: Backend) -> None:
         self.ask, self.backend = ask, backend
@@ -29,7 +29,7 @@ class Answers:
         self._bytes = 0
 
     def __call__(self, number: int, batch: Batch) -> Outputs:
-        """Return those of a batch; on XLA they come from a graph of their own, so that evaluations are alike."""
+        """Return the outputs of a batch; on XLA they have their own graph, so evaluations are equal."""
         if number < len(self._kept):
             return self._kept[number]
         outputs = self.ask(batch)
@@ -41,7 +41,7 @@ class Answers:
 
 
 class LogitsEvaluator(Evaluator):
-    """Score models on one validation split. See `kd.core.evaluation.Evaluator`."""
+    """Scores models on one validation split. See `kd.core.evaluation.Evaluator`."""
 
     def __init__(self, setting: Evaluation, scores: Scores) -> None:
         self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
@@ -76,19 +76,19 @@ class LogitsEvaluator(Evaluator):
         return other
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return what `_finish`, which returns the validation row on all ranks, needs of a batch, on the device."""
+        """Return a batch's inputs for `_finish` (which returns the validation row on all ranks), on the device."""
         raise NotImplementedError
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         raise NotImplementedError
 
     def _images(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
-        """Return what `samples` needs of each image of a batch beside `_row`, on the device, [B, ...]."""
+        """Return per-image inputs for `samples` beside `_row`, on the device, [B, ...]."""
         return {}
 
 
 def _logits_of(teacher: Teacher | None) -> Callable[[Batch], Outputs]:  # without features, which may be large
-    # Not a method: the evaluator would hold itself, and the workers of its loader would outlive the run.
+    # Not a method: a reference cycle would keep the workers of its loader alive after the run.
     def ask(batch: Batch) -> Outputs:
         assert teacher is not None
         return Outputs(teacher(batch).logits.float())
@@ -97,7 +97,7 @@ def _logits_of(teacher: Teacher | None) -> Callable[[Batch], Outputs]:  # withou
 
 
 def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backend) -> dict[str, Tensor]:
-    """Return values of all ranks, [N, ...] by name, by image of a split, on the CPU; 0 for an image no rank saw."""
+    """Return values of all ranks, [N, ...] by name, in the order of the split, on the CPU; 0: no value."""
     # Each row has `ids` and `seen`, both [B].
     ids_N, seen_N = (torch.cat([row[name] for row in rows]) for name in ("ids", "seen"))
     own_N = split.plan.ids[split.plan.weights > 0].to(ids_N.device)
@@ -111,7 +111,7 @@ def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backen
 
 
 def require_images(images: int, labelled: int | None = None) -> None:
-    """Require enough images, and enough of them with a label (None: no score reads labels)."""
+    """Require at least one image, and at least one label (None: no score reads labels)."""
     if images == 0:
         wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
         raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")

@@ -1,6 +1,6 @@
-"""Vectors without classes: compared with the teacher's, and scored by nearest neighbours and a linear probe.
+"""Embeddings: compared with the teacher's, and scored by nearest neighbours and a linear probe.
 
-Shape legend: N images that are searched, M query images, B images of a batch, C classes, D features.
+Shape legend: N images of the index, M query images, B images of a batch, C classes, D features.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
 from kd.parts.tasks._logits import Answers, gathered, require_images
 
-NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the search, as in DINO (arXiv:2104.14294)
-RECALLED = 10  # images that a search in the teacher's index returns
+NEIGHBOURS, TEMPERATURE = 20, 0.07  # neighbours and temperature of k-NN, as in DINO (arXiv:2104.14294)
+RECALLED = 10  # results of a search in the teacher's index
 PROJECTED, TEACHER = "projected", "teacher"
-"""Names of vectors: the student's in the first teacher's space, and that teacher's own."""
+"""Names of vectors: the student's projected into the first teacher's space, and that teacher's own."""
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
-"""Of the probe's penalty, as a share of the mean eigenvalue; the best by leave-one-out is taken."""
+"""The probe's penalties as shares of the mean eigenvalue; the best by leave-one-out is used."""
 LABELS = "labels"
 NEAR, PROBE = Column("knn", "nearest neighbours"), Column("probe", "linear probe")
 SCORES = Scores(
@@ -72,18 +72,18 @@ def build(options: Options) -> Embedding:
 
 
 def vectors_of(batch: Batch, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the vectors [B, D] of a batch by model, with length 1, and what `gathered` must know of its images."""
+    """Return a batch's vectors [B, D] of length 1 by model, and the image fields for `gathered`."""
     unit = {name: F.normalize(value_BD.float(), dim=1) for name, value_BD in vectors.items()}
     return {**unit, LABELS: batch.label, "ids": batch.ids, "seen": batch.weight > 0}
 
 
 class EmbeddingEvaluator(Evaluator):
-    """Score an embedding student. See `kd.core.evaluation.Evaluator`.
+    """Scores an embedding student. See `kd.core.evaluation.Evaluator`.
 
-    Neighbours and the probe learn from training images, without augmentation, and are scored on the validation split,
-    by labels that the student never sees. Of averaged weights, the projectors are those of the moment. A row has
-    `agreement`, with labels also `knn` and `probe`, and the same for each teacher: `teacher_knn`, `teacher_knn_2`, ...;
-    where a loss maps the student into the teacher's space, also what `recalled` returns.
+    Neighbours and the probe use training images without augmentation and are scored on the validation split, by labels
+    that the student never sees. With averaged weights, projectors have their current weights. A row has `agreement`,
+    with labels also `knn` and `probe`, and the same for each teacher: `teacher_knn`, `teacher_knn_2`, ...; with a
+    projector also the scores of `recalled`.
     """
 
     chance = 0.0
@@ -101,7 +101,7 @@ class EmbeddingEvaluator(Evaluator):
         self.labelled = self.bank is not None  # whether neighbours and the probe are scored
         self.selection_metric = scores.selection_metric(self.labelled).key
         self._searched: dict[str, Tensor] = {}  # the teachers' vectors of the bank
-        self._right: dict[str, Tensor] = {}  # of the last evaluation: which images are right, bool [M] by key
+        self._right: dict[str, Tensor] = {}  # of the last evaluation: correct images, bool [M] by key
 
     @torch.no_grad()
     def __call__(self, student: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
@@ -114,7 +114,7 @@ class EmbeddingEvaluator(Evaluator):
         if not values:
             return {}
         shared = torch.tensor(list(values.values()), device=self.backend.device)
-        self.backend.broadcast_([shared])  # another processor may round otherwise
+        self.backend.broadcast_([shared])  # another processor may round differently
         return dict(zip(values, shared.tolist(), strict=True))
 
     def of(self, teacher: Teacher) -> EmbeddingEvaluator:
@@ -148,7 +148,7 @@ class EmbeddingEvaluator(Evaluator):
         return {"agreement": total / images, **scores} if self.bank is None or scores else {}
 
     def _gathered(self, rows: list[dict[str, Tensor]], split: Split) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the vectors [N, D] by model, and the labels [N], -1 of an image without one, on the CPU."""
+        """Return the vectors [N, D] by model, and the labels [N] (-1: unlabelled), on the CPU."""
         vectors = gathered(rows, split, self.backend)
         seen_N, label_N, _ = (vectors.pop(name)[:, 0] for name in ("seen", LABELS, "ids"))
         return vectors, torch.where(seen_N > 0, label_N, -1.0).long()
@@ -156,7 +156,7 @@ class EmbeddingEvaluator(Evaluator):
     def _search(
         self, student: nn.Module, split: Split, queries: tuple[dict[str, Tensor], Tensor], stop: Callable[[], bool]
     ) -> dict[str, float]:
-        """Return the accuracies of what training images tell about validation images; none where `stop` said so."""
+        """Return the accuracies of k-NN and probe from training to validation images; {} if `stop` ended it."""
         backend, rows = self.backend, list[dict[str, Tensor]]()
         for batch in backend.put(split.loader.epoch(split.plan, view=0)):
             if stop():
@@ -203,8 +203,9 @@ def recalled(
 ) -> tuple[dict[str, Tensor], float]:
     """Search in a teacher's index with a student's vectors, all of length 1.
 
-    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, arXiv:1511.06452), bool [M], of
-    the student (`recall`) and of the teacher's own vectors; and the share of the teacher's finds that it finds too.
+    Return for each query whether one of the `RECALLED` nearest has its class (Recall@K, arXiv:1511.06452), bool [M],
+    for the student (`recall`) and for the teacher's own vectors; and the share of the teacher's results that the
+    student finds too.
     """
     count, right, found = min(RECALLED, len(bank_ND)), [], []
     for own_BD, other_BD, wanted_B in zip(*(one.split(1024) for one in (asking_MD, teacher_MD, wanted_M)), strict=True):
@@ -231,8 +232,8 @@ def nearest(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: in
 
 def ridge(bank_ND: Tensor, label_N: Tensor, asking_MD: Tensor, num_classes: int) -> Tensor:
     """Return the scores [M, C] of a linear probe: ridge regression of the classes' indicators, in float64."""
-    # The penalty is the one of `STRENGTHS` with the least squared error where each image is predicted from all others,
-    # which a closed form gives: the residual divided by 1 - its leverage.
+    # The penalty in `STRENGTHS` with the smallest leave-one-out squared error is used, by the closed form: residual /
+    # (1 - leverage).
     mean_D = bank_ND.double().mean(0)
     target_NC = F.one_hot(label_N, num_classes).double()
     shares_C = target_NC.mean(0)

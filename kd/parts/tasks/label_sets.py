@@ -1,4 +1,4 @@
-"""Several labels per image, or none: each class is predicted alone, by a sigmoid.
+"""Several labels per image, or none: each class is predicted independently, by a sigmoid.
 
 Shape legend: B images of a batch, N images of the split, C classes, K teachers.
 """
@@ -19,7 +19,7 @@ from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
 from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
 
-FEWEST = 10  # images of a class from which its own threshold is chosen; with fewer it would fit chance
+FEWEST = 10  # fewest images of a class for its own threshold; with fewer it would fit noise
 DIVERGENCE = "divergence of the student's probabilities from the teacher's"
 SCORES = Scores(
     own=(Column("map", "mAP"), Column("f1_macro", "F1 (macro)"), Column("f1_micro", "F1 (micro)")),
@@ -92,15 +92,15 @@ def build(options: Options) -> LabelSets:
 
 
 class LabelSetsEvaluator(LogitsEvaluator):
-    """Score models that predict each class alone.
+    """Scores models that predict each class independently.
 
-    A row has for the student what `score` returns, over the images with labels; with a teacher also the same with
-    `teacher_` before, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`). Precision
-    needs all scores at once: the logits of the whole split are held in memory, 4 bytes a number.
+    A row has the student's values of `score` over labelled images; with a teacher also the teacher's under
+    `teacher_KEY`, `kl` (teacher || student, nats, summed over classes) and `agreement` (see `jaccard`). Average
+    precision needs all scores at once: the logits of the whole split are kept in memory, 4 bytes each.
     """
 
     _known: tuple[Tensor, ...] = ()
-    """Of the last evaluation: truth [N, C], and the logits of student and teacher, of the images with labels."""
+    """Of the last evaluation: truth [N, C] and the logits of student and teacher, for labelled images."""
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         row = {"ids": batch.ids, "seen": batch.weight > 0, "student": student_BC}
@@ -142,13 +142,13 @@ class LabelSetsEvaluator(LogitsEvaluator):
 
 
 def are_known(label: Tensor) -> Tensor:
-    """Return which images have labels, bool [N], of label sets [N, C], or of -1 [N] where there are none."""
+    """Return which images are labelled, bool [N], given label sets [N, C], or -1 [N] for unlabelled data."""
     return label >= 0 if label.ndim == 1 else (label >= 0).all(1)
 
 
 def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
-    """Return mAP, F1 at the threshold 0.5, and nats per image; truth says which classes an image shows."""
-    right = truth_NC.any(0)  # a class that no image shows has no precision
+    """Return mAP, F1 at the threshold 0.5, and nats per image; truth: classes in an image."""
+    right = truth_NC.any(0)  # a class without images has no precision
     per_class = average_precision(logits_NC, truth_NC)[right]
     answer_NC = logits_NC > 0
     f1_C = f1(*counts(answer_NC, truth_NC))[right]
@@ -163,8 +163,8 @@ def score(logits_NC: Tensor, truth_NC: Tensor) -> dict[str, float]:
 
 
 def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
-    """Return the average precision of each class, float64 [C]; 0 of a class that no image shows."""
-    # The sum over thresholds of precision times the gain in recall, without interpolation. Images with the same score
+    """Return the average precision of each class, float64 [C]; 0 for a class without images."""
+    # The sum over thresholds of precision times the gain in recall, without interpolation. Images with equal scores
     # pass a threshold together.
     sorted_NC, order_NC = score_NC.sort(0, descending=True)
     hits_NC = truth_NC.gather(0, order_NC).double().cumsum(0)
@@ -180,13 +180,13 @@ def average_precision(score_NC: Tensor, truth_NC: Tensor) -> Tensor:
 
 
 def counts(answer_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each class how many predictions are right, too many, and missing, float64 [C]."""
+    """Return true positives, false positives and false negatives of each class, float64 [C]."""
     right = (answer_NC & truth_NC).double().sum(0)
     return right, answer_NC.double().sum(0) - right, truth_NC.double().sum(0) - right
 
 
 def f1(right: Tensor, extra: Tensor, missing: Tensor) -> Tensor:
-    """Return the harmonic mean of precision and recall; 0 where there is nothing to find."""
+    """Return F1, the harmonic mean of precision and recall; 0 without positives."""
     return 2 * right / (2 * right + extra + missing).clamp_min(1)
 
 
@@ -198,15 +198,15 @@ def divergence(teacher_NC: Tensor, student_NC: Tensor) -> float:
 
 
 def jaccard(one_NC: Tensor, other_NC: Tensor) -> float:
-    """Return the mean share of labels that two sets have in common; 1 where both are empty."""
+    """Return the mean Jaccard index of two label sets; 1 if both are empty."""
     # Single decisions would hardly differ: most classes are absent from most images.
     both, either = (one_NC & other_NC).double().sum(1), (one_NC | other_NC).double().sum(1)
     return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean().item()
 
 
 def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
-    """Return the F1 of each class [C] with thresholds that were chosen on the half in which an image is not."""
-    # So no image is judged by thresholds that it chose. The halves are every second image.
+    """Return the F1 of each class [C], with each half's thresholds chosen on the other half."""
+    # So no image is scored by thresholds that it chose. The halves are every second image.
     first_N = torch.arange(len(truth_NC)) % 2 == 0
     answer_NC = torch.zeros_like(truth_NC)
     for half_N in (first_N, ~first_N):
@@ -216,9 +216,9 @@ def exchanged_f1(logits_NC: Tensor, truth_NC: Tensor) -> Tensor:
 
 
 def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each class the probability from which it is predicted, and whether it was chosen, [C] and bool [C]."""
+    """Return each class's threshold (a probability) [C], and whether it was chosen, bool [C]."""
     # The threshold with the largest F1 on these images (arXiv:1402.1892), halfway between two scores; 0.5 for a class
-    # that fewer than `FEWEST` images show, or that all but so few do.
+    # with fewer than `FEWEST` positive or negative images.
     chosen = []
     for logits_N, truth_N in zip(logits_NC.double().T, truth_NC.T, strict=True):
         few = min(int(truth_N.sum()), int((~truth_N).sum())) < FEWEST
@@ -226,7 +226,7 @@ def thresholds(logits_NC: Tensor, truth_NC: Tensor) -> tuple[Tensor, Tensor]:
         hits_N = truth_N[order_N].double().cumsum(0)
         value_N = 2 * hits_N / (torch.arange(1, len(hits_N) + 1) + hits_N[-1])
         below_N = torch.cat([sorted_N[1:], sorted_N.new_zeros(1)])
-        value_N[sorted_N == below_N] = -1  # a threshold cannot part images with the same score
+        value_N[sorted_N == below_N] = -1  # a threshold cannot separate equal scores
         best = int(value_N.argmax())
         chosen.append(0.5 if few else float((sorted_N[best] + below_N[best]) / 2))
     shown_C = truth_NC.sum(0)

@@ -15,8 +15,8 @@ from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch
 from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
 
-NUM_BINS = 15  # of the calibration error, as in arXiv:1706.04599
-LOWEST, HIGHEST = 0.01, 100.0  # of a temperature
+NUM_BINS = 15  # bins of the calibration error, as in arXiv:1706.04599
+LOWEST, HIGHEST = 0.01, 100.0  # range of a temperature
 SCORES = Scores(
     own=(Column("accuracy", "accuracy"), Column("top5", "top-5"), Column("ece", "calibration error", smaller=True)),
     pair=(
@@ -41,14 +41,14 @@ class SingleLabel(Task):
         return (logits_KBC.log_softmax(-1) + shares_K.log()[:, None, None]).logsumexp(0)
 
     def are_probabilities(self, answer_BC: Tensor) -> bool:
-        """Return whether each row is not negative and has the sum 1."""
+        """Return whether each row is non-negative and sums to 1."""
         return bool((answer_BC >= 0).all() and ((answer_BC.double().sum(1) - 1).abs() < 1e-3).all())
 
     def from_probabilities(self, answer_BC: Tensor) -> Tensor:
         return answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Count equal predictions and right ones; without a label PyTorch is right."""
+        """Count equal and correct predictions; for unlabelled images PyTorch's prediction is the truth."""
         answer_N, expected_N = outputs.argmax(1), reference.argmax(1)
         images, same = len(outputs), int((answer_N == expected_N).sum())
         correct = int((answer_N == torch.where(label < 0, expected_N, label)).sum())
@@ -63,12 +63,12 @@ def build(options: Options) -> SingleLabel:
 
 
 class SingleLabelEvaluator(LogitsEvaluator):
-    """Score models that predict one class.
+    """Scores models that predict one class.
 
     A row has for the student `accuracy`, `top5`, `nll` (nats), `ece` (expected calibration error, 15 bins,
-    arXiv:1706.04599), over the images with a label; with a teacher also the same with `teacher_` before,
-    `kl` (teacher || student, nats) and `agreement` (share of equal top-1). Without labels, these two and
-    `agreement_ece`: the student's calibration error, with the teacher's prediction as label. Padding has weight 0.
+    arXiv:1706.04599), over the images with a label; with a teacher also the teacher's under `teacher_KEY`, `kl`
+    (teacher || student, nats) and `agreement` (share of equal top-1). Without labels: these two and `agreement_ece`,
+    the student's calibration error with the teacher's prediction as label. Padding has weight 0.
     """
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ class SingleLabelEvaluator(LogitsEvaluator):
 
     def _finish(self, rows: list[dict[str, Tensor]]) -> dict[str, float]:
         flat = torch.stack([torch.cat([value.flatten() for value in row.values()]) for row in rows]).sum(0)
-        total = self.backend.reduce_sum(flat).cpu()  # once: every .item() below would wait for the device again
+        total = self.backend.reduce_sum(flat).cpu()  # one transfer: every .item() below would sync with the device
         parts = torch.split(total, [value.numel() for value in rows[0].values()])
         by_name = dict(zip(rows[0], parts, strict=True))
         images, labelled = by_name.pop("images"), by_name.pop("labelled")
@@ -142,7 +142,7 @@ def score(logits_BC: Tensor, label_B: Tensor, weight_B: Tensor) -> dict[str, Ten
 
 
 def hits(logits_BC: Tensor, label_B: Tensor) -> Tensor:
-    """Return whether the label is the class with the largest logit, the second largest, ..., bool [B, 5 or C]."""
+    """Return whether the label has the largest logit, the second largest, ..., bool [B, 5 or C]."""
     return logits_BC.topk(min(5, logits_BC.shape[1])).indices == label_B[:, None]
 
 
@@ -166,7 +166,7 @@ def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
     """
     logits_NC = logits_NC.double()
     logits_NC = logits_NC - logits_NC.gather(1, label_N[:, None])
-    low, high = 1 / HIGHEST, 1 / LOWEST  # of the factor 1 / T, in which the likelihood is convex
+    low, high = 1 / HIGHEST, 1 / LOWEST  # bisection on 1 / T, in which the negative log-likelihood is convex
     for _ in range(60):
         factor = (low * high) ** 0.5
         slope = ((factor * logits_NC).softmax(1) * logits_NC).sum(1).mean()
@@ -175,5 +175,5 @@ def temperature(logits_NC: Tensor, label_N: Tensor) -> float:
 
 
 def _gap(bins: Tensor) -> Tensor:
-    """Return the sum over bins of |confidence - right predictions|; `bins` is [2, K]."""
+    """Return the sum over bins of |confidence - correct predictions|; `bins` is [2, K]."""
     return (bins[0] - bins[1]).abs().sum()
