@@ -20,7 +20,7 @@ def test_a_page_has_no_phrase_that_readers_stop_at(page):
     assert not faults(prose(page.read_text()))
 
 
-def test_the_strings_and_docstrings_of_kd_have_none():
+def test_strings_and_docstrings_of_kd_have_no_such_phrase():
     found = {}
     for path in sorted((ROOT / "kd").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

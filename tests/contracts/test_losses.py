@@ -227,7 +227,7 @@ def test_gradient_reaches_the_student_only(name):
 
 
 @every_loss
-def test_a_loss_on_features_tells_how_far_the_models_agree(name):
+def test_a_loss_on_features_returns_an_agreement(name):
     loss, student, teacher = build(name), make_outputs(STUDENT_D), make_outputs(TEACHER_D, seed=3)
     assert facts(name).agreement == hasattr(loss, "agreement") == bool(facts(name).features)
     assert facts(name).projects == hasattr(loss, "projected")

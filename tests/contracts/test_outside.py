@@ -300,7 +300,7 @@ def test_a_sifter_with_options_is_one_file(outside, settings):
     assert [row["trained"] for row in epochs if row["kind"] == "epoch"] == [8.0]  # of 36
 
 
-def test_what_a_sifter_from_outside_reads_is_known(outside, settings):
+def test_an_outside_sifters_facts_are_checked(outside, settings):
     with pytest.raises(kd.KdError, match=r"data\.labels.*class"):
         kd.train(settings(sifter={"kind": outside("sifter", SIFTER), "by_class": True}, data={"labels": "some"}))
 

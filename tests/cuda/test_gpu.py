@@ -180,6 +180,6 @@ def test_a_quantized_teacher_is_near(train, kind):
     assert run.manifest()["teacher_error"]["of_std"] > 0
 
 
-def test_the_export_answers_as_the_student(train, tmp_path):
+def test_the_exports_outputs_equal_the_students(train, tmp_path):
     made = export(train("live").folder, tmp_path / "export", ExportOptions(tolerance=1e-3))
     assert (made.folder / "model.onnx").is_file()

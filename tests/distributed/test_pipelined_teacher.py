@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("ranks", "cut"), [(2, {"vit", "xcit", "swin"}), (3, {"vit", "xcit"})])
 @pytest.mark.slow
-def test_every_rank_gets_the_whole_teachers_answers(tmp_path, ranks, cut):
+def test_every_rank_gets_the_whole_teachers_outputs(tmp_path, ranks, cut):
     start("dividing:main", ["cut", tmp_path], ranks, path=(HERE,)).ended_well()
     facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for name in facts[0]:
@@ -66,7 +66,7 @@ def test_a_pipelined_teacher_runs_in_float32_and_a_run_resumes_without(train):
         (3, 3, "teacher.pipeline: is 3, but the teacher can be cut at 1 places only."),
     ],
 )
-def test_where_it_cannot_be_it_is_one_line(config_file, tmp_path, ranks, stages, text):
+def test_an_impossible_pipeline_is_a_one_line_error(config_file, tmp_path, ranks, stages, text):
     argv = [config_file, f"run.folder={tmp_path}", f"teacher.pipeline={stages}"]
     world = start("kd.cli.training:train", argv, ranks, path=(HERE,))
     assert world.codes == [2] * ranks, world.logs

@@ -66,7 +66,7 @@ def test_a_sharded_teacher_runs_in_float32_and_a_run_resumes_unsharded(train):
         (2, {"kind": "smddp", "device": "cpu"}, "teacher.shard: is true, but this release of smddp refuses"),
     ],
 )
-def test_where_it_cannot_be_it_is_refused_before_anything_is_fitted(changed_file, tmp_path, ranks, backend, text):
+def test_impossible_sharding_is_refused_before_a_fit(changed_file, tmp_path, ranks, backend, text):
     given = fitted(tmp_path / "teachers")
     file = changed_file(backend={"precision": "fp32", "timeout_seconds": 20, **backend}, teacher=given)
     argv, env = [file, f"run.folder={tmp_path}", SHARD], {"SMDDP_REFUSES_ALLGATHER": "1"}

@@ -72,7 +72,7 @@ def large(exported, tmp_path_factory) -> Path:
     return changed(exported, tmp_path_factory.mktemp("large") / "export", change)
 
 
-def test_the_manifest_has_what_was_answered(exported):
+def test_the_manifest_counts_the_validation_predictions(exported):
     manifest = json.loads((exported / MANIFEST).read_text())
     labels = json.loads((exported / "config.json").read_text())["label_names"]
     for file in ("model.onnx", "model.int8.onnx"):

@@ -257,7 +257,7 @@ def test_the_table_of_time_comes_once_and_a_resumed_run_says_from_where(written,
 
 
 @pytest.mark.parametrize("fit", [True, False])
-def test_check_answers_and_writes_nothing(fitted, settings, written, command, tmp_path, teacher, inside, fit):
+def test_check_prints_and_writes_nothing(fitted, settings, written, command, tmp_path, teacher, inside, fit):
     path = written() if fit else written(teacher={"model": str(teacher), "args": {}, "fit": {"epochs": 0}})
     before = files(tmp_path)
     answer = command("train", path, "--check")
@@ -407,7 +407,7 @@ def test_completion_in_a_shell(line, found, tmp_path):
     assert [word.strip() for word in (tmp_path / "found").read_text().splitlines()] == found
 
 
-def test_help_ends_quietly_where_nobody_reads_on():
+def test_help_ends_quietly_on_a_closed_pipe():
     argv = [sys.executable, "-m", "kd.cli", "train", "--help-keys"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
         assert shown.stdout is not None

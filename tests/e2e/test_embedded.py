@@ -15,7 +15,7 @@ from PIL import Image
 from serving import Running
 
 
-def test_what_is_checked_before(written, command):
+def test_incompatible_options_are_refused_before_the_run(written, command):
     answer = command("train", written(losses=[{"kind": "tokens"}], teacher={"cache": {"views": 2}}), "--check")
     assert answer.code == 0, answer
     # 4 tokens and the pooled vector of 48 float16 numbers, and 12 bytes of checksums

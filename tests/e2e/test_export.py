@@ -47,7 +47,7 @@ def test_the_card_of_a_teacher_has_its_own_scores(distilled, embedded, command, 
     assert "the student's own space" not in cards[2]
 
 
-def test_what_the_command_prints_and_where_the_archives_lie(distilled, command, tmp_path):
+def test_the_command_prints_its_files_and_writes_archives(distilled, command, tmp_path):
     target = tmp_path / "student"
     answer = command("export", distilled, "--to", target, "--license", "apache-2.0", "--sagemaker")
     assert answer.code == 0, answer
@@ -133,7 +133,7 @@ def test_archives_replace_archives_alone(distilled, refused, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_killed_export_leaves_goes_with_the_next(distilled, command, tmp_path):
+def test_the_next_export_removes_drafts_of_a_killed_one(distilled, command, tmp_path):
     for name in ("temporary", "out"):
         (tmp_path / name).mkdir()
     words = ["export", str(distilled), "--to", str(tmp_path / "out" / "student")]

@@ -129,7 +129,7 @@ def test_it_starts_from_weights(own, tmp_path):
         ({"args": {"width": 8, "classes": 4}}, r"^student\.model: has 4 classes, the data has 3.*student\.args"),
     ],
 )
-def test_what_is_wrong_with_it_is_one_line(own, student: dict, message: str):
+def test_a_faulty_network_is_a_one_line_error(own, student: dict, message: str):
     changed = {**own, "student": {**own["student"], **student}}
     if student.get("kind") == "onnx":
         changed["student"] = {"kind": "onnx", "model": "teacher.onnx"}

@@ -227,7 +227,7 @@ def test_a_report_without_the_teacher_says_so(run, command):
     assert 'class="confusion"' not in text
 
 
-def test_answers_belong_to_the_weights_and_the_data(run, photos, command, tmp_path):
+def test_cached_predictions_require_equal_weights_and_data(run, photos, command, tmp_path):
     """The answers on other images were shown."""
     page = tmp_path / "page.html"
     assert command("report", run, "--to", page).code == 0

@@ -55,7 +55,7 @@ def chart(page: str, title: str) -> list[dict[str, Any]]:
     return json.loads(html.unescape(re.findall(r'data-chart="([^"]*)"', body)[0]))["series"]
 
 
-def test_the_answers_and_the_tile_are_those_of_the_averaged_weights(told):
+def test_predictions_and_tile_use_the_averaged_weights(told):
     """PyTorch answers again, with the averaged weights of the best checkpoint, on validation and on test images."""
     run, page, answers = told
     recipe = resolve(config.load(str(run / "config.yaml"), here=False))

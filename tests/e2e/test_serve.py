@@ -62,7 +62,7 @@ def is_problem(reply: Reply, status: int) -> bool:
 # ----------------------------------------------------------------------------------------------------------- answers
 
 
-def test_every_answer_is_timms_on_the_whole_validation_split(server, exported, photos):
+def test_every_prediction_equals_timms_on_the_validation_split(server, exported, photos):
     """Plain timm, torch and Pillow on one side, the graph and HTTP on the other."""
     network = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
     config = network.pretrained_cfg
@@ -87,7 +87,7 @@ def test_the_endpoint_scores_what_the_run_scored(server, exported, photos):
     assert sum(right) / len(right) == pytest.approx(recorded, abs=1e-4)
 
 
-def test_every_way_to_send_an_image_gives_the_same_answer(server, photo):
+def test_every_way_to_send_an_image_gives_the_same_prediction(server, photo):
     expected = server.post(photo, "image/jpeg").json
     text = base64.b64encode(photo).decode()
     multipart = b'--x\r\ncontent-disposition: form-data; name="a"; filename="a.jpg"\r\n\r\n' + photo + b"\r\n--x--\r\n"
@@ -189,7 +189,7 @@ def test_a_body_that_is_too_large(server):
 
 
 @pytest.mark.parametrize("length", [b"-1", b"1e3", b"abc", b"9" * 30, b"5, 6"])
-def test_a_length_that_is_none(server, length):
+def test_an_invalid_content_length_is_refused(server, length):
     head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: " + length
     assert server.raw(head + b"\r\n\r\nhello", 20)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 413")
 
@@ -197,7 +197,7 @@ def test_a_length_that_is_none(server, length):
 @pytest.mark.parametrize(
     "data", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"\0" * 300, b"A" * 70_000 + b"\r\n\r\n"]
 )
-def test_what_is_not_http(server, data):
+def test_bytes_that_are_not_http_are_refused(server, data):
     answer = server.raw(data)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"application/problem+json" in answer
@@ -210,7 +210,7 @@ def test_a_slow_body(server):
     assert 1.5 < time.monotonic() - start < 6
 
 
-def test_connections_that_never_ask(exported):
+def test_idle_connections_are_closed(exported):
     """No byte, half a header, half a second request: all are closed, and none of them before its time."""
     assert Limits().header_seconds == 10
     begins = [b"", b"GET /ping HTTP/1.1\r\nhost:", b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\nGET /pi"]
@@ -303,7 +303,7 @@ def test_a_malformed_corpus(server, photo):
 # ------------------------------------------------------------------------------------------------ load, limits, end
 
 
-def test_overload_is_answered_and_not_queued(exported, photos):
+def test_overload_gets_503_without_queueing(exported, photos):
     """With `--max-in-flight 2` some of many concurrent requests are answered, and the rest get 503 with Retry-After."""
     big = picture("PNG", (3000, 2000), "L")
     with Running(exported, "--max-in-flight", "2", "--slots", "1") as server, ThreadPoolExecutor(16) as pool:
@@ -482,7 +482,7 @@ def test_the_log_says_what_happened_and_nothing_that_was_sent(exported, photo, f
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-def test_what_a_user_can_get_wrong(refused, exported, tmp_path, command):
+def test_wrong_options_are_one_line_errors(refused, exported, tmp_path, command):
     assert refused("serve", tmp_path).startswith(f"export: '{tmp_path}' is not an export: it has no manifest.json.")
     assert refused("serve", exported, "--file", "other.onnx").startswith("--file: ")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -503,7 +503,7 @@ def test_a_graph_that_was_changed_ends_the_server(exported, tmp_path):
 
 
 @pytest.mark.parametrize("port", ["http", "99999"])
-def test_a_port_of_sagemaker_that_is_none(refused, exported, monkeypatch, port):
+def test_an_invalid_sagemaker_port_is_refused(refused, exported, monkeypatch, port):
     monkeypatch.setenv("SAGEMAKER_BIND_TO_PORT", port)
     assert f"'{port}' is not a whole number from 0 to 65535" in refused("serve", exported)
 
@@ -562,7 +562,7 @@ def test_a_reader_of_stderr_that_stalls_stops_nothing(exported, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not installed("openvino"), reason="needs the extra openvino")
-def test_openvino_with_two_slots_ends_whenever_it_is_asked_to(distilled, tmp_path):
+def test_openvino_with_two_slots_ends_at_any_sigterm(distilled, tmp_path):
     """Issue 49: before, two first answers at once waited for each other, and an end while a graph loads was SIGABRT."""
     export(distilled, tmp_path / "export", ExportOptions(openvino=True))
     moments = np.random.default_rng(0).uniform(0, 2, 6)
@@ -572,7 +572,7 @@ def test_openvino_with_two_slots_ends_whenever_it_is_asked_to(distilled, tmp_pat
         assert server.stop() == 0, (moment, server.errors)
 
 
-def test_an_export_that_answers_otherwise_here_is_not_ready(exported, tmp_path):
+def test_an_export_that_fails_the_self_check_is_not_ready(exported, tmp_path):
     """Its last layer's weights are those of a later step; hashes and checksum are made to fit."""
     import onnx
     from onnx import numpy_helper

@@ -141,7 +141,7 @@ def test_too_little_memory_is_a_503(exported):
     assert " bug: " not in server.errors
 
 
-def test_a_pipelined_request_is_not_answered(server):
+def test_a_pipelined_request_gets_no_response(server):
     ask = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
     assert server.raw(5 * ask).count(b"HTTP/1.1 200 ") == 1
 

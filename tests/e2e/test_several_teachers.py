@@ -83,5 +83,5 @@ def test_another_weight_is_another_cache(several, command, tmp_path, refused):
         (["teacher.also.0.args.embed_dim=48", "teacher.fit.epochs=0"], "teacher.also[0]: repeats an earlier teacher"),
     ],
 )
-def test_what_is_refused(several, refused, overrides, told):
+def test_invalid_further_teachers_are_refused(several, refused, overrides, told):
     assert refused("train", several, *overrides).startswith(told)

@@ -114,7 +114,7 @@ def test_the_manifest_has_a_threshold_for_each_class(trays):
     assert "| model | mAP | F1 (macro) | F1 (micro) |" in " ".join(card.split())
 
 
-def test_endpoint_and_prediction_answer_with_the_labels_above_their_thresholds(trays, made, command, tmp_path):
+def test_endpoint_and_kd_predict_return_labels_above_thresholds(trays, made, command, tmp_path):
     folder, root = trays / "export", Path(made["data"]["root"])
     photos = sorted(root.glob("val_*.jpg"))[:12]
     limits = [
@@ -213,7 +213,7 @@ def test_labels_may_be_withheld_or_some_may_lack(trays, made, tmp_path):
         (["teacher.cache.topk=2"], "teacher.cache.topk: "),
     ],
 )
-def test_what_does_not_go_with_several_labels_is_one_line(made, changes, words):
+def test_options_for_one_label_are_refused_with_several(made, changes, words):
     with pytest.raises(KdError, match=f"^{words}"):
         config.load(made, changes)
 

@@ -104,7 +104,7 @@ def test_no_module_of_a_baseline_is_imported(run, edited, command, touched):
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 3000 + "]" * 3000, "run: {name: \xff", "losses: *x"])
-def test_a_config_that_nobody_wrote_is_one_line(text, run, refused):
+def test_a_foreign_config_is_a_one_line_error(text, run, refused):
     (run / "config.yaml").write_bytes(text.encode("latin-1"))
     for words in (("report", run), ("evaluate", run), ("export", run)):
         assert "config.yaml' is not the config of a run: " in refused(*words)

@@ -52,7 +52,7 @@ def test_the_table_and_the_pick(distilled, command, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [("--accept", "ms<5"), ("--accept", ""), ("--tolerance", "nan"), ("--images", "-1")])
-def test_sentences_and_numbers_that_are_none(distilled, command, wrong):
+def test_invalid_limits_and_numbers_are_refused(distilled, command, wrong):
     answer = command("export", distilled, *wrong)
     assert (answer.code, len(answer.err.splitlines())) == (2, 1)
 

@@ -66,7 +66,7 @@ LIES = {  # what the run knows of the manifest
 }
 
 
-def test_lies_that_the_run_tells(distilled, photos, command, tmp_path):
+def test_claims_that_the_run_contradicts_are_wrong(distilled, photos, command, tmp_path):
     run = shutil.copytree(distilled, tmp_path / "run")
     text = (run / "config.yaml").read_text()
     assert "license: ''" in text

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from kd.core.types import State
 from kd.parts.datasets._decode import HEIF
 
-WITHOUT_HEIF = pytest.mark.skipif(HEIF, reason="pillow-heif is installed; test_what_is_said_without_pillow_heif")
+WITHOUT_HEIF = pytest.mark.skipif(HEIF, reason="pillow-heif is installed")
 """For what is said where the extra heic is not installed."""
 CLASSES = ("apple", "fig", "pear")
 

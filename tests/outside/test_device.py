@@ -52,7 +52,7 @@ def test_it_trains_to_the_losses_of_the_cpu(settings):
     assert (manifest["backend"], manifest["threads"]) == ("lab", 0)  # torch's threads are those of the CPU
 
 
-def test_what_it_lacks_is_asked_of_its_facts(settings):
+def test_missing_features_are_read_from_facts(settings):
     recipe = resolve(config.load(settings(data={"workers": "auto"})))
     backend, data = build_backend(recipe.backend), open_sources(recipe.data)
     teachers = load_fitted(recipe.teacher, data)
@@ -77,7 +77,7 @@ def test_what_it_lacks_is_asked_of_its_facts(settings):
         ({"backend": {"chop": 1}}, r"^backend\.chop: .*chip"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(settings, changes, message):
+def test_unsupported_options_are_one_line_errors(settings, changes, message):
     with pytest.raises(kd.KdError, match=message):
         kd.train(settings(**changes))
 

@@ -59,18 +59,18 @@ def test_a_format_that_kd_does_not_know_is_no_graph(packed, tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(not installed("executorch"), reason="needs the package executorch")
-def test_executorch_answers_as_pytorch_does(tmp_path):
+def test_executorch_outputs_equal_pytorchs(tmp_path):
     check(tmp_path, "executorch", "model.pte")
 
 
 @pytest.mark.skipif(installed("executorch"), reason="executorch is installed")
-def test_what_is_said_without_executorch(tmp_path):
+def test_a_missing_executorch_names_its_package(tmp_path):
     with pytest.raises(KdError, match=r"^--formats executorch: executorch is not installed.*pip install executorch"):
         write(small_subject(tmp_path), tmp_path / "export", ExportOptions(formats="executorch"))
     assert not (tmp_path / "export").exists()
 
 
-def test_what_no_endpoint_loads_is_not_accepted(tmp_path, monkeypatch):
+def test_accept_skips_formats_that_no_endpoint_loads(tmp_path, monkeypatch):
     measure_briefly(monkeypatch)
     options = ExportOptions(pt2=True, accept="drop<=100 mb<=9", calibrate=False)
     told = write(small_subject(tmp_path), tmp_path / "export", options).manifest

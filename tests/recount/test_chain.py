@@ -50,7 +50,7 @@ def test_the_chain_counts_records_and_not_their_places(made):
     assert f"outputs  {found} in the cache" in (exported / "README.md").read_text()
 
 
-def test_the_card_says_of_which_images_a_score_against_the_teacher_is(made):
+def test_the_card_names_the_images_of_scores_against_the_teacher(made):
     """Issue 62: 59.7 and 54.1 % stood on one card; the second was of other images."""
     folder, exported = made
     run = folder / "runs/tiny"

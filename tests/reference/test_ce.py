@@ -69,7 +69,7 @@ def test_class_weights_of_mixed_images_are_torchs_of_soft_targets():
 
 
 @pytest.mark.parametrize("wrong", ["even", [], {}, [1, -1], [1, True], {"fig": float("nan")}, 3])
-def test_what_is_no_weight_is_refused(wrong):
+def test_invalid_class_weights_are_refused(wrong):
     with pytest.raises(ValueError, match="class_weights must be"):
         ce.Options(class_weights=wrong)
 

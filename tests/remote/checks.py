@@ -118,7 +118,7 @@ def test_unreadable_images_are_reported_alike(datasets, pools):
     assert len(there.unreadable) == 3
 
 
-def test_an_image_that_nobody_can_read_is_the_same_error_after_the_same_batches(datasets, pools):
+def test_an_unreadable_image_is_the_local_loaders_error_at_the_same_batch(datasets, pools):
     told = []
     for loader in both(datasets, pools[0], 2, 12, 1, 0, 1):
         batches = 0

@@ -38,7 +38,7 @@ def on_host(host: str, job: LocalJob) -> set[int]:
 
 
 @pytest.mark.slow
-def test_images_of_data_hosts_whatever_happens_to_them():
+def test_images_survive_failures_of_data_hosts():
     """With KD_SOAK=1 two data hosts, and whole runs."""
     script = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "checks.py")]
     job = LocalJob({"dnn": 1, "data": 2 if os.environ.get("KD_SOAK") else 1}, script)

@@ -28,7 +28,7 @@ def soak():
 
 
 @pytest.mark.parametrize("kind", UNTRIED)
-def test_a_group_of_which_nothing_was_tried_is_lost(soak, tmp_path, monkeypatch, kind):
+def test_a_group_without_a_tried_case_counts_as_lost(soak, tmp_path, monkeypatch, kind):
     (tmp_path / "test_untried.py").write_text(UNTRIED[kind])
     (tmp_path / "test_good.py").write_text("def test_one():\n    pass\n")
     groups = {name: soak.Group((str(tmp_path / f"test_{name}.py"),)) for name in ("untried", "good")}

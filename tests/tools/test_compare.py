@@ -43,7 +43,7 @@ def test_flags_of_timm_say_what_the_configuration_says(compare):
     assert flags["model-kwargs"] == ["depth=2", "img_size=64"]  # as kd builds it
 
 
-def test_what_timm_cannot_be_told(compare):
+def test_options_without_a_timm_equivalent_are_refused(compare):
     assert "model-kwargs" not in compare.timm_flags(settings(model="resnet18"), 5, seed=0)
     loaded = config.load(config.to_dict(settings()), ["run.epochs=3"])
     with pytest.raises(SystemExit, match=r"optimizer\.warmup_ratio"):

@@ -39,7 +39,7 @@ def test_every_part_runs_and_a_finished_one_is_kept(tmp_path, capfd):
     assert int(float(next(row["value"] for row in rows if row["unit"] == "collected"))) >= 10
 
 
-def test_what_is_cut_is_said_and_run_again(tmp_path, monkeypatch):
+def test_a_part_cut_short_is_reported_and_rerun(tmp_path, monkeypatch):
     given = gpu.arguments(["--work", str(tmp_path)])
     assert gpu.obtain("export", gpu.REAL, given, end=0.0)[0]["unit"] == "not finished"
     slow = tmp_path / "slow.py"

@@ -91,7 +91,7 @@ def test_seeds_reach_the_device():
         ("teacher.pipeline=2", "teacher.pipeline: is 2, but torch_xla"),
     ],
 )
-def test_what_torch_xla_cannot_do_is_refused(train, tmp_path, override, text):
+def test_unsupported_options_are_refused(train, tmp_path, override, text):
     from kd.core.errors import KdError
 
     with pytest.raises(KdError, match=text.replace(".", r"\.")):

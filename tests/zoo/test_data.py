@@ -131,7 +131,7 @@ def test_check_names_all_four_and_what_it_passes_runs(tmp_path):
     assert read(tmp_path, {"on_corrupt": "skip", "max_skipped": 0.2}).counts == {"apple": 19, "pear": 19}
 
 
-def test_bits_are_told_and_the_key_that_is_named_helps(tmp_path):
+def test_used_bits_are_reported_and_the_advised_key_works(tmp_path):
     plain(tmp_path)
     for number in range(3):
         values = np.linspace(0, 4095, 64).astype(np.uint16).reshape(8, 8)

@@ -306,7 +306,7 @@ def lines_of(text: str, name: str) -> dict[str, float]:
         (b"POST /invocations HTTP/1.1\r\nHost: kd\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", "other", 501),
     ],
 )
-def test_what_is_refused_has_a_line_a_count_and_an_id(exported, sent, route, status):
+def test_a_refusal_is_logged_counted_and_has_an_id(exported, sent, route, status):
     """Before, 404 and 405 had no line and no count, and lost the request's id; 400 and 431 had uvicorn's warning."""
     key = f'{{route="{route}",status="{status}"}}'
     with Running(exported) as server:
@@ -343,7 +343,7 @@ def test_a_client_that_hangs_up_has_a_line(exported):
     assert re.search(r"INFO kd\.serve gone invocations 499 .* hung up", server.errors)
 
 
-def test_a_pipelined_request_is_told_that_the_connection_ends(server):
+def test_a_pipelined_request_gets_connection_close(server):
     """RFC 9112 9.3.2: a server may close; 9.6: it says so, or the client waits for the second answer."""
     ask = b"GET /ping HTTP/1.1\r\nHost: kd\r\n\r\n"
     answer = server.raw(2 * ask)

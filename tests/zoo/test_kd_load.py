@@ -148,7 +148,7 @@ def test_the_three_ways_give_equal_bits(of_kind, folder, tmp_path):
         assert len({len(answer["labels"]) for answer in answers if answer}) > 1
 
 
-def test_what_a_picture_may_be(folder, model, photos):
+def test_accepted_types_of_pictures(folder, model, photos):
     path = next((photos / "val/fig").glob("*.jpg"))
     expected = model(path)
     with Image.open(path) as opened:

@@ -112,7 +112,7 @@ def test_a_host_may_start_before_the_name_of_the_first_one_is_known():
     assert (node.head, node.folder) == (False, "")
 
 
-def test_the_empty_configuration_lies_where_nobody_else_writes(tmp_path, monkeypatch):
+def test_the_empty_configuration_is_in_a_private_folder(tmp_path, monkeypatch):
     """Its name in the temporary folder was known: a link of that name was written through."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     victim = tmp_path / "victim"

@@ -26,7 +26,7 @@ def test_a_run_without_a_cluster_is_one_line(settings, refused, monkeypatch, tmp
 @pytest.mark.parametrize(
     "groups", ["dnn", "dnn=0,data=2", "dnn=1;data=2", "dnn=1,dnn=2", "", "data=2", "a=99,b=99,c=99"]
 )
-def test_groups_that_are_none(written, command, groups):
+def test_invalid_groups_are_refused(written, command, groups):
     """Without trainers nothing was trained, and the exit code was 0."""
     answer = command("launch", written(), "--local", groups)
     assert answer.code == 2

@@ -301,7 +301,7 @@ WARM = {"KeepAlivePeriodInSeconds": 600}
     ],
     ids=["spot waits too short", "waits without spot", "warm and spot", "warm and groups"],
 )
-def test_what_aws_documents_that_it_refuses_is_not_sent(options, extra, where, words, food, tmp_path, refused):
+def test_requests_against_aws_limits_are_not_sent(options, extra, where, words, food, tmp_path, refused):
     file = tmp_path / "extra.json"
     file.write_text(json.dumps(extra))
     given = (food, "--instance", "ml.g5.xlarge", "--extra", str(file), *options, *GIVEN)
@@ -321,7 +321,7 @@ def test_what_aws_documents_that_it_refuses_is_not_sent(options, extra, where, w
         (("transform", "s3://b/in", "--instance", "ml.c5.xlarge", "--to", "s3://b/in/out"), "--to", "first one's"),
     ],
 )
-def test_what_would_waste_a_host_or_read_its_own_answers_is_not_sent(argv, where, words, exported, refused):
+def test_requests_that_waste_a_host_or_reread_outputs_are_not_sent(argv, where, words, exported, refused):
     line = refused("launch", argv[0], exported, *argv[1:], *GIVEN, "--dry-run")
     assert line.startswith(f"{where}: ")
     assert words in line
@@ -475,7 +475,7 @@ def endpoint_answers(aws, body: str) -> None:
     urllib.request.urlopen(request).close()
 
 
-def test_an_export_is_deployed_and_asked(aws, exported, command):
+def test_an_export_is_deployed_and_queried(aws, exported, command):
     endpoint_answers(aws, '{"predictions": [{"label": "fig", "score": 0.9}]}')
     options = (exported, "--instance", "ml.c5.xlarge", "--name", "fruit", *GIVEN)
     answer = command("launch", "deploy", *options)
@@ -490,7 +490,7 @@ def test_an_export_is_deployed_and_asked(aws, exported, command):
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
 
 
-def test_an_endpoint_that_does_not_answer_is_named(aws, exported, monkeypatch):
+def test_an_endpoint_without_a_response_is_named(aws, exported, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     more = {"image": IMAGE, "role": ROLE, "model": "s3://bucket/m.tar.gz", "instance": "ml.c5.large"}
@@ -514,12 +514,12 @@ def test_ctrl_c_names_what_aws_goes_on_with(aws, exported, command, monkeypatch,
     assert told in answer.out
 
 
-def test_what_aws_refuses_is_one_line(aws, exported, refused):
+def test_a_refusal_by_aws_is_a_one_line_error(aws, exported, refused):
     options = (exported, "--instance", "ml.c5.xlarge", *GIVEN, "--output", "s3://another-bucket/kd")
     assert "NoSuchBucket" in refused("launch", "deploy", *options)
 
 
-def test_an_endpoint_that_answers_something_else_is_named(aws, exported):
+def test_an_endpoint_with_a_wrong_response_is_named(aws, exported):
     endpoint_answers(aws, '{"predictions": []}')
     hosting = requests.Hosting(name="odd", image=IMAGE, role=ROLE, model="s3://bucket/m.tar.gz", instance="ml.c5.large")
     with pytest.raises(RunError, match="delete-endpoint --endpoint-name odd"):

@@ -329,7 +329,7 @@ def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_
     assert (other.model, other.args, other.attention) == ("lcnet_050", {}, "fused")
 
 
-def test_wrong_overrides_are_all_told():
+def test_all_wrong_overrides_are_reported():
     found = errors_of(minimal(), "optimizer.lr", "=3", "losses[5].weight=2", "run.name.deep=1")
     assert list(found) == ["optimizer.lr", "=3", "losses[5].weight", "run.name"]
     assert found["optimizer.lr"].endswith("Overrides read key=value. Add the `=value`.")
@@ -342,7 +342,7 @@ def test_overrides_that_are_not_yaml(override):
     assert all("\n" not in message for message in errors_of(minimal(), override).values())
 
 
-def test_interpolations_are_resolved_or_told(monkeypatch):
+def test_interpolations_are_resolved_or_errors(monkeypatch):
     monkeypatch.setenv("KD_TEST_ROOT", "elsewhere")
     assert load(minimal(), ["data.root=${oc.env:KD_TEST_ROOT}/a"]).data.options.root == "elsewhere/a"
     assert "no_such" in str(errors_of(minimal(), "data.root=${no_such.key}"))

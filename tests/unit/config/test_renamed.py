@@ -86,7 +86,7 @@ def test_an_old_name_of_another_section_is_an_unknown_key():
         config.load({**SETTINGS, "data": {"kind": "food_mini", "warmup": 1}})
 
 
-def test_each_old_name_is_said_once_and_not_for_the_record_of_a_run(caplog):
+def test_each_old_name_is_logged_once_except_for_recorded_runs(caplog):
     with caplog.at_level(logging.WARNING, "kd"):
         config.load(SETTINGS, here=False)
         assert not caplog.records

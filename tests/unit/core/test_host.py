@@ -122,7 +122,7 @@ except RunError as error:
 """
 
 
-def test_what_windows_lacks_is_missed_only_where_it_is_used(tmp_path):
+def test_modules_missing_on_windows_fail_only_on_use(tmp_path):
     """Windows itself was not at hand: these are the modules and functions that it has not."""
     done = subprocess.run([sys.executable, "-c", WINDOWS, tmp_path / "a"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

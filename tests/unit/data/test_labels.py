@@ -107,7 +107,7 @@ def test_the_share_of_known_labels_counts_the_partners_of_mixed_images(settings,
         (["data.balance=0.5"], r"data\.labels: is none, but data\.balance"),
     ],
 )
-def test_what_needs_labels_is_refused(settings, overrides, message):
+def test_options_that_need_labels_are_refused_without(settings, overrides, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         config.load(merged(settings, {"data": {"labels": "none"}}), overrides)
 

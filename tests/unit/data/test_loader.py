@@ -88,7 +88,7 @@ class Slow(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_tells_waiting_for_bytes_from_computing(workers):
+def test_loader_times_separate_reading_from_computing(workers):
     """In worker processes and in this one. A busy machine makes computing longer, not waiting shorter."""
     loader = LocalLoader(Slow(24), Share(8, 1, 0, 1), workers)
     assert len(list(loader.epoch(plan_of(24), 0))) == 3

@@ -134,7 +134,7 @@ def test_views_of_small_images_are_those_without_a_store(photos, tmp_path, kind,
 
 
 @pytest.mark.parametrize("crop", [1.0, 0.9, 0.6])
-def test_evaluation_is_bit_identical_whatever_the_image(tmp_path, crop):
+def test_evaluation_is_bit_identical_for_every_image(tmp_path, crop):
     source = Pictures([(20, 14), (90, 50), (300, 31), (9, 70), (16, 16)])
     rule = EvalTransform(16, crop)
     stored = Stored(source, rule, opened("disk", tmp_path, len(source), rule.most))
@@ -362,7 +362,7 @@ def stored(chosen, kind: str, source, **keys):
 
 
 @pytest.mark.parametrize(("kind", "instead"), [("ram", "of memory are left here"), ("disk", "are free at")])
-def test_what_does_not_fit_is_refused_with_both_numbers(chosen, tmp_path, kind, instead):
+def test_a_store_larger_than_the_space_is_refused_with_both_sizes(chosen, tmp_path, kind, instead):
     """100 million images of 975 pixels, a page of 4 KiB each; and four of the validation split."""
     with pytest.raises(RunError) as refused:
         stored(chosen, kind, Pictures([(90, 50)], length=100_000_000))
@@ -427,7 +427,7 @@ def test_stored_views_are_those_that_are_made(kind, mixing, workers):
     assert mixing or kept.source.decoded - before == 2
 
 
-def test_a_stored_view_that_is_not_whole_is_made_again_and_a_corrupt_image_asked_for_each_time():
+def test_a_partial_stored_view_is_made_again_and_a_corrupt_image_decoded_each_time():
     views = Views(
         Pictures([(40, 30)], broken=True, length=4), TrainTransform(16, 0.35, 0.5, 0.3), 16, 7, on_corrupt="skip"
     )

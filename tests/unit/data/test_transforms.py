@@ -82,7 +82,7 @@ def test_evaluation_crops_the_centre():
     assert np.array_equal(whole, np.asarray(image)[:, 10:50, 0])  # same size: nothing is resampled
 
 
-def test_flip_happens_as_often_as_told():
+def test_flip_has_the_configured_frequency():
     image = noise(8, 8)
     plain, turned = image.tobytes(), image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
     results = [TrainTransform(8, 1.0, 0.3, 0.0)(image, random.Random(seed)).tobytes() for seed in range(1000)]

@@ -45,7 +45,7 @@ def shake(number: int) -> None:
 
 
 @pytest.mark.parametrize("name", AUGMENTS)
-def test_a_view_does_not_depend_on_who_asks(source, name):
+def test_a_view_does_not_depend_on_the_caller(source, name):
     ids = list(range(len(source)))
     shake(1)
     first = {id: bits(views(source, name).load(id, 3)) for id in ids}
@@ -107,7 +107,7 @@ def test_loading_leaves_the_global_generators_alone(source, name):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_what_loading_takes_is_told_apart(tmp_path, kind):
+def test_loading_times_separate_decoding_and_resizing(tmp_path, kind):
     """A large JPEG is decoded reduced; a large PNG whole, which is counted."""
     for name in ("train/a/1", "train/b/2"):
         (tmp_path / name).parent.mkdir(parents=True)

@@ -128,7 +128,7 @@ def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(found, verdict, mo
     assert [row.verdict for row in known.rows] == [verdict]
 
 
-def test_what_kd_0_3_did_not_say_is_no_lie():
+def test_claims_missing_in_kd_0_3_are_not_wrong():
     """Of the alarms' reference it did not count the right answers; from `format: 2` on a missing count is WRONG."""
     for form, verdict in ((1, RIGHT), (2, WRONG)):
         claimed = {"format": form, "validation": {"model.onnx": {"images": 120}}}
@@ -530,7 +530,7 @@ PLAIN = {  # nothing is sealed again
 
 
 @pytest.mark.parametrize("lie", PLAIN)
-def test_what_was_changed_is_found(lie, honest, tmp_path):
+def test_changed_files_and_claims_are_found(lie, honest, tmp_path):
     liar = Liar(shutil.copytree(honest[0], tmp_path / "export"))
     tell, row = PLAIN[lie]
     tell(liar)
@@ -539,7 +539,7 @@ def test_what_was_changed_is_found(lie, honest, tmp_path):
     assert row in {row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG}
 
 
-def test_what_cannot_be_verified(honest, tmp_path):
+def test_unverifiable_folders_are_refused(honest, tmp_path):
     export, images = honest
     (tmp_path / "none").mkdir()
     other = tmp_path / "other"

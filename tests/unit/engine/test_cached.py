@@ -54,7 +54,7 @@ def test_when_a_view_comes_back_no_teacher_is_run(make, tmp_path):
     assert taught(filling) == [8.0] * 8 + [0.0] * 8
 
 
-def test_what_an_epoch_left_out_is_asked_for_when_it_comes(make, tmp_path):
+def test_skipped_images_are_predicted_when_they_come(make, tmp_path):
     """Half of the images an epoch: a batch of hits and misses runs the teacher on the misses alone."""
     half = (*VIEWS, "sifter.kind=random", "sifter.keep=0.5", "sifter.warmup=0", "sifter.anneal=0")
     live, filling = make(*half, "data.views=2"), make(*half, *keys(tmp_path))
@@ -76,7 +76,7 @@ def test_a_cache_works_with_a_sifter(make, tmp_path):
     assert sum(taught(second)) == 0
 
 
-def test_what_is_there_is_not_computed_again(settings, tmp_path, caplog):
+def test_stored_outputs_are_not_computed_again(settings, tmp_path, caplog):
     caplog.set_level("INFO", "kd")
     overrides = ["data.augment.crop_scale=0.5", *keys(tmp_path / "c")]
     chosen = config.load(settings, overrides)
@@ -124,7 +124,7 @@ def test_only_the_kept_logits_and_the_mass_of_the_rest_are_compared():
     assert Codec(40, "fp32", 0).difference([logits], changed) == pytest.approx(9)
 
 
-def test_what_cannot_be_cached(make, settings, tmp_path):
+def test_uncacheable_runs_are_refused(make, settings, tmp_path):
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: is 3, but data\.views is 2"):
         make("data.views=2", *keys(tmp_path, views=3))
     with pytest.raises(ConfigError, match=r"^teacher\.cache\.views: there is nothing to cache"):

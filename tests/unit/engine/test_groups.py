@@ -30,7 +30,7 @@ def test_an_empty_group_is_left_out(module):
 @pytest.mark.parametrize(
     "model", ["xcit_nano_12_p16_224", "deit_tiny_distilled_patch16_224", "resnet10t", "swin_tiny_patch4_window7_224"]
 )
-def test_what_does_not_decay_is_what_timm_says(model):
+def test_parameters_without_decay_equal_timms(model):
     """XCiT names a pattern, `pos_embed.*`: its position embedding is a convolution with weights of four dimensions."""
     with torch.device("meta"):
         network = timm.create_model(model)

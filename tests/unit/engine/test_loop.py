@@ -336,7 +336,7 @@ def test_a_compiled_run_that_was_killed_is_the_run_that_was_not(make, tmp_path):
     ("name", "stops"),
     [("averaged", (3, 5)), ("mixed, in steps", (4, 11)), slow("averaged", (0, 6, 9)), slow("mixed, in steps", (1, 7))],
 )
-def test_a_run_that_is_asked_to_stop_is_the_run_that_was_not(make, tmp_path, name, stops):
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(make, tmp_path, name, stops):
     """It is asked at the end of each step and before each batch of an evaluation; `stops` counts these calls."""
     overrides = (*RUNS[name], "data.eval_batch=5")
     whole = make(*overrides, folder=tmp_path / "whole")

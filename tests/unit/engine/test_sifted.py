@@ -73,7 +73,7 @@ def test_the_teacher_runs_once_on_what_is_scored(make):
     assert sum(row["teacher_images"] for row in rows(made, "train")) == 3 * 32  # every candidate, not again in the step
 
 
-def test_the_teachers_answers_of_the_scoring_pass_are_those_of_the_step(make, steady):
+def test_the_step_reuses_the_scoring_passs_teacher_outputs(make, steady):
     """Kept images carry the scoring pass's logits; asked again, the teacher would say the same."""
     keys = ("sifter.kind=relative", "sifter.sift_delay=0", "data.batch_size=12", f"teacher.model={steady}")
     made, asked = make(*keys), make(*keys)

@@ -204,7 +204,7 @@ def test_a_file_that_is_cut_short_while_it_is_open_ends_nothing(tmp_path):
     assert written.read(2) == b"again"
 
 
-def test_a_full_disk_is_said_once_by_all_processes(small_disk, caplog):
+def test_a_full_disk_is_reported_once_for_all_processes(small_disk, caplog):
     """Records that were written stay good. A process forked from this one stops too."""
     written = records(small_disk, size=50_000)
     for id in range(10):

@@ -85,7 +85,7 @@ def test_a_form_must_save_more_than_it_costs(compared):
     assert keys == ["teacher.precision: fp32", "teacher.runtime: openvino"]
 
 
-def test_what_cannot_be_run_is_said_and_left(compared):
+def test_a_mode_that_cannot_run_is_reported_and_skipped(compared):
     found, _ = compared(1e6, rule=0.005, compiled=-1.0)
     said = "teacher: bf16+unfused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)"
     assert found[:2] == ([], [said])
@@ -115,7 +115,7 @@ def test_a_first_call_that_compiles_is_not_measured(clock):
     assert fastest(slow_once, 0.0)[0] == "b"
 
 
-def test_what_check_prints_can_be_pasted(settings, monkeypatch):
+def test_printed_keys_are_valid_yaml(settings, monkeypatch):
     """The keys are YAML that a file takes; the models are as they were before."""
     line = "teacher.attention: fused   # 1.30 times"
     monkeypatch.setattr(advice, "compared", lambda *given: Found([line], ["form: cannot be run here"]))
@@ -127,7 +127,7 @@ def test_what_check_prints_can_be_pasted(settings, monkeypatch):
     assert config.load({**settings, "teacher.attention": "fused"}).teacher.attention == "fused"
 
 
-def test_what_holds_once_is_not_advised(compared):
+def test_a_single_win_is_not_advised(compared):
     """A neighbour slows the plain mode in the first comparison (one warm-up and four rounds) alone."""
     disturbed = iter([0.01] + [0.05] * 4)
     assert compared(1e6, rule=lambda: next(disturbed, 0.01), fused=0.01)[0].keys == []

@@ -571,7 +571,7 @@ def test_a_network_of_ones_own_reaches_the_endpoint(own, tmp_path: Path):
         ({"classes": ["red", "green"]}, r"classes: names 2 classes, but the student returns 3"),
     ],
 )
-def test_an_export_that_would_answer_otherwise_is_refused(own, tmp_path: Path, changes: dict, message: str):
+def test_an_export_with_other_outputs_is_refused(own, tmp_path: Path, changes: dict, message: str):
     with pytest.raises(ConfigError, match=f"(?i)^{message}"):
         own.export(tmp_path / "export", **{"mean": MEAN, "std": STD, "onnx": False, **changes})
     assert not (tmp_path / "export").exists()

@@ -35,7 +35,7 @@ def lines(settings: dict, *overrides: str) -> dict[str, str]:
     ("imbalance", "told"),
     [(1, ""), (3, ""), (30, "the 3 largest have 62 % of the images (410 to 221 each, the smallest 14)")],
 )
-def test_uneven_classes_are_told(settings: dict, tmp_path: Path, imbalance: int, told: str):
+def test_uneven_classes_are_reported(settings: dict, tmp_path: Path, imbalance: int, told: str):
     data = {"kind": "food_mini", "root": str(tmp_path), "train_images": 410, "imbalance": imbalance}
     ours = {**settings, "data": {**data, "image_size": 16, "batch_size": 8}, "teacher": {}, "losses": [{"kind": "ce"}]}
     found = lines(ours)

@@ -96,7 +96,7 @@ def test_the_list_is_taken_by_data_exclude(settings: dict, leaking: Path, tmp_pa
     assert "none among all 51" not in scan(data.splits, -1.0, tmp_path / "again", everything=True)[1]
 
 
-def test_what_is_left_is_a_source_with_other_ids(settings: dict, leaking: Path, tmp_path: Path):
+def test_a_subset_is_a_source_with_new_ids(settings: dict, leaking: Path, tmp_path: Path):
     (tmp_path / "list.txt").write_text("# a remark\n\nval/fig/copy.jpg\n train:train/apple/00.jpg \n")
     whole, data = sources(settings, leaking), sources(settings, leaking, f"data.exclude={tmp_path / 'list.txt'}")
     assert (len(data.train), len(data.val)) == (len(whole.train) - 1, len(whole.val) - 1)
@@ -176,7 +176,7 @@ def test_a_look_at_some_images_keeps_what_is_listed(settings, leaking: Path, tmp
     assert "train/fig/gone.jpg" not in names
 
 
-def test_what_kd_serve_refuses_is_counted(settings, photos, tmp_path):
+def test_images_that_kd_serve_refuses_are_counted(settings, photos, tmp_path):
     """Training takes them; before, the first client of the endpoint met the limits."""
     shutil.copytree(photos, tmp_path / "more")
     kinds = {"a.gif": (60, 40), "b.png": (300, 10), "c.png": (30, 3), "d.png": (5200, 5000), "e.jpg": (5200, 5000)}

@@ -90,7 +90,7 @@ def test_without_a_test_split_the_report_says_that_the_best_was_counted(settings
     assert result.scored.row["accuracy"] == pytest.approx(result.metrics["accuracy"])
 
 
-def test_the_teacher_of_a_table_answers_for_test_images(settings, photos, tmp_path):
+def test_a_table_teacher_has_outputs_for_test_images(settings, photos, tmp_path):
     sources = open_sources(resolve(config.load(settings)).data)
     names = [source.name(id) for source in (sources.train, sources.val) for id in range(len(source))]
     right = [source.label(id) for source in (sources.train, sources.val) for id in range(len(source))]

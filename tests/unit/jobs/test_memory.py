@@ -119,7 +119,7 @@ def test_the_peak_is_a_line_in_the_number_of_images():
         (["optimizer.zero=true"], 1.5),
     ],
 )
-def test_what_is_held_is_floats_of_each_weight(overrides, floats):
+def test_held_memory_is_floats_per_weight(overrides, floats):
     plan = recipe(*overrides)
     distillation, _ = models(plan)
     weights = sum(p.numel() for p in distillation.parameters())

@@ -23,7 +23,7 @@ def test_a_run_has_a_repr_of_one_screen_and_its_student(settings):
     assert logits.shape == (1, 3)
 
 
-def test_a_teacher_of_another_size_is_said_with_its_cost(settings):
+def test_a_teachers_other_input_size_is_reported_with_its_cost(settings):
     same = describe(resolve(config.load(settings)))
     assert "its own" not in same
     size = settings["data"]["image_size"]

@@ -76,7 +76,7 @@ def test_a_wrong_table_is_one_line(tmp_path, name, content, words):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_table_is_written_for_others_or_an_error_of_the_disk(tmp_path, small_disk):
+def test_a_table_is_written_or_a_disk_error_raised(tmp_path, small_disk):
     table = answer_table.AnswerTable("logits", [f"{i}.jpg" for i in range(2000)], torch.zeros(1, 2000, 50))
     answer_table.write(tmp_path / "a.safetensors", table)
     assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o644
@@ -129,7 +129,7 @@ def test_absolute_names_are_those_of_the_data(settings, tmp_path):
         ("logits", [[0.5, 0.5, 0.5]], "probabilities"),
     ],
 )
-def test_all_answers_are_checked_for_probabilities(settings, tmp_path, outputs, last, found):
+def test_all_outputs_are_checked_for_probabilities(settings, tmp_path, outputs, last, found):
     """The last validation images have no probabilities, all others have: the first 64 answers do not say it."""
     write(settings, tmp_path / "a.csv", torch.tensor(last))
     data = listed(settings)
@@ -138,7 +138,7 @@ def test_all_answers_are_checked_for_probabilities(settings, tmp_path, outputs, 
         build(asked(settings, tmp_path / "a.csv", outputs=outputs))
 
 
-def test_a_run_says_that_answers_do_not_see_the_augmentation(settings, tmp_path, capsys):
+def test_a_run_notes_that_table_outputs_ignore_augmentation(settings, tmp_path, capsys):
     write(settings, tmp_path / "a.csv")
     chosen = asked(settings, tmp_path / "a.csv", outputs="probabilities", min_accuracy=0.0)
     said = "its outputs are for whole images; the student sees augmented ones (data.augment: crop 0.25, flip 0.5"
@@ -149,7 +149,7 @@ def test_a_run_says_that_answers_do_not_see_the_augmentation(settings, tmp_path,
     assert "whole images" not in describe(resolve(config.load(chosen, plain)))
 
 
-def test_vectors_and_names_are_as_many(tmp_path):
+def test_numbers_of_vectors_and_names_must_be_equal(tmp_path):
     np.savez(tmp_path / "a.npz", vectors=np.eye(2, 4, dtype=np.float32), classes=["apple", "fig", "pear"])
     with pytest.raises(ModelError, match=r"^teacher\.vectors: .* names 3 classes and holds 2 vectors"):
         read_vectors(str(tmp_path / "a.npz"), "teacher.vectors")

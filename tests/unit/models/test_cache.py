@@ -50,7 +50,7 @@ def ask(teacher: CachedTeacher, *batches: Batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_it_answers_as_the_live_teacher_and_asks_it_once(tmp_path, live, dtype):
+def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, dtype):
     stored = CachedTeacher(live, opened(tmp_path, dtype))
     asked = [batch(list(range(8))), batch(list(range(8, 16)))]
     expected = [live(one).logits for one in asked]
@@ -103,7 +103,7 @@ def test_views_are_kept_apart(tmp_path, live):
     assert live.images - before == 4  # the expectations only
 
 
-def test_padding_is_neither_asked_nor_written(tmp_path, live):
+def test_padding_is_neither_predicted_nor_written(tmp_path, live):
     padded = batch([4, 5, 0, 0])
     padded.weight[2:] = 0
     stored = CachedTeacher(live, opened(tmp_path))
@@ -218,7 +218,7 @@ def _write_until_full(folder: str, answers) -> None:
     answers.put((IMAGES - len(stored.store.missing(0)), stored.live.images, stored.store.stopped))
 
 
-def test_a_full_disk_is_said_once_and_the_teacher_goes_on(tmp_path):
+def test_a_full_disk_is_reported_once_and_the_teacher_runs_on(tmp_path):
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     run = context.Process(target=_write_until_full, args=(str(tmp_path), answers))

@@ -168,7 +168,7 @@ def test_wrappers_and_prefixes(prefix, file):
             assert f"{first}." in said, wrapper
 
 
-def test_which_set_is_said_and_chosen(file):
+def test_the_set_of_tensors_is_reported_and_selectable(file):
     raw, averaged = vit(), vit(seed=1)
     path = file({"model": raw.state_dict(), "model_ema": averaged.state_dict(), "loss": {"centre": torch.ones(2)}})
     told = taken(path).notes[0]
@@ -292,7 +292,7 @@ def theirs(name: str) -> tuple[nn.Module, str, dict[str, Any], int]:
 @pytest.mark.parametrize(
     "name", ["vit", "swin", "convnext", "efficientnet_b0", "mobilenet_v2", slow("mnasnet1_0"), slow("efficientnet_b2")]
 )
-def test_a_file_of_torchvision_s_answers_as_it_does_there(name, file):
+def test_a_torchvision_file_predicts_like_torchvision(name, file):
     network, model, args, size = theirs(name)
     with torch.no_grad():
         for tensor in network.state_dict().values():
@@ -363,7 +363,7 @@ def test_grids_of_another_size_as_timm_resamples_them(file):
     assert "position embedding (1, 17, 24) became (1, 5, 24)" in taken(wide).notes[0]
 
 
-def test_a_grey_teacher_answers_the_grey_picture_of_a_photograph(file):
+def test_a_grey_teacher_sees_the_grey_of_a_photograph(file):
     network = vit(in_chans=1)
     overlay = {"mean": [0.4, 0.4, 0.4], "std": [0.2, 0.2, 0.2]}
     made = taken(file(network.state_dict()), args={**ARGS, "in_chans": 1, "pretrained_cfg_overlay": overlay})
@@ -548,14 +548,14 @@ def test_the_index_of_shapes_is_that_of_this_timm():
         assert name in lines[line_of(name)].split()
 
 
-def test_what_is_recognized_of_files_of_others(file):
+def test_files_of_other_libraries_are_recognized(file):
     with pytest.raises(ModelError, match="names of torchvision"):
         identify("--teacher", file(torchvision.models.mobilenet_v3_small().state_dict(), "mine.pth"))
     with pytest.raises(ModelError, match=r"no network of timm.*NAME=FILE"):
         identify("--teacher", file(nn.Sequential(nn.Linear(3, 3)).state_dict(), "mine.pth"))
 
 
-def test_a_student_starts_from_such_files_too(file):
+def test_a_student_starts_from_files_of_other_libraries(file):
     raw, averaged = vit(), vit(seed=1)
     path = file({"model": {f"module.{n}": t for n, t in raw.state_dict().items()}, "model_ema": averaged.state_dict()})
     made = taken(path, ("a", "b"), where="student")
@@ -581,7 +581,7 @@ def test_the_log_and_the_manifest_say_what_was_taken(written, command, file, tmp
     assert "'state_dict_ema' (averaged)" in manifest["student_notes"][0]
 
 
-def test_without_labels_the_spread_of_the_answers_is_said(written, command, file):
+def test_without_labels_the_spread_of_predictions_is_reported(written, command, file):
     """Nothing can prove that weights of the right shapes are the right ones; one that answers alike shows in it."""
     path = file({name: torch.zeros_like(one) for name, one in vit(3).state_dict().items()})
     teacher = {"model": NAME, "args": ARGS, "checkpoint": str(path)}
@@ -624,7 +624,7 @@ def test_parameters_without_statistics_are_named(file):
     assert "state_dict()" in text
 
 
-def test_what_a_trainer_wrote_of_the_network_is_said(file):
+def test_a_trainers_record_of_the_network_is_reported(file):
     """Heads that are divided otherwise have equal shapes: nothing but this can tell."""
     beside = argparse.Namespace(model=NAME, model_kwargs={"num_heads": 3}, lr=0.1)
     told = taken(file({"state_dict": vit().state_dict(), "args": beside})).notes[-1]

@@ -46,7 +46,7 @@ def test_precision_reaches_the_networks_and_spares_the_pixels():
     assert live(batch()).logits.dtype == torch.float32
 
 
-def test_what_it_depends_on_names_every_member():
+def test_the_identity_has_every_member():
     one, two, three = member(0), member(1), member(2)
     pair, other = Ensemble((one, two), (1.0, 1.0), AVERAGE), Ensemble((one, three), (1.0, 1.0), AVERAGE)
     assert digest(pair.network) != digest(other.network)

@@ -57,7 +57,7 @@ def test_features_need_no_classifier(foreign):
     assert torch.equal(made.network.patch_embed.proj.weight, network.patch_embed.proj.weight)
 
 
-def test_what_does_not_fit_is_one_line(foreign, tmp_path):
+def test_unfit_networks_are_one_line_errors(foreign, tmp_path):
     path, network = foreign
     tensors = torch.load(path, weights_only=True)["state_dict"]
     assert "teacher.model: has 5 classes" in refusal(path, CLASSES) or "has 5" in refusal(path, CLASSES)

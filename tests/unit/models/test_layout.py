@@ -19,7 +19,7 @@ def built(model: str, args: dict | None = None, **more):
 
 
 @pytest.mark.parametrize(("model", "args", "last"), [("resnet18", SMALL, True), ("vit_tiny_patch16_224", {}, False)])
-def test_a_network_of_convolutions_keeps_channels_last_and_answers_the_same(model, args, last):
+def test_a_channels_last_network_has_equal_outputs(model, args, last):
     made = built(model, args, free_size=True).eval()
     weights = [p for p in made.network.parameters() if p.dim() == 4 and min(p.shape[1:]) > 1]
     assert all(p.is_contiguous(memory_format=torch.channels_last) == last for p in weights)

@@ -187,7 +187,7 @@ def test_another_number_of_classes_is_never_a_random_head(stored, how):
         assert way in message
 
 
-def test_the_file_alone_also_tells_the_number_of_classes(stored, tmp_path):
+def test_the_number_of_classes_is_read_from_the_file(stored, tmp_path):
     shutil.copy(stored / "model.safetensors", tmp_path / "alone.safetensors")
     message = refusal(classes=CLASSES[:2], checkpoint=str(tmp_path / "alone.safetensors"), exact_head=True)
     assert "has 3 classes, the data has 2" in message
@@ -292,7 +292,7 @@ def test_the_position_embedding_of_another_image_size_is_resampled_as_timm_does_
         torch.testing.assert_close(found.eval()(image).features["pooled"], expected)
 
 
-def test_a_config_json_in_the_working_folder_is_nobody_s(monkeypatch, tmp_path):
+def test_a_config_json_in_the_working_folder_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     monkeypatch.chdir(tmp_path)
     assert build(exact_head=True).num_classes == 3

@@ -66,7 +66,7 @@ def test_a_package_that_is_missing(monkeypatch, tmp_path):
         onnx.onnx_runner(tmp_path / "model.onnx")
 
 
-def test_the_answers_of_a_graph_beside_pytorchs():
+def test_a_graphs_outputs_equal_pytorchs():
     reference, task = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), SingleLabel()
     outputs = {
         EAGER: reference,

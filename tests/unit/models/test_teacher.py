@@ -54,7 +54,7 @@ def test_slices_give_what_the_whole_gives(micro_batch):
     torch.testing.assert_close(sliced.features["pooled"], whole.features["pooled"], rtol=1e-5, atol=1e-6)
 
 
-def test_answers_can_be_used_under_autograd():
+def test_outputs_can_be_used_under_autograd():
     outputs = LiveTeacher(model(("pooled",)), CPU)(batch())
     assert not outputs.logits.requires_grad
     assert not outputs.logits.is_inference()
@@ -64,7 +64,7 @@ def test_answers_can_be_used_under_autograd():
     torch.testing.assert_close(weight.grad, outputs.logits.sum(0))
 
 
-def test_bfloat16_answers_are_float32_and_close():
+def test_bfloat16_outputs_are_float32_and_close():
     exact, coarse = LiveTeacher(model(), CPU)(batch()), LiveTeacher(model(), CPU, torch.bfloat16)(batch())
     assert coarse.logits.dtype == torch.float32
     torch.testing.assert_close(coarse.logits, exact.logits, rtol=0.1, atol=0.05)

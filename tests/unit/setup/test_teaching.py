@@ -92,7 +92,7 @@ MADE = {"resnet10t": (1.0, 0.0), "tf_efficientnet_lite0": (1.0, 0.09), "vit_tiny
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("units", [{"avx512_bf16"}, {"avx512_bf16", "amx_bf16"}])
-def test_what_a_network_is_made_of_decides_too(monkeypatch, cpu, units, threads, trained):
+def test_auto_depends_on_the_networks_layers(monkeypatch, cpu, units, threads, trained):
     """AVX-512 trains depthwise convolutions faster in float32, and with several threads all convolutions."""
     for place in (host, _ddp):
         monkeypatch.setattr(place, "bf16_units", lambda *root: units)
@@ -140,7 +140,7 @@ def test_auto_is_the_machines_mode_and_nothing_is_timed(monkeypatch, built):
     assert curve(run) == curve(again)
 
 
-def test_bfloat16_that_spoils_the_answers_is_refused(monkeypatch, built):
+def test_auto_refuses_bfloat16_with_large_logit_errors(monkeypatch, built):
     """A classifier whose logits are small differences of large numbers."""
 
     def spoilt(teachers: Teachers) -> Teachers:
@@ -192,14 +192,14 @@ def test_a_divided_teacher_is_not_compared_and_runs_in_float32(monkeypatch, cpu,
         ("int8+onnxruntime", "int8+onnxruntime", True),
     ],
 )
-def test_what_a_manifest_says_of_a_mode(text, numerics, rebuilt):
+def test_the_manifest_text_of_a_mode(text, numerics, rebuilt):
     precision, kernel, *compiled = text.split("+")
     mode = ExecutionMode(precision, kernel, bool(compiled))
     assert str(mode) == text
     assert (mode.numerics, mode.rebuilt) == (numerics, rebuilt)
 
 
-def test_what_is_named_and_cannot_be_run():
+def test_a_named_mode_that_cannot_run_is_an_error():
     def fails() -> torch.Tensor:
         raise RuntimeError("no compiler here\nand a long explanation")
 
@@ -340,7 +340,7 @@ def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
         ("backend.kind=neuron teacher.compile=on", "compile: is on, but backend 'neuron' compiles by"),
     ],
 )
-def test_what_cannot_be(overrides, message):
+def test_incompatible_runtime_and_precision_are_refused(overrides, message):
     found = refusals(*overrides.split(), features="features" in message)
     # a runtime that is not installed is refused beside it, as a package that is missing
     assert all(isinstance(error, ConfigError | MissingExtra) for error in found), found
@@ -365,7 +365,7 @@ def test_an_extra_that_is_missing(monkeypatch, package, key, message):
 @pytest.mark.parametrize(
     "overrides", [[], ["backend.kind=cuda"], ["teacher.runtime=torch", "teacher.compile=on"], ["student.compile=on"]]
 )
-def test_what_can_be(overrides):
+def test_compatible_runtime_and_precision_are_accepted(overrides):
     assert refusals(*overrides, features=True) == []
 
 

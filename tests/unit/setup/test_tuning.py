@@ -163,7 +163,7 @@ def test_frozen_for_all_epochs_is_frozen_for_good(make):
     assert without_clocks(both[0].store.rows)[0]["grad_norm"] == without_clocks(both[1].store.rows)[0]["grad_norm"]
 
 
-def test_what_is_frozen_for_good_needs_no_gradients(settings):
+def test_permanently_frozen_parameters_need_no_gradients(settings):
     vit = ["student.args={embed_dim: 384, depth: 12, num_heads: 6}"]
     frozen = ["student.tuning.freeze=[cls_token, pos_embed, patch_embed.*, blocks.*, norm.*]"]
     told = [describe(resolve(config.load(settings, [*vit, *more]))) for more in ([], frozen)]
@@ -171,7 +171,7 @@ def test_what_is_frozen_for_good_needs_no_gradients(settings):
     assert whole == pytest.approx(4 * weights, rel=0.05)  # weights; gradients and AdamW's two averages
 
 
-def test_layers_thaw_after_so_many_epochs(make, tmp_path):
+def test_layers_thaw_after_freeze_epochs(make, tmp_path):
     made = make(*NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.keep=9", folder=tmp_path / "run")
     before = tensors(made)
     train(made.run)
@@ -293,7 +293,7 @@ SLOW = ("run.epochs=9", "optimizer.lr=1e-12", "run.patience=2")
 
 
 @pytest.mark.parametrize("checkpoint", [0, 3])
-def test_a_run_ends_after_so_many_evaluations_that_are_no_better(make, tmp_path, checkpoint):
+def test_a_run_ends_after_patience_evaluations(make, tmp_path, checkpoint):
     """And stays ended: entered again, it trains nothing."""
     keys = (*SLOW, f"run.every.checkpoint={checkpoint}")
     made = make(*keys, folder=tmp_path / "run")
@@ -363,7 +363,7 @@ def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expecte
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.01, 1), (0.1, 1), (0.6, 3), (1, 4)])
-def test_the_length_of_a_balanced_run_is_told(settings, make, share, steps):
+def test_the_length_of_a_balanced_run_is_printed(settings, make, share, steps):
     key = f"data.balance={share}"
     assert f"{2 * steps} steps of 8 images (2 epochs)" in describe(resolve(config.load(settings, [key])))
     assert len(make(key).run.sifter.plan(0, 0.0).ids) == 8 * steps

@@ -66,7 +66,7 @@ def test_dicts_are_the_classes():
         ),
     ],
 )
-def test_what_is_not_allowed_is_one_line(keys, message):
+def test_invalid_values_are_one_line_errors(keys, message):
     whole = {"beta_value": 1.0, "loss_history_length": 5, "loss_based_sift_config": BASE, **keys}
     with pytest.raises(SiftConfigValidationException) as caught:
         RelativeProbabilisticSiftConfig(**whole)

@@ -41,7 +41,7 @@ def test_a_sentence():
         ("  ", "is empty"),
     ],
 )
-def test_what_is_no_sentence(text, told):
+def test_malformed_limits_are_refused(text, told):
     with pytest.raises(ValueError, match=told):
         limits(text)
 

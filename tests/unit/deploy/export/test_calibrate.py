@@ -45,7 +45,7 @@ def test_each_half_is_divided_by_the_temperature_of_the_other():
         torch.testing.assert_close(found[first::2], torch.full_like(found[first::2], other))
 
 
-def test_where_every_answer_is_right_or_wrong_it_ends_at_its_limits():
+def test_all_right_or_all_wrong_predictions_give_a_limit():
     logits_NC = torch.tensor([[3.0, 0.0], [0.0, 2.0]])
     assert temperature(logits_NC, torch.tensor([0, 1])) == pytest.approx(LOWEST)
     assert temperature(logits_NC, torch.tensor([1, 0])) == pytest.approx(HIGHEST)
@@ -72,7 +72,7 @@ class Cosine(nn.Linear):
     """A head that divides by the length of its weights."""
 
 
-def test_what_is_not_linear_is_left_alone():
+def test_a_nonlinear_last_layer_is_not_calibrated():
     network = timm.create_model("vit_tiny_patch16_224", num_classes=5, depth=1)
     network.head = Cosine(network.head.in_features, 5)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}

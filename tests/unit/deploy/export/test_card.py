@@ -37,7 +37,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_what_the_answers_mean(card):
+def test_the_card_explains_the_outputs(card):
     calibration = {"temperature": 1.5, "images": 200, "ece": 0.1, "calibrated_ece": 0.02}
     metrics = {"metrics": {"accuracy": 0.5, "top5": 1.0, "ece": 0.1}}
     found = words(card(made=Made(calibration=calibration), provenance=metrics))

@@ -127,7 +127,7 @@ def test_one_label_is_sure_from_the_threshold_on():
     )
 
 
-def test_what_cannot_be_chosen_is_one_line():
+def test_an_impossible_rule_is_a_one_line_error():
     logits, labels = drawn(60, 4)
     with pytest.raises(ModelError, match=r"^--defer: no confidence holds 0.001: .* may be wrong.*--defer-share 0.1.$"):
         choose(Rule(wrong=0.001), {"": logits}, labels, {}, CLASSES)

@@ -26,7 +26,7 @@ def files(folder) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_graphs_that_are_asked_for(subject, tmp_path):
+def test_only_requested_graphs_are_written(subject, tmp_path):
     made = subject()
     written = write(made, tmp_path / "export", ExportOptions(pt2=True, int8=True))
     plain = {"README.md", "config.json", "kd.json", "manifest.json", "model.safetensors"}
@@ -44,7 +44,7 @@ def test_the_graphs_that_are_asked_for(subject, tmp_path):
     assert np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max() < 1e-4
 
 
-def test_confidences_are_right_on_average_and_answers_as_they_were(subject, tmp_path):
+def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
     """Probabilities that are far too even, as those of `wttm`: every file has the temperature."""
     pixels = np.random.default_rng(2).integers(0, 256, (200, 3, 16, 16), np.uint8)
     plain, made = subject().student, subject()
@@ -132,7 +132,7 @@ def test_a_failing_int8_step_leaves_the_float_graphs_of_a_comparison(subject, tm
         write(subject(), tmp_path / "other", ExportOptions(int8=True))
 
 
-def test_what_is_put_into_the_folder_while_an_export_is_written_is_kept(subject, tmp_path):
+def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
     """The check before the work says nothing of the minutes that follow."""
 
     def exported_while(folder, file):

@@ -257,7 +257,7 @@ def test_pipes_and_sockets_get_a_row_with_an_error(exported, pictures, expected,
     assert all("not a regular file" in row["error"] for row in rows.values())
 
 
-def test_sigterm_ends_it_while_a_storage_does_not_answer(exported, tmp_path):
+def test_sigterm_ends_it_during_a_hanging_read(exported, tmp_path):
     """A request that nobody answers held the first signal back."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         listed = tmp_path / "listed.txt"

@@ -93,7 +93,7 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
         assert (row["answered_by"], row["sure"]) == (one.get("answered_by"), one.get("sure"))
 
 
-def test_killed_and_resumed_no_image_is_asked_twice_and_none_is_lost(small, large, pictures, tmp_path):
+def test_a_killed_and_resumed_job_predicts_each_image_once(small, large, pictures, tmp_path):
     listed = tmp_path / "listed.txt"
     names = [str(path) for path in sorted(pictures.glob("*_*.jpg"))]
     listed.write_text("\n".join([*names, "missing.jpg"] * 60))
@@ -158,7 +158,9 @@ def renamed(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, pictures, refused, settings, tmp_path):
+def test_incompatible_exports_are_one_line_errors(
+    small, large, teacher, exported, pictures, refused, settings, tmp_path
+):
     to = ("--to", tmp_path / "all.csv")
     assert "does not say which of its predictions are sure" in refused(
         "predict", exported, pictures, *to, "--second", large
@@ -169,7 +171,7 @@ def test_what_does_not_go_together_is_one_line(small, large, teacher, exported, 
     assert not to[1].exists()
 
 
-def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refused, tmp_path):
+def test_a_teacher_without_an_export_is_a_one_line_error(distilled, embedded, exported, refused, tmp_path):
     to = ("--to", tmp_path / "export")
     assert "no confidence holds 0.02" in refused("export", distilled, *to, "--defer", "0.02")
     assert "returns vectors" in refused("export", embedded, *to, "--defer-share", "0.1")
@@ -182,7 +184,7 @@ def test_what_cannot_be_exported_is_one_line(distilled, embedded, exported, refu
     assert not to[1].exists()
 
 
-def test_the_first_models_answers_are_compared_with_validation(small, large, pictures, tmp_path, monkeypatch):
+def test_the_first_models_predictions_are_compared_with_validation(small, large, pictures, tmp_path, monkeypatch):
     """Issue 49: before, nobody looked where a second model answered."""
     monkeypatch.setattr("kd.deploy.shift.ALARM", 0.0)  # every difference has its line
     notes = []

@@ -72,7 +72,7 @@ def test_multipart(boundary):
         '{"image": "\u00e9\u00e9\u00e9\u00e9"}'.encode(),
     ],
 )
-def test_json_that_is_none(body):
+def test_malformed_json_is_refused(body):
     assert status_of("application/json", "", body) == 400
 
 
@@ -90,7 +90,7 @@ def test_json_that_is_none(body):
         ("multipart/form-data; boundary=b0und", b"--b0und\r\n" + b"h" * 9000 + b"\r\n\r\nx\r\n--b0und--\r\n"),
     ],
 )
-def test_multipart_that_is_none(header, body):
+def test_malformed_multipart_is_refused(header, body):
     boundary_is_longer_than_allowed = "x" * 100 in header
     assert status_of("multipart/form-data", header, body) == 400 or boundary_is_longer_than_allowed
 
@@ -155,7 +155,7 @@ def test_scores_are_torchs_softmax():
     assert np.isfinite(responses.probabilities(np.array([[1e4, -1e4]], np.float32))).all()
 
 
-def test_the_answer_is_ranked_and_rounded():
+def test_the_prediction_is_ranked_and_rounded():
     labels = ["a", 'b "quoted", with a comma', "c"]
     found = responses.predictions(np.array([[0.0, 2.0, 1.0]], np.float32), labels, 2)
     assert [entry["label"] for entry in found[0]["top"]] == [labels[1], "c"]

@@ -60,14 +60,14 @@ def received(client: socket.socket) -> int:
     return count
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut_off():
+def test_a_client_that_does_not_read_is_cut_off():
     with serving(Limits(write_seconds=0.5)) as client:
         client.sendall(ASK)
         time.sleep(2)
         assert 0 < received(client) < SIZE
 
 
-def test_a_client_that_reads_gets_all_of_it():
+def test_a_client_that_reads_gets_the_whole_response():
     with serving(Limits(write_seconds=10)) as client:
         client.sendall(ASK)
         time.sleep(0.3)

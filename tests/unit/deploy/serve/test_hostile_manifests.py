@@ -100,7 +100,7 @@ def test_one_line(plain, tmp_path, path, value):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\ud83d", "\xff", "null", "3", '"x"', "{}"])
-def test_what_is_no_manifest(plain, tmp_path, text):
+def test_invalid_manifests_are_refused(plain, tmp_path, text):
     folder = Path(shutil.copytree(plain, tmp_path / "export"))
     (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelError, match=r"^export: "):

@@ -48,13 +48,13 @@ def test_the_formats_that_are_taken(kind):
 
 
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO", "EPS", "TGA"])
-def test_other_formats_are_none(kind):
+def test_other_formats_are_refused(kind):
     status, detail = refused(saved(PHOTO, kind))
     assert (status, detail) == (415, f"This is not an image in one of the formats {', '.join(NAMES)}.")
 
 
 @pytest.mark.parametrize("data", [b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"\0" * 100, b"GIF89a", b"%!PS-Adobe"])
-def test_what_is_no_image(data):
+def test_bytes_that_are_no_image_are_refused(data):
     assert refused(data)[0] == 415
 
 

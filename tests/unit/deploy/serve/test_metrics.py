@@ -27,7 +27,7 @@ def test_the_text_for_prometheus():
     assert int(values["process_resident_memory_bytes"]) > 1_000_000
 
 
-def test_a_stalled_reader_stops_nobody():
+def test_a_stalled_reader_blocks_no_thread():
     """Issue 49: before, whoever logged waited in `write` after 64 KiB."""
     read, write = os.pipe()
     handler = Lines(write)

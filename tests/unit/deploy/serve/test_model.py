@@ -20,7 +20,7 @@ def copy(exported, tmp_path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "export"))
 
 
-def test_what_an_export_says(exported):
+def test_a_manifest_is_read_as_written(exported):
     told = describe(exported)
     assert told.labels == ("apple", "fig", "pear")
     assert (told.name, told.size, told.crop) == ("tiny", 16, 1.0)
@@ -28,7 +28,7 @@ def test_what_an_export_says(exported):
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.int8.onnx"])
-def test_a_loaded_model_answers(exported, file):
+def test_a_loaded_model_predicts(exported, file):
     model = load(describe(exported, file), 1, 1)
     model.warm_up()
     pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 16, 16), np.uint8)
@@ -63,7 +63,7 @@ def test_no_export(copy, name):
         describe(copy)
 
 
-def test_an_export_without_the_graph_asked_for(copy):
+def test_an_export_without_the_requested_graph_is_refused(copy):
     with pytest.raises(ModelError, match=r"has no 'openvino.xml'.*There is model.int8.onnx, model.onnx.*--openvino"):
         describe(copy, "openvino.xml")
     with pytest.raises(ModelError, match=r"has no '\.\./model\.onnx'"):
@@ -79,7 +79,7 @@ def test_a_changed_file(copy, name):
         load(describe(copy), 1, 1)
 
 
-def test_a_graph_that_is_none(copy):
+def test_an_invalid_graph_is_refused(copy):
     (copy / "model.onnx").write_bytes(b"no graph")
     manifest = unsealed(copy)
     manifest["files"]["model.onnx"]["sha256"] = hashlib.sha256(b"no graph").hexdigest()
@@ -100,7 +100,7 @@ def test_labels_of_another_number(copy):
         load(describe(copy), 1, 1).warm_up()
 
 
-def test_openvino_answers_as_onnxruntime_does(exported, tmp_path):
+def test_openvino_predicts_like_onnxruntime(exported, tmp_path):
     pytest.importorskip("openvino", reason="openvino is not installed")
     folder = Path(shutil.copytree(exported, tmp_path / "export"))
     network = Network(lambda _: None, folder / "model.onnx", lambda _: (), "logits")

@@ -87,7 +87,7 @@ def test_a_healthy_run_has_no_finding():
     assert find(Evidence({0: [steady(steps=5)]}, [sample()])) == []
 
 
-def test_waiting_for_data_is_told_from_its_cause():
+def test_the_finding_on_data_wait_names_its_cause():
     """The same wait: decoding, where there is a core for it, and where there is none; reading; and just under it."""
     alone = steady(ms=WAITING, loading_ms=loading(10.0, DECODES))
     found = ask(alone, workers=0, cores=4)
@@ -184,7 +184,7 @@ def test_the_memory_of_a_gpu_counts_where_there_is_one():
     assert ask(samples=samples(10.0), device="cuda", store="ram")["GPUMemoryIncrease"].value == "disk"
 
 
-def test_a_step_of_which_little_depends_on_the_images():
+def test_a_step_with_large_fixed_overhead_is_found():
     small = {"forward": 7.0, "backward": 9.0, "optimizer": 4.0, "other": 0.5}
     found = ask(steady(ms=small), batch_size=2)["BatchSize"]
     assert (found.key, found.value) == ("data.batch_size", 8)

@@ -13,7 +13,7 @@ from kd.engine.monitor.system import Monitor, Sampler, file_name
 from kd.files.storage import read_rows
 
 
-def test_a_sample_tells_what_the_machine_does():
+def test_a_sample_measures_the_machine():
     """Between the CPU time inside of the sample's interval and that around it, whatever the neighbours do."""
     outer, outer_cpu, before = time.perf_counter(), time.process_time(), time.time()
     sampler = Sampler()

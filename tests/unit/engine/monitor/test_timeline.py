@@ -105,7 +105,7 @@ def test_a_row_has_what_loading_its_batches_took(tmp_path):
 
 
 @pytest.mark.usefixtures("made_clock")
-def test_a_window_tells_the_median_step_and_leaves_evaluation_out(tmp_path):
+def test_a_window_has_the_median_step_without_evaluation(tmp_path):
     with Timeline(path=tmp_path / "t") as timeline:
         for step in range(1, 4):
             for name in PARTS:

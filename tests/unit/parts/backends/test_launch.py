@@ -64,7 +64,7 @@ def test_accelerate_on_cpus_starts_one_process_and_kd_says_so(tmp_path, processe
     assert (ONE in text) == (processes == "2")
 
 
-def test_one_process_where_accelerate_was_asked_for_several_is_refused(monkeypatch):
+def test_a_single_process_of_a_multiprocess_accelerate_launch_is_refused(monkeypatch):
     """With the variables that it sets then."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert read_launch().world_size == 1
@@ -74,7 +74,7 @@ def test_one_process_where_accelerate_was_asked_for_several_is_refused(monkeypat
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_cudnn_times_convolutions_only_where_asked(monkeypatch, on):
+def test_cudnn_times_convolutions_only_if_configured(monkeypatch, on):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul

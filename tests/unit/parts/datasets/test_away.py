@@ -26,7 +26,7 @@ def source(tmp_path) -> ImageFolder:
 
 
 @pytest.mark.parametrize("code", ["ESTALE", "EIO", "EACCES", "ENOENT", "ETIMEDOUT", "ENOTCONN", "EMFILE"])
-def test_what_cannot_be_read_is_fatal_though_corrupt_images_are_skipped(source, monkeypatch, code):
+def test_a_failed_read_is_fatal_although_corrupt_images_are_skipped(source, monkeypatch, code):
     number, tries, opened = getattr(errno, code), [], builtins.open
 
     def fail(path, *args, **more):

@@ -174,13 +174,13 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_line_that_repeats_another_counts_once_and_is_said(root):
+def test_a_repeated_line_counts_once_and_is_reported(root):
     found = open_list(root, f"path,label\n{LINE}{LINE}apple_pie/1,pie\n")
     assert pairs(found) == PIE
     assert "3 lines of data.train_list repeat another with the same label, and count once" in found.notes
 
 
-def test_a_name_is_a_path_beside_its_list_where_the_root_has_none(root):
+def test_a_name_missing_in_the_root_is_searched_beside_its_list(root):
     (root / "baklava" / "_list.csv").write_text("path,label\n1.jpg,cake\n2.jpg,pie\n")
     options = Options(root=str(root), train_list="baklava/_list.csv", val_list="v.csv")
     assert pairs(build(options, "train", None)) == {"baklava/1.jpg": "cake", "baklava/2.jpg": "pie"}

@@ -181,7 +181,7 @@ def scans(jpeg: bytes, more: int) -> bytes:
     return jpeg[:second] + jpeg[first:second] * more + jpeg[second:]
 
 
-def test_many_scans_are_refused_whatever_pillow_calls_the_file():
+def test_many_scans_are_refused_for_every_jpeg_format_name():
     """A second picture behind the first makes an MPO; its scans and those of a thumbnail are not decoded."""
     plain = stored(NOISE, "JPEG", progressive=True)
     burst = stored(NOISE, "MPO", save_all=True, append_images=[NOISE] * 9, progressive=True)

@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_painter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_painter_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(food_mini, "pictures", lambda options, split: [(0, "no such dish", 0, 0)])
     with pytest.raises(DataError, match="no such dish"):
         food_mini.paint(small(tmp_path), tmp_path / "folder")

@@ -58,7 +58,7 @@ def test_a_file_without_an_ending_is_read_if_it_begins_as_an_image(tmp_path):
 
 
 @WITHOUT_HEIF
-def test_what_is_left_out_is_counted_and_named(tmp_path):
+def test_omitted_files_are_counted_and_named(tmp_path):
     fill(tmp_path, *(f"train/{name}/1.png" for name in ("apple", "fruit/pear")), "train/notes.txt")
     for name in ("fig", "nuts/hazel", "fruit/plum"):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path):
 
 @pytest.mark.slow  # pytest inside pytest
 @pytest.mark.skipif(not HEIF, reason="pillow-heif is not installed: the tests run as they are")
-def test_what_is_said_without_pillow_heif():
+def test_heic_without_pillow_heif_names_the_package():
     """The tests that need its absence, in a process that does not find it."""
     here = Path(__file__).parent
     chosen = [here, here.parents[1] / "jobs" / "test_before_a_run.py"]
@@ -186,7 +186,7 @@ ONE_EACH = ("train/apple/1.png", "train/pear/1.png")
         (ONE_EACH, {"val_fraction": 0.1}, "train", r"data\.root is already split: it has a folder 'train'"),
     ],
 )
-def test_what_does_not_fit_is_one_line(tmp_path, files, wanted, split, message):
+def test_unfit_folders_are_one_line_errors(tmp_path, files, wanted, split, message):
     (tmp_path / "train/apple").mkdir(parents=True) if not files else fill(tmp_path, *files)
     chosen = {**wanted, "root": str(tmp_path / wanted.get("root", ""))}
     with pytest.raises(DataError, match=rf"^data\.(root|val_fraction): .*{message}") as caught:

@@ -57,7 +57,7 @@ def test_all_forms_say_the_same_and_val_fraction_parts_them(root):
     assert len(prints) == 1
 
 
-def test_an_image_without_an_entry_has_no_label_where_some_have_none(root):
+def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
     (root / "some.json").write_text(json.dumps({"a.jpg": ["egg"], "c.jpg": None, "d.jpg": []}))
     options = Options(root=str(root), train_labels="some.json", val_labels="val.json")
     some = build(options, "train", ("egg", "rice"), "some")

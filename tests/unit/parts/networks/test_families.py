@@ -39,7 +39,7 @@ def tensor(images):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_answers_as_at_home(family, tmp_path):
+def test_a_familys_outputs_equal_its_own_librarys(family, tmp_path):
     """Channel order, offsets, missing and left-over keys were ignored: logits off by 0.9 to 3.8 spreads, exit 0."""
     make(family, tmp_path)
     pixels = prepared(tmp_path, squares(), **FLAT)
@@ -81,7 +81,7 @@ def test_a_family_has_features(family, tmp_path):
         ("donut-swin", "makes 60x80 pixels of a square image.*size"),
     ],
 )
-def test_what_prepares_no_square_of_pixels_is_one_line(family, message, tmp_path):
+def test_a_processor_without_square_pixels_is_a_one_line_error(family, message, tmp_path):
     assert family in REFUSED
     make(family, tmp_path)
     with pytest.raises(ModelError, match=rf"^teacher\.model: .*{message}"):

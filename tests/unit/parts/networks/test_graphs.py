@@ -112,7 +112,7 @@ TOLERANCE = {HALF: 2e-3, FLOAT: 3e-6, BYTE: 2e-4}
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-def test_a_graph_answers_as_its_arithmetic(name, tmp_path):
+def test_a_graphs_output_equals_its_arithmetic(name, tmp_path):
     shape = ANSWERED[name]
     image = torch.randint(256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     model = load(shape, tmp_path / "g.onnx")

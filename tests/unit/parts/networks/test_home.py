@@ -158,7 +158,7 @@ def test_classes_that_do_not_fit(lines, own, message, tmp_path):
         named(spec(), 7, own, file)
 
 
-def test_what_the_data_s_classes_hold_of_the_probability_is_shown(bare, tmp_path):
+def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
     pytest.importorskip("transformers")
     folder = write_vit(tmp_path / "vit", ANIMALS)
     (tmp_path / "names.txt").write_text("Granny Smith\nfig\npear\n")
@@ -225,7 +225,7 @@ def test_weights_as_training_scripts_save_them(wrap, bare, mine, tmp_path):
     assert torch.equal(model.network.inner[1].weight, state["1.weight"])
 
 
-def test_a_module_in_half_precision_answers_as_itself_in_float32(bare, mine):
+def test_a_half_precision_module_equals_itself_in_float32(bare, mine):
     """It was a traceback: float pixels for half weights."""
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     half, whole = (loaded(bare, {**mine, "args": {"half": half}})[1].model for half in (True, False))

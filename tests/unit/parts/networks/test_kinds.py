@@ -111,7 +111,7 @@ def test_several_kinds_are_averaged(made, bare):
     assert manifest["modes"]["teacher"] == "fp32+unfused"
 
 
-def test_the_same_network_answers_alike_in_torch_onnx_and_a_table(made, bare, photos):
+def test_a_network_has_equal_outputs_in_torch_onnx_and_a_table(made, bare, photos):
     models = {kind: load(bare, made[kind]).eval() for kind in ("torch", "onnx", "answers")}
     source = models["answers"] and open_sources(resolve(config.load(merged(bare, {"teacher": made["torch"]}))).data).val
     pixels = np.stack([np.asarray(source.decode(id).image.resize((16, 16))) for id in range(3)])
@@ -393,7 +393,7 @@ def test_a_table_that_does_not_fit(change, message, made, bare, tmp_path):
         (torch.zeros(1, 3), "50 outputs and 51 names"),
     ],
 )
-def test_answers_for_validation_images_are_checked_too(said, message, made, tmp_path):
+def test_outputs_for_validation_images_are_checked_too(said, message, made, tmp_path):
     """NaN became a class: the teacher's accuracy and the agreement were wrong, and nothing was said."""
     table = read(made["answers"]["model"], "teacher.model")
     table = AnswerTable("logits", table.names, table.values, table.classes, ["a", "b"], said)
@@ -442,7 +442,7 @@ def test_an_exported_cache_is_the_teacher_that_filled_it(made, bare, command, tm
         train(bare, {"kind": "answers", "model": "said.safetensors"}, "other", *views, "run.seed=1")
 
 
-def test_an_exported_cache_answers_for_test_images(made, bare, command, tmp_path, monkeypatch):
+def test_an_exported_cache_has_outputs_for_test_images(made, bare, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tested = merged(bare, {"teacher": made["transformers"], "data": {"test_fraction": 0.4}})
     Path("one.yaml").write_text(config.dump(config.load(tested)))
@@ -461,7 +461,7 @@ def test_an_exported_cache_answers_for_test_images(made, bare, command, tmp_path
     assert rows[0]["row"]["teacher_accuracy"] == rows[1]["row"]["teacher_accuracy"]
 
 
-def test_what_a_module_returns():
+def test_invalid_outputs_of_a_module_are_refused():
     tensor = torch.zeros(2, 3)
 
     class Said:

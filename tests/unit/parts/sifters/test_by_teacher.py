@@ -99,7 +99,7 @@ def test_no_image_starves(choose, keep, refresh, longest):
         sifter.observe(ids, losses(ids))
 
 
-def test_what_has_no_answer_is_visited():
+def test_images_without_a_stored_output_are_visited():
     """No share is kept of an epoch that fills the cache; later ones skip only what is stored."""
     stored = Stored(torch.ones(VIEWS, IMAGES, dtype=torch.bool))
     sifter = warm(Options(keep=0.5), stored)
@@ -131,7 +131,7 @@ def test_a_draw_favours_the_hard_and_its_weights_undo_that():
 
 
 @pytest.mark.parametrize("score", ["loss", "divergence", "learnable"])
-def test_ranks_choose_alike_and_read_each_answer_once(score):
+def test_ranks_choose_the_same_images_and_read_each_output_once(score):
     options, parts = Options(score=score, choose="drawn", keep=0.5), list[torch.Tensor]()
     alone = warm(options)
     state, expected = alone.state_dict(), alone.plan(1, 0.3)
@@ -150,7 +150,7 @@ def test_ranks_choose_alike_and_read_each_answer_once(score):
         assert torch.equal(sifter.plan(1, 0.3).ids, expected.ids)
 
 
-def test_a_resumed_epoch_chooses_alike_whatever_was_stored_meanwhile():
+def test_a_resumed_epoch_ignores_outputs_stored_meanwhile():
     stored = Stored(torch.rand(VIEWS, IMAGES, generator=torch.Generator().manual_seed(2)) < 0.2)
     alone = warm(Options(choose="drawn", keep=0.5), stored)
     plan = alone.plan(1, 0.3)

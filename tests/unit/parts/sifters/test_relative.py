@@ -81,7 +81,7 @@ def test_keep_is_exact_for_any_losses(beta, kind):
     assert len(torch.cat([batch.ids for batch in batches]).unique()) == trained
 
 
-def test_an_epoch_of_which_less_than_a_step_would_be_kept_has_one_step():
+def test_an_epoch_keeps_at_least_one_step():
     sifter = made(beta=50.0)
     assert [sifter.plan(number, 0.0).steps for number in range(3)] == [1, 1, 1]
     assert len(epoch(sifter, number=3)) == 2  # micro-batches of one step

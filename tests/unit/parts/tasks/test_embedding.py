@@ -137,7 +137,7 @@ def test_records_of_another_teacher_are_refused(make, tmp_path):
         (["teacher.pipeline=2"], r"teacher\.pipeline: passes logits"),
     ],
 )
-def test_what_does_not_go_with_an_embedding_model(make, overrides, message):
+def test_options_incompatible_with_an_embedding_model_are_refused(make, overrides, message):
     with pytest.raises(ConfigError, match=message):
         make(LOSSES, *overrides)
 
@@ -224,7 +224,7 @@ class Counted(Uncached):
         return self.model(batch.image)
 
 
-def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
+def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
     generator = torch.Generator().manual_seed(0)
     bank, val = (
         [(torch.randn(3, 2, 2, generator=generator) + i % 3, i % 3) for i in range(count)] for count in (50, 23)
@@ -262,7 +262,7 @@ def test_an_evaluation_is_what_whole_splits_give_and_asks_the_teacher_once():
 @pytest.mark.parametrize(
     ("bank", "val", "words"), [(-1, 1, "none of the 9 training images"), (1, -1, "no image of the")]
 )
-def test_images_of_which_none_has_a_label_cannot_be_scored(bank, val, words):
+def test_unlabelled_images_cannot_be_scored(bank, val, words):
     images = [[(torch.randn(3, 2, 2), label)] * 9 for label in (val, bank)]
     shown = (LocalLoader(MapDataset(data, 0, labels="some"), Share(8, 1, 0, 1), 0) for data in images)
     asked, searched = (Split(loader, evaluation_plan(9, 8)) for loader in shown)

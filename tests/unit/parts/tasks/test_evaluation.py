@@ -123,7 +123,7 @@ def test_without_labels_the_teacher_is_what_is_right():
     assert (made.selection_metric, expected["agreement"]) == ("agreement", pytest.approx(right["accuracy"]))
 
 
-def test_another_teacher_is_scored_by_its_own_answers():
+def test_another_teacher_is_scored_by_its_own_outputs():
     student, teacher, label = draw(30, 3)
     made = evaluator(teacher, label, 8, 3)
     made(Table(student))
@@ -147,7 +147,7 @@ def test_an_evaluation_without_a_readable_image_is_an_error():
         evaluator(teacher, label, 8, 7, frozenset(range(30)))(Table(student))
 
 
-def test_the_teacher_is_asked_once_and_the_student_anew():
+def test_the_teacher_is_queried_once_and_the_student_each_time():
     student, teacher, label = draw(29, 3)
     made = evaluator(teacher, label, 8, 3)
     first = made(Table(student))

@@ -63,7 +63,7 @@ def torn(photos: Path, tmp_path: Path) -> Path:
     return root
 
 
-def test_what_the_list_finds_is_measured_with_this_teacher():
+def test_the_lists_recall_is_measured_with_this_teacher():
     """Issue 62: 70 % of another study were said of each teacher; here a teacher with which it was 47 %."""
     draw = np.random.default_rng(3)
     label = draw.integers(0, 4, 400)
@@ -126,7 +126,7 @@ def test_wrong_labels_and_a_far_crop_are_listed(written, command, torn: Path, in
     assert stored["teacher"]["cache"]["views"] == views
 
 
-def test_the_teacher_is_not_asked_about_images_without_a_label(settings, photos: Path, tmp_path: Path):
+def test_the_teacher_does_not_run_on_unlabelled_images(settings, photos: Path, tmp_path: Path):
     shutil.copytree(photos, tmp_path / "some")
     (tmp_path / "some/train/fig").rename(tmp_path / "some/train/unlabelled")
     shutil.rmtree(tmp_path / "some/val/fig")
@@ -150,7 +150,7 @@ def test_the_teacher_is_not_asked_about_images_without_a_label(settings, photos:
     assert (answers.share >= answers.own).all()
 
 
-def test_a_run_without_a_teacher_has_nothing_to_ask(written, command, refused, inside: Path):
+def test_a_run_without_a_teacher_is_refused(written, command, refused, inside: Path):
     path = written(run={"folder": "runs", "steps": 1}, losses=[{"kind": "ce"}])
     settings = yaml.safe_load(Path(path).read_text())
     Path(path).write_text(yaml.safe_dump({**settings, "teacher": {}}))

@@ -23,7 +23,7 @@ def answers(images: int, seed: int) -> Predictions:
     return Predictions(CLASSES, *lists, of=images, student_sure=sure.tolist(), cpu_ms=cost)
 
 
-def test_a_student_that_is_never_as_right_passes_all_on_and_one_that_always_is_none():
+def test_a_worse_student_passes_all_on_and_an_equal_one_no_image():
     one = answers(400, 2)
     wrong = replace(one, student=[(label + 1) % 3 for label in one.label], teacher=one.label)
     assert Half.of(wrong, 0).threshold() == float("inf")

@@ -92,7 +92,7 @@ def test_the_axis_of_a_share_ends_at_100_percent():
     assert "105 %" not in render([shares])
 
 
-def test_what_differs():
+def test_different_keys_are_listed():
     rows = differences([run(a=1, b=2, **{"run.name": "x"}), run(a=1, b=3, c=4, **{"run.name": "y"})])
     assert rows == [("b", [2, 3]), ("c", ["-", 4])]
 
@@ -148,7 +148,7 @@ def test_the_first_screen():
     assert "per image on the CPU, model.onnx" in page
 
 
-def test_answers_by_class():
+def test_predictions_by_class():
     answers = Predictions(("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4)
     assert answers.accuracy(answers.student)[:2] == [0.5, 1.0]
     assert answers.accuracy(answers.student)[2] != answers.accuracy(answers.student)[2]  # nan: no image
@@ -182,7 +182,7 @@ def test_the_conclusion_has_the_interval_of_each_model_and_of_their_difference()
     assert SINGLE_LABEL.text(two) == expected
 
 
-def test_better_is_said_where_the_interval_of_the_pairs_says_so():
+def test_better_requires_a_paired_interval_above_zero():
     alone = replace(run("alone"), scored=last(130))
     one = replace(run("one"), scored=last(140, 142), baseline=alone)
     assert verdicts([one]) == [

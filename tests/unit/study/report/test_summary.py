@@ -58,7 +58,7 @@ def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, nam
         ({"fitting_spent": 30.0, "manifest": {"at_hand": {"outputs": 9, "cpu_seconds": 30.0}}}, 120),
     ],
 )
-def test_labels_alone_with_less_than_all_of_it_give_no_verdict_but_the_key_that_does(changes, cost):
+def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
     assert line(80, 60, had=0.91 * cost, **changes).startswith("Distillation paid")
     said = line(80, 60, had=0.5 * cost, steps=300, **changes)
     assert said.startswith("No verdict")
@@ -74,7 +74,7 @@ def test_each_part_has_its_cost_and_the_time_on_the_wall_where_one_passed():
     assert said.endswith(f": outputs at hand 30 s, {own}, {alone}")
 
 
-def test_what_is_not_recorded_gives_no_verdict():
+def test_unrecorded_costs_give_no_verdict():
     """Rows of an older kd; a fit that is gone; outputs of an accelerator, which no clock of the CPU timed."""
     assert line(80, 60, cost=None).startswith("No verdict")
     assert line(80, 60, had=None).startswith("No verdict")
@@ -90,7 +90,7 @@ def test_beside_an_accelerator_its_time_counts():
     assert "for the same device time (14 s against 14 s)" in said
 
 
-def test_an_earlier_baseline_of_equal_steps_is_said_beside():
+def test_an_earlier_baseline_of_equal_steps_is_reported_too():
     said = line(70, 80, equal_steps=of(60))
     assert said.startswith("Distillation did not pay: accuracy -10.0 points")
     assert "at equal steps +10.0 points" in said

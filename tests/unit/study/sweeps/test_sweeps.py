@@ -147,7 +147,7 @@ def test_a_row_that_lacks_a_key_is_one_line(journal, missing):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_what_a_killed_sweep_started_ends(tmp_path):
+def test_processes_of_a_killed_sweep_end(tmp_path):
     """It went on training for nobody."""
     code = (
         "import pathlib, sys, time\n"
@@ -227,7 +227,7 @@ def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
         Trials(tmp_path, trials, "agreement_ece")._record(trials[0])
 
 
-def test_a_process_that_fails_is_told_by_its_last_line(tmp_path):
+def test_a_failed_process_is_reported_by_its_last_line(tmp_path):
     found: dict[str, str] = {}
     with Processes() as processes:
         processes.start("good", ["--version"], tmp_path / "good.log")
@@ -241,7 +241,7 @@ def test_a_process_that_fails_is_told_by_its_last_line(tmp_path):
     assert failure("Killed").exit_code == 2
 
 
-def test_a_process_that_somebody_else_stops_interrupts_the_sweep(tmp_path):
+def test_a_process_stopped_from_outside_interrupts_the_sweep(tmp_path):
     with Processes() as processes:
         processes.start("served", ["serve", str(tmp_path)], tmp_path / "log")
         os.kill(processes.running["served"][0].pid, signal.SIGTERM)
