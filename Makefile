@@ -8,6 +8,7 @@
 # make compare   kd against timm's train.py, accuracy over time: TIMM=FOLDER, a checkout of pytorch-image-models
 # make mutants  300 small mistakes in kd/, and which of them the tests miss; hours, resumable
 # make proof     what a teacher with pretrained weights adds, three seeds: DATA=FOLDER WEIGHTS=FOLDER; hours, resumable
+# make story     a script with the usual mistakes, and six changes that its findings name: 15 CPU minutes, resumable
 # make bench     repeat the measurements under benchmarks/
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ WORKERS := $(or $(KD_TEST_WORKERS),$(shell echo $$(($$(nproc 2>/dev/null || sysc
 PYTEST := -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-slow test-xla test-floor gpu soak mutants compare proof bench lint clean
+.PHONY: run test test-slow test-xla test-floor gpu soak mutants compare proof story bench lint clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/kd-train configs/vit_food.yaml
@@ -65,6 +66,10 @@ compare: $(VENV)/.run
 
 proof: $(VENV)/.dev
 	$(VENV)/bin/python benchmarks/proof.py --data $(DATA) --weights $(WEIGHTS) $(PROOF)
+
+# STORY: other arguments of benchmarks/story.py, such as --images 320
+story: $(VENV)/.run
+	$(VENV)/bin/python benchmarks/story.py $(STORY)
 
 bench: $(VENV)/.run
 	$(VENV)/bin/python benchmarks/loading.py

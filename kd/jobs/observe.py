@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kd.core.errors import RunError
@@ -18,7 +18,9 @@ from kd.engine.monitor.timeline import APART, SPANS, Timeline
 from kd.engine.run import Logger, Run
 from kd.files.run_dir import RunDir
 from kd.files.storage import LAST, log, read_rows, write_json
+from kd.models.live_teacher import LiveTeacher
 from kd.setup.build_teacher import Setting
+from kd.setup.modes import made_of
 from kd.setup.recipe import LoopPlan
 
 if TYPE_CHECKING:
@@ -117,7 +119,10 @@ class Observer:
 
         assert self._run is not None
         samples = read_rows(self.monitor.path, LIVE_BYTES if live else LAST) if self.monitor is not None else []
-        return find(Evidence(timelines, samples, facts_of(self.setting, self._run)))
+        facts = facts_of(self.setting, self._run)
+        if live:  # the network is in use
+            facts = replace(facts, float32=lambda: False)
+        return find(Evidence(timelines, samples, facts))
 
     def evaluate_and_checkpoint(self, title: str, timed: bool = True) -> None:
         """Report findings, and the table of times if `timed`, after the context. All ranks must call it."""
@@ -153,10 +158,20 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         workers=getattr(run.loader, "workers", 0),
         batch_size=run.length.batch_size,
         store=setting.data.plan.store,
-        epochs=math.inf if run.length.steps else run.length.epochs,
+        epochs=run.length.steps * run.length.batch_size / max(1, len(setting.data.train)) or run.length.epochs,
+        live=isinstance(run.teacher, LiveTeacher),
+        float32=partial(_needless_float32, setting, run),
         evaluate=evaluate,
         checkpoint=run.length.every.checkpoint or evaluate,
     )
+
+
+def _needless_float32(setting: Setting, run: Run) -> bool:
+    """Return whether the configuration asks for float32 where the rule for `auto` would choose bfloat16."""
+    backend = setting.backend
+    if setting.machine.precision != "fp32" or not backend.auto_mode.startswith("bf16"):
+        return False
+    return backend.bf16_pays(partial(made_of, run.distillation.student), True)
 
 
 def line_of(finding: Finding) -> str:

@@ -435,7 +435,7 @@ def test_the_pages_are_few_and_short():
         "guide": 1800,
         "weights": 900,
         "does-it-help": 900,
-        "faster": 1300,
+        "faster": 1330,
         "sifting": 700,
         "deploy": 1600,
         "watching": 700,
@@ -443,11 +443,12 @@ def test_the_pages_are_few_and_short():
         "sagemaker": 600,
         "design": 1300,
         "results": 900,
+        "story": 600,
     }
     pages = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
-    assert sum(words for name, words in pages.items() if name != "keys") <= 12_500
+    assert sum(words for name, words in pages.items() if name != "keys") <= 12_900
 
 
 def test_the_release_in_the_changelog_is_short():

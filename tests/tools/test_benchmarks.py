@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ import frontier
 import full_labels
 import make_run
 import proof
+import story
 import variants
 
 import _record
@@ -138,3 +140,33 @@ def test_the_command_of_the_frontier_names_no_path_of_this_machine():
     ]
     wanted = "x.py data.root=PATH/cifar10 teacher.checkpoint=FILE run.folder=FOLDER run.epochs=1 --jobs 2"
     assert frontier.shown(argv) == wanted
+
+
+def test_each_row_of_the_story_is_a_configuration_that_changes_what_it_says(tmp_path):
+    given = argparse.Namespace(work=tmp_path, images=640, overrides=[])
+    rows = [
+        config.load(str(story.CONFIG), story.keys_of(number, given, tmp_path / "teacher" / "export"))
+        for number in range(len(story.STEPS))
+    ]
+    assert [row.data.workers for row in rows] == [16] + 6 * [1]
+    assert [row.backend.precision for row in rows] == 2 * ["fp32"] + 5 * ["bf16"]
+    assert [row.teacher.cache.views for row in rows] == 3 * [0] + 4 * [2]
+    assert [row.optimizer.zero for row in rows] == 4 * [False] + 3 * [True]
+    assert {row.run.steps * row.data.batch_size for row in rows} == {640}
+    assert [row.data.progressive.size for row in rows] == 6 * [0] + [112]
+    assert len({row.run.name for row in rows}) == 7
+    assert all(row.profile.steps[1] < row.run.steps for row in rows)
+
+
+def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
+    """The page keeps its text around the table; a row's share of time is that of its parts."""
+    parts = {"data_ms": 10.0, "teacher_ms": 60.0, "student_ms": 30.0, "update_ms": 0.0, "other_ms": 0.0}
+    row = {"step": 0, "name": "as it was", "steady_images_per_second": 10.0, "optimizer_mib": 42.0, "accuracy": 50.0}
+    row |= {"low": 40.0, "high": 60.0, "finding": "Precision: float32. Set it | Teacher: 60 %. Set it", **parts}
+    text = story.shown([row, row | {"step": 1, "name": "bfloat16", "steady_images_per_second": 25.0, "finding": ""}])
+    assert "10, 60, 30" in text
+    assert "Precision Teacher" in text
+    assert "2.50" in text
+    assert story.BEGIN in story.PAGE.read_text()
+    assert story.END in story.PAGE.read_text()
+    assert "var(" not in story.drawn([row])

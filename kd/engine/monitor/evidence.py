@@ -24,6 +24,8 @@ class Facts:
     batch_size: int = 1
     store: str = "none"
     epochs: float = 2.0
+    live: bool = False  # a teacher runs in each step, and nothing keeps its outputs
+    float32: Callable[[], bool] = lambda: False  # the configuration asks for it where `auto` would choose bfloat16
     evaluate: int = 0  # steps between two evaluations; 0: unknown
     checkpoint: int = 0
 

@@ -24,6 +24,16 @@ READING = 0.5
 """Share of the loading time spent neither computing nor waiting for a core; above it, reading dominates."""
 CROWDED = 0.10
 """Share of the run's CPU use that surplus workers must have; below it they hardly slow the step."""
+FAR_TOO_MANY = 4
+"""Data workers per core above which they are reported however little they take: at most one per core computes, and each
+is a process of its own with decoded batches that wait."""
+LIVE_TEACHER = (
+    0.25  # share of a step; a student's own step is then at most three times as long as its teacher's forward
+)
+FEW_EPOCHS, FEW_VIEWS, VIEWS = 8, 2, 4  # 2 views are as good as more for up to 8 epochs (`views_*.csv`)
+FLOAT32 = 0.5
+"""Share of the time of student and teacher that bfloat16 saves at least where it pays: a ViT-Ti at 224 px was 2.6 times
+as fast, 6.4 M parameters at 64 px 2.0 times (two cores with AVX-512 BF16)."""
 FULL_CORES = 90.0  # percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
 LOW_GPU = 70.0
 """Percent of mean GPU load. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
@@ -145,6 +155,13 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
         fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores.")
         advice = store if decodes and facts.new_store else fewer
         return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
+    if facts.workers > FAR_TOO_MANY * facts.share:
+        text += (
+            f"; {facts.workers} data workers of a rank share {facts.share} cores: {facts.workers / facts.share:.0f} "
+        )
+        text += f"times as many, and they take {100 * taken:.0f} % of what the run uses"
+        fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "as much is then loaded.")
+        return _finding("CPUBottleneck", taken, text, f"{FAR_TOO_MANY} workers per core", fewer)
     if wait is None or wait.reading >= READING or _can_add_worker(evidence):
         return None
     # a store saves 1.1 to 1.4 times the decoding time, since it also shrinks large images
@@ -161,6 +178,32 @@ def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
     values = sorted((gpu[name] for gpu in sample["gpu"] if name in gpu), reverse=True)
     used = values[: evidence.facts.local_ranks] if evidence.facts.device == "cuda" else []
     return statistics.mean(used or [math.nan])
+
+
+def live_teacher(evidence: Evidence) -> Finding | None:
+    """The teacher predicts every image anew, in each epoch."""
+    step, facts = evidence.step(), evidence.facts
+    views = FEW_VIEWS if facts.epochs <= FEW_EPOCHS else VIEWS
+    share = step.get("teacher", 0.0) / max(sum(step.values()), 1e-9)
+    saves = share * (1 - views / facts.epochs) if facts.live else 0.0
+    if evidence.steps() < MIN_STEPS or share < LIVE_TEACHER or saves < DATA_WAIT:
+        return None
+    text = f"the teacher takes {100 * share:.0f} % of a step in each of {facts.epochs:.3g} epochs"
+    effect = f"it then runs in the first {views} epochs only, and its outputs are stored."
+    advice = Advice("teacher.cache.views", views, effect)
+    return _finding("Teacher", saves, text, f"{100 * LIVE_TEACHER:.0f} % of a step", advice)
+
+
+def precision(evidence: Evidence) -> Finding | None:
+    """The matrix products are in float32 on a device with units for bfloat16."""
+    step = evidence.step()
+    computing = sum(step.get(name, 0.0) for name in ("teacher", "forward", "backward"))
+    share = computing / max(sum(step.values()), 1e-9)
+    if evidence.steps() < MIN_STEPS or FLOAT32 * share < DATA_WAIT or not evidence.facts.float32():
+        return None
+    text = f"student and teacher take {100 * share:.0f} % of a step and compute in float32, where bfloat16 has units"
+    advice = Advice("backend.precision", "bf16", "their matrix products are then at least twice as fast.")
+    return _finding("Precision", FLOAT32 * share, text, f"{100 * DATA_WAIT:.0f} % of a step that it saves", advice)
 
 
 def low_gpu_utilization(evidence: Evidence) -> Finding | None:
@@ -279,6 +322,8 @@ def time_share(evidence: Evidence) -> Finding | None:
 RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     cpu_bottleneck,
     io_bottleneck,
+    precision,
+    live_teacher,
     low_gpu_utilization,
     load_balancing,
     dataloader,

@@ -78,7 +78,7 @@ def test_each_rule_says_what_to_set():
         assert key in known
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert json.loads(json.dumps(asdict(finding)))["rule"] == finding.rule
-    assert len(rules.RULES) == 8
+    assert len(rules.RULES) == 10
 
 
 def test_a_healthy_run_has_no_finding():
@@ -145,6 +145,29 @@ def test_more_workers_than_cores():
     assert ask(samples=[one | {"workers_cpu": 5.0} for one in full], workers=8) == {}
     assert ask(steady(loading_ms=loading(60.0, READS)), samples=full, workers=8) == {}  # they wait for bytes
     assert ask(samples=[sample(i) for i in range(9)], workers=8) == {}  # there is room
+    idle = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=9)["CPUBottleneck"]
+    assert (idle.key, idle.value, idle.severity) == ("data.workers", 1, "info")  # far too many, whatever they take
+    gpu = ask(samples=[sample(i, workers_cpu=1.0) for i in range(9)], workers=40, cores=8, device="cuda")
+    assert gpu["CPUBottleneck"].value == 7
+
+
+def test_a_teacher_that_runs_in_every_epoch():
+    """8 of 20 ms a step: of ten epochs six are saved."""
+    found = ask(live=True, epochs=10.0)["Teacher"]
+    assert (found.key, found.value, found.severity) == ("teacher.cache.views", 4, "warning")
+    assert "40 % of a step" in found.evidence
+    assert ask(live=True, epochs=4.0)["Teacher"].value == 2
+    assert ask(epochs=10.0) == ask(live=True, epochs=2.0) == {}
+    assert ask(steady(ms=STEP | {"teacher": 2.0}), live=True, epochs=99.0) == {}
+    assert ask(steady(steps=19), live=True, epochs=10.0) == {}
+
+
+def test_float32_where_bfloat16_has_units():
+    found = ask(float32=lambda: True)["Precision"]  # 18 of 20 ms compute
+    assert (found.key, found.value, found.severity) == ("backend.precision", "bf16", "warning")
+    assert "90 % of a step" in found.evidence
+    assert ask() == {}
+    assert ask(steady(ms=WAITING | {"data": 90.0}), workers=0, float32=lambda: True).keys() == {"CPUBottleneck"}
 
 
 @pytest.mark.parametrize(
