@@ -12,28 +12,14 @@ from kd.core.errors import ConfigError
 
 INTERVALS_MS = (100, 200, 500, 1000, 5000, 60000)  # that API_ProfilerConfig allows
 INTERVAL_MS = 1000  # as often as kd samples the machine
-RULES = {
-    "ap-east-1": "199566480951",
-    "ap-northeast-1": "430734990657",
-    "ap-northeast-2": "578805364391",
-    "ap-south-1": "904829902805",
-    "ap-southeast-1": "972752614525",
-    "ap-southeast-2": "184798709955",
-    "ca-central-1": "519511493484",
-    "cn-north-1": "618459771430",
-    "cn-northwest-1": "658757709296",
-    "eu-central-1": "482524230118",
-    "eu-north-1": "314864569078",
-    "eu-west-1": "929884845733",
-    "eu-west-2": "250201462417",
-    "eu-west-3": "447278800020",
-    "me-south-1": "986000313247",
-    "sa-east-1": "818342061345",
-    "us-east-1": "503895931360",
-    "us-east-2": "915447279597",
-    "us-west-1": "685455198987",
-    "us-west-2": "895741380848",
-}
+_ACCOUNTS = """
+    ap-east-1 199566480951 ap-northeast-1 430734990657 ap-northeast-2 578805364391 ap-south-1 904829902805
+    ap-southeast-1 972752614525 ap-southeast-2 184798709955 ca-central-1 519511493484 cn-north-1 618459771430
+    cn-northwest-1 658757709296 eu-central-1 482524230118 eu-north-1 314864569078 eu-west-1 929884845733
+    eu-west-2 250201462417 eu-west-3 447278800020 me-south-1 986000313247 sa-east-1 818342061345
+    us-east-1 503895931360 us-east-2 915447279597 us-west-1 685455198987 us-west-2 895741380848
+"""
+RULES = dict(re.findall(r"(\S+) ([0-9]+)", _ACCOUNTS))
 """AWS accounts that hold the image of the built-in rules, by region."""
 
 

@@ -93,12 +93,11 @@ def how_to_profile(run: RunRecord) -> str:
 def table_of(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return the families of operators as rows, with a column for each run that has a profile."""
     found = {run.name: grouped(run, True) for run in runs if run.profile}
-    names = {name: None for families in found.values() for name in families if name != "other"} | {"other": None}
-    cell = {
-        name: {run: _cell(*families[name]) if name in families else "-" for run, families in found.items()}
-        for name in names
-    }
-    return [{"operators": name, **cells} for name, cells in cell.items()] if found else []
+    names = [*dict.fromkeys(name for families in found.values() for name in families if name != "other"), "other"]
+    return [
+        {"operators": name} | {run: _cell(*own[name]) if name in own else "-" for run, own in found.items()}
+        for name in (names if found else ())
+    ]
 
 
 def _cell(ms: float, share: float, form: str) -> str:
