@@ -98,7 +98,7 @@ def test_an_older_export_is_replaced_and_nothing_else_is(exported, distilled, co
     (target / "notes" / "thesis.tex").write_text("precious")
     assert f"'{target}/notes/thesis.tex' belongs to no export" in refused(*words, target)
     (target / "notes" / "thesis.tex").unlink()
-    assert f"'{target}/notes' is not of an export" in refused(*words, target)
+    assert f"'{target}/notes' belongs to no export" in refused(*words, target)
     (target / "notes").rmdir()
     (target / "README.md").write_text("my own model card")
     assert f"'{target}/README.md' was changed after the export" in refused(*words, target)
@@ -125,7 +125,7 @@ def test_archives_replace_archives_alone(distilled, refused, command, tmp_path):
     beside = tmp_path / "student-sagemaker"
     beside.mkdir()
     (beside / "thesis.tex").write_text("precious")
-    assert f"--sagemaker: '{beside}/thesis.tex' is not of an export" in refused(*words)
+    assert f"--sagemaker: '{beside}/thesis.tex' belongs to no export" in refused(*words)
     (beside / "thesis.tex").unlink()
     for _ in range(2):
         assert command(*words).code == 0

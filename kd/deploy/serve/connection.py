@@ -125,7 +125,7 @@ class Connection(H11Protocol):
     """uvicorn's connection with deadlines for reading and writing, and a limit on the number of connections.
 
     uvicorn closes a connection that is idle between two requests. It has no deadline for the first byte, for the rest
-    of the headers, or for a client that does not read its answer.
+    of the headers, or for a client that does not read its response.
 
     A connection beyond the limit becomes a spare connection. It serves health checks, sends 503 to everything else, and
     closes after one response. So a load balancer still sees a live server when clients hold all other connections.
