@@ -61,7 +61,7 @@ STEPS = (
     Step("bfloat16", ("backend.precision=bf16", "teacher.precision=bf16")),
     Step("teacher cached", ("teacher.cache.views=2",)),
     Step("ZeRO on two ranks", ("optimizer.zero=true", "data.store=disk"), ranks=2, check=True),
-    Step("batch by memory", ("data.batch_size=64", "data.micro_batch=16"), ranks=2),
+    Step("batch by memory", ("data.batch_size=32", "data.micro_batch=16"), ranks=2),
     Step("small pictures first", ("data.progressive.size=112", "data.progressive.until=0.6"), ranks=2),
 )
 
@@ -142,11 +142,11 @@ def play(number: int, given: argparse.Namespace, teacher: Path) -> dict[str, Any
 
 def shown(rows: list[dict[str, Any]]) -> str:
     """Return the table of the page."""
-    first = rows[0]["steady_images_per_second"]
+    first = rows[0]["steady_images_per_second"] or 1.0
     found = []
     for row in rows:
         parts = {name: row[f"{name}_ms"] for name in PARTS}
-        shares = [f"{100 * parts[name] / sum(parts.values()):.0f}" for name in ("data", "teacher", "student")]
+        shares = [f"{100 * parts[name] / (sum(parts.values()) or 1):.0f}" for name in ("data", "teacher", "student")]
         found.append(
             {
                 "": row["name"],
