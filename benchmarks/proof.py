@@ -16,7 +16,8 @@ is asked once, about the whole picture, as one would label a folder, and the stu
 "few_pictures": so many pictures of each class and no others, of every fourth class of Tiny ImageNet; the teacher has
 ImageNet's weights and is not fitted, so that "soft" and "hard" need no label. "whole": it is asked once about each
 picture. "patient": four times the steps. Nothing is chosen by a label there but the best arm of "labels only". In
-"few_pictures_200" there are all 200 classes.
+"few_pictures_200" there are all 200 classes. "grocery_half": 20 photographs of each of 28 kinds of fruit have a label,
+the other half has none; the teacher is fitted on the labels, for 600 steps or fewer.
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
@@ -131,6 +132,11 @@ def vit(*losses: Row, share: float = 1.0, views: int = 6, side: int = 112, **aug
     return Arm([*losses], share, own=f"vit{side}", over=over)
 
 
+def aged(steps: int) -> Arm:
+    """Return the soft arm of grocery_half with a teacher of a shorter fit; its own has 600 steps."""
+    return Arm(share=0.5, own=f"fit{steps}", over={"teacher": {"fit": {"steps": steps}}})
+
+
 SOFT, PSEUDO = Arm(), Arm([HARD])
 FEW: dict[str, Arm] = {
     "soft": SOFT,
@@ -199,6 +205,14 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "hard": PSEUDO,
         "relative": sifted("relative", beta_value=0.667, sift_delay=391),
     },
+    "grocery_half": {
+        "soft": Arm(share=0.5),
+        "labels only": alone(0.5),
+        "hard": Arm([HARD], 0.5),
+        "labels only, strong": alone(0.5, **STRONG),
+        "soft, half the fit": aged(300),
+        "soft, a quarter of the fit": aged(150),
+    },
     "few_pictures": FEW,
     "few_pictures_200": {arm: FEW[arm] for arm in ("soft", "labels only", "hard", "whole, hard", "soft and labels")},
 }
@@ -206,13 +220,19 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
 FILES = {
     "few_labels": ("cifar10", "efficientnet-lite0.pth"),
     "grocery": ("grocery-fruit", "efficientnet-lite2.pth"),
+    "grocery_half": ("grocery-fruit", "efficientnet-lite2.pth"),
     "wrong_labels": ("wrong", "efficientnet-lite0.pth"),
     "tiny_imagenet": ("tiny-imagenet", "efficientnet-lite2.pth"),
     "few_pictures": ("fifty", "efficientnet-lite0.pth"),
     "few_pictures_200": ("tiny-imagenet", "efficientnet-lite0.pth"),
 }
 """Data and weights of each experiment."""
-NUMBERS = {"few_labels": (100, 25, 400), "few_pictures": (50, 10, 200), "few_pictures_200": (50,)}
+NUMBERS = {
+    "few_labels": (100, 25, 400),
+    "grocery_half": (20,),
+    "few_pictures": (50, 10, 200),
+    "few_pictures_200": (50,),
+}
 """Labels a class, where some are withheld; pictures a class, where there are no others."""
 MADE = ("wrong", "fifty")  # folders of data that are made in WORK
 COLORS = {"--accent": "#2f6fde", "--labels": "#d9822b", "--soft": "#667085", "--ground": "#98a2b3"}
@@ -230,11 +250,16 @@ def merged(base: Row, over: Row) -> Row:
     return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
 
 
+def configured(experiment: str) -> str:
+    """Return the name of an experiment's configuration."""
+    return experiment.removesuffix("_200").removesuffix("_half")
+
+
 def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
     """Return the configuration of a run."""
     own, data = EXPERIMENTS[experiment][arm], FILES[experiment][0]
     few = experiment.startswith("few_pictures")
-    content: Row = yaml.safe_load((ROOT / "configs" / f"{experiment.removesuffix('_200')}.yaml").read_text())
+    content: Row = yaml.safe_load((ROOT / "configs" / f"{configured(experiment)}.yaml").read_text())
     name = f"{experiment}-{arm}-{labels}-{seed}".replace(" ", "_").replace(",", "")
     steps = options.steps or round(content["run"]["steps"] * own.share)
     run = {"folder": str(options.work / "runs"), "name": name, "seed": seed, "steps": steps}
@@ -248,7 +273,7 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
         content["data"] |= {"workers": options.gpu, "store": "views" if own.teacher else "ram"}
     if labels:
         content["data"] |= {"labels": "all" if few else own.labels, "labels_per_class": labels}
-        if own.labels == "all":  # of ten classes
+        if own.labels == "all":  # of ten classes or more
             content["data"]["batch_size"] = min(content["data"]["batch_size"], 10 * labels)
     else:
         content["data"] = {k: v for k, v in content["data"].items() if k not in ("labels", "labels_per_class")}
@@ -262,7 +287,7 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     else:
         del content["teacher"]
     content = merged(content, own.over)
-    if own.own:
+    if own.own.startswith("vit"):
         content["teacher"]["checkpoint"] = str((options.weights / "vit_small.safetensors").resolve())
     if own.teacher and options.steps and "fit" in content["teacher"]:
         short = {"steps": options.steps, "epochs": None, "evaluate": 0}

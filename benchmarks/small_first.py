@@ -178,12 +178,16 @@ def summary(rows: Sequence[Row]) -> str:
         by_arm: dict[str, list[Row]] = {}
         for row in (row for row in rows if row["data"] == data):
             by_arm.setdefault(row["arm"], []).append(row)
-        full, lines = {row["seed"]: row for row in by_arm.get("full", [])}, []
+        full, lines = {row["seed"]: row["cpu_seconds"] for row in by_arm.get("full", [])}, []
+        start = statistics.mean([row["cpu_seconds"] for row in by_arm.get("start", [])] or [0.0])
         for arm, own in by_arm.items():
-            times = [row["cpu_seconds"] / full[row["seed"]]["cpu_seconds"] for row in own if row["seed"] in full]
+            pairs = [(row["cpu_seconds"], full[row["seed"]]) for row in own if row["seed"] in full]
+            times = [mine / whole for mine, whole in pairs]
+            steps = [(mine - start) / (whole - start) for mine, whole in pairs]
             lines.append(
                 {
                     **{"arm": arm, "seeds": len(own), "CPU time": f"{statistics.mean(times):.2f}" if times else ""},
+                    "without the start": f"{statistics.mean(steps):.2f}" if times else "",
                     "accuracy": f"{statistics.mean(row['accuracy'] for row in own):.2f} %",
                     "against full": differs(own, by_arm.get("full", [])),
                     "against fewer epochs": differs(own, by_arm.get(f"fewer for {arm}", [])),

@@ -61,7 +61,7 @@ def test_the_labels_arms_of_make_run_are_the_student_of_the_run_without_its_teac
 @pytest.mark.parametrize("experiment", proof.EXPERIMENTS)
 def test_each_arm_of_the_proof_is_a_configuration(experiment, tmp_path):
     options = proof.arguments(["--data", str(tmp_path), "--weights", str(tmp_path), "--work", str(tmp_path)])
-    whole = config.load(proof.ROOT / "configs" / f"{experiment.removesuffix('_200')}.yaml")
+    whole = config.load(proof.ROOT / "configs" / f"{proof.configured(experiment)}.yaml")
     for arm, own in proof.EXPERIMENTS[experiment].items():
         labels = 25 if experiment == "few_labels" and own.labels != "every" else 0
         loaded = config.load(proof.settings(options, experiment, arm, labels, 2))
