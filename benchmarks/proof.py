@@ -15,9 +15,10 @@ is asked once, about the whole picture, as one would label a folder, and the stu
 "no smoothing": this teacher was fitted without label smoothing, which may spoil soft answers (arXiv:1906.02629).
 "few_pictures": so many pictures of each class and no others, of every fourth class of Tiny ImageNet; the teacher has
 ImageNet's weights and is not fitted, so that "soft" and "hard" need no label. "whole": it is asked once about each
-picture. "patient": four times the steps. "small first": 32 px for 60 % of the steps. Nothing is chosen by a label there but the best arm of "labels only". In
-"few_pictures_200" there are all 200 classes. "grocery_half": 20 photographs of each of 28 kinds of fruit have a label,
-the other half has none; the teacher is fitted on the labels, for 600 steps or fewer.
+picture. "patient": four times the steps. "small first": 32 px for 60 % of the steps. Nothing is chosen by a label there
+but the best arm of "labels only". In "few_pictures_200" there are all 200 classes. "grocery_half": 20 photographs of
+each of 28 kinds of fruit have a label, the other half has none; the teacher is fitted on the labels, for 600 steps or
+fewer.
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored

@@ -23,14 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 STUDENT_T = {3: 4.303}  # two-sided 95 %, by the number of seeds
 HARD = ("hard", "whole, hard")
 NAMES = {
-    "few_labels": "CIFAR-10, {labels} labels per class",
-    "few_pictures": "{labels} pictures per class",
-    "few_pictures_200": "200 classes, {labels} pictures",
-    "wrong_labels": "CIFAR-10, 40 % wrong labels",
-    "tiny_imagenet": "Tiny ImageNet, 500 pictures",
-    "grocery_half": "fruit, half without labels",
+    "few_labels": "{labels} labels",
+    "few_pictures": "{labels}",
+    "few_pictures_200": "200 classes",
+    "wrong_labels": "40 % wrong",
+    "tiny_imagenet": "500",
+    "grocery_half": "fruit",
 }
 MANY = ("few_pictures", "few_pictures_200", "tiny_imagenet")  # 50 classes or 200
+BELOW = ("few_labels", "grocery_half")  # the name stands below the dot
 COLORS = {"--many": "#2f6fde", "--few": "#d9822b"}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 900, 330, 46, 40, 44, 70
 
@@ -81,7 +82,7 @@ def panel(title: str, x_name: str, left: float, shown: Sequence[Point], log: boo
     """Return the marks of one panel."""
     width, low, high = (WIDTH - LEFT - GAP) / 2 - 10, -4.0, 12.0
     value = [math.log10(one.labels) if log else one.teacher for one in shown]
-    first, last = (min(value), max(value)) if log else (60.0, 90.0)
+    first, last = (min(value), max(value)) if log else (10.0 * (min(value) // 10), 10.0 * -(-max(value) // 10))
     pad = 0.12 * (last - first or 1.0) if log else 0.0
     x = [left + (one - first + pad) / (last - first + 2 * pad or 1.0) * width for one in value]
 
@@ -94,7 +95,7 @@ def panel(title: str, x_name: str, left: float, shown: Sequence[Point], log: boo
             f'<line class="grid" x1="{left:.0f}" x2="{left + width:.0f}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
         )
         parts.append(f'<text x="{left - 6:.0f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:+d}</text>')
-    for mark in sorted({one.labels for one in shown}) if log else range(60, 91, 10):
+    for mark in sorted({one.labels for one in shown}) if log else range(round(first), round(last) + 1, 10):
         place = left + ((math.log10(mark) if log else mark) - first + pad) / (last - first + 2 * pad or 1.0) * width
         parts.append(f'<text x="{place:.1f}" y="{HEIGHT - 24}" text-anchor="middle">{mark}{"" if log else " %"}</text>')
     parts.append(f'<text x="{left + width:.0f}" y="{HEIGHT - 6}" text-anchor="end">{x_name}</text>')
@@ -105,9 +106,8 @@ def panel(title: str, x_name: str, left: float, shown: Sequence[Point], log: boo
             parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" {ends} style="stroke:var({color});stroke-width:2"/>')
         parts.append(f'<circle cx="{at:.1f}" cy="{y(one.points):.1f}" r="5" style="fill:var({color})"/>')
         text = NAMES[one.experiment].format(labels=one.labels) if named else f"{one.points:+.1f}"
-        side = "end" if named and at > left + 0.6 * width else "start"
-        place = at + (-9 if side == "end" else 9)
-        where = f'x="{place:.1f}" y="{y(one.points) + 4:.1f}" text-anchor="{side}"'
+        below = one.experiment in BELOW
+        where = f'x="{at:.1f}" y="{y(one.points) + (20 if below else -11):.1f}" text-anchor="middle"'
         parts.append(f'<text {where} style="font-size:11px">{text}</text>')
     return parts
 
@@ -116,11 +116,14 @@ def main() -> None:
     """Write the picture and print its points."""
     found = points()
     few = [one for one in found if one.experiment == "few_pictures"]
-    title = "Points of accuracy that the probabilities add to the teacher's class"
     second = LEFT + (WIDTH - LEFT - GAP) / 2 + GAP - 10
     parts = [
-        *panel(title, "pictures per class, 50 classes, no labels", LEFT, few, log=True, named=False),
-        *panel("The same, all experiments", "accuracy of the teacher", second, found, log=False, named=True),
+        *panel("Soft less hard, points of accuracy", "pictures per class", LEFT, few, log=True, named=False),
+        *panel("The same over the teacher's accuracy", "", second, found, log=False, named=True),
+        f'<circle cx="{second + 6:.0f}" cy="{HEIGHT - 10}" r="5" style="fill:var(--many)"/>',
+        f'<text x="{second + 16:.0f}" y="{HEIGHT - 6}">pictures per class, 50 or 200 classes</text>',
+        f'<circle cx="{second + 276:.0f}" cy="{HEIGHT - 10}" r="5" style="fill:var(--few)"/>',
+        f'<text x="{second + 286:.0f}" y="{HEIGHT - 6}">10 or 28 classes</text>',
     ]
     for one in found:
         found_by = f"teacher {one.teacher:.1f} %, {one.seeds} seeds"

@@ -19,6 +19,7 @@ from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.check import Checked, check, compare
+from kd.jobs.measured import expected
 from kd.models.classifier import set_attention
 from kd.models.live_teacher import FAILURES, NoTeacher, count_parameters, on_meta
 from kd.parts import registry
@@ -44,14 +45,14 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
     data, small = teachers.data, section.progressive
     *whole, last = loop.length.planned(sifter_alone(loop, data, split))
     steps = loop.length.steps or sum(whole) + last
-    epochs = len(whole) + (steps - sum(whole)) / last
+    epochs, labels = len(whole) + (steps - sum(whole)) / last, data.labels()
     lines = [
         f"config    {path}: well-formed",
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         + (f"{len(data.test)} test images, " if data.test is not None else "")
         + f"{len(data.classes)} classes, {section.image_size} px",
         *(f"          {note}" for note in data.notes),
-        *_skew(data.labels()),
+        *_skew(labels),
         *_unseen(data.labels(val=True), data.classes),
         f"student   {student_plan.model}: {_millions(student)}, images of {student.input_size} px, "
         f"init {student_plan.init}",
@@ -65,6 +66,7 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         *([f"          at {small.size} px until {small.until:.0%} of them"] if small.size else []),
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
+        *expected(recipe, labels, len(data.classes)),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
     ]
     text, mib = _memory(checked, steps=answers)
