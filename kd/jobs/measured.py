@@ -37,7 +37,9 @@ def expected(recipe: Recipe, labels: torch.Tensor, classes: int) -> list[str]:
     share, per_class = known / len(labels), known / classes
     if share <= 0.1 and 5 <= classes <= 20 and (row := _nearest(FEW_LABELS, per_class)):
         where, points = FEW_LABELS[row]
-        return [f"expect    {row} labels per class, other pictures without: {points} points over labels alone on {where}"]
+        return [
+            f"expect    {row} labels per class, other pictures without: {points} points over labels alone on {where}"
+        ]
     if share == 1 and classes >= 25 and (row := _nearest(FEW_PICTURES, per_class)):
         over_class, over_labels = FEW_PICTURES[row]
         found = f"{over_class} points over the teacher's class, {over_labels} over all labels"

@@ -12,7 +12,8 @@ from kd.setup.recipe import resolve
 
 ROOT = Path(__file__).parents[3]
 SPEC = importlib.util.spec_from_file_location("results_page", ROOT / "tools" / "results.py")
-assert SPEC is not None and SPEC.loader is not None
+assert SPEC is not None
+assert SPEC.loader is not None
 results = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(results)
 
@@ -52,7 +53,8 @@ def test_a_run_with_few_labels_is_told_the_gain_of_the_nearest_measured_number(s
 
 def test_a_run_with_few_pictures_is_told_the_gain_over_the_top_class(settings):
     pictures = [label for label in range(50) for _ in range(40)]
-    assert 50 in FEW_PICTURES and 50 / NEAR < 40
+    assert 50 in FEW_PICTURES
+    assert 50 / NEAR < 40
     assert all(text in told(settings, pictures, 50) for text in FEW_PICTURES[50])
 
 
