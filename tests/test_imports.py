@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-TREES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text()) for path in FILES}
 
 
 def imports(tree: ast.AST, functions: bool = True) -> Iterator[str]:
@@ -128,9 +131,9 @@ def test_fourteen_rooms():
 
 def test_imports():
     names = ("__future__", "importlib", "os", "typing", "kd")  # kd under TYPE_CHECKING: its names are lazy
-    wrong = {path: wrong_imports(path, imports(tree)) for path, tree in TREES.items() if path != "kd/__init__.py"}
+    wrong = {path: wrong_imports(path, imports(tree)) for path, tree in trees().items() if path != "kd/__init__.py"}
     assert {path: modules for path, modules in wrong.items() if modules} == {}
-    assert all(within(module, names) for module in imports(TREES["kd/__init__.py"]))
+    assert all(within(module, names) for module in imports(trees()["kd/__init__.py"]))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_budgets():
 
 
 def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         yield from ((name, node) for node in ast.walk(tree) if isinstance(node, kinds))
 
 

@@ -47,12 +47,13 @@ def seen(record_property) -> Iterator[Counter]:
 
 # ------------------------------------------------------------------------------------------------ configuration
 
-KEYS = sorted({key for row in explain() for key in row[0].replace("[]", "").split(".")})
+ROWS = explain()
+KEYS = sorted({key for row in ROWS for key in row[0].replace("[]", "").split(".")})
 words = texts("auto", "none", "kl", "history", "${run.name}", "${oc.env:KD_FUZZ_NONE}", "${", "???", "\0")
 numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**63, 1e308]))
 keys = st.one_of(st.sampled_from(KEYS), words, st.integers(-2, 3), st.booleans())
 anything = junk(st.one_of(st.none(), st.booleans(), numbers, words), keys)
-PATHS = [row[0].replace("[]", ".0") for row in explain()]
+PATHS = [row[0].replace("[]", ".0") for row in ROWS]
 paths = st.one_of(st.sampled_from(PATHS), st.lists(keys.map(str), min_size=1, max_size=3).map(".".join))
 overrides = st.one_of(
     st.builds(lambda path, value: f"{path}={value}", paths, anything),
@@ -60,7 +61,7 @@ overrides = st.one_of(
     words,
 )
 LIKELY = [True, False, 0, 1, 2, 0.5, "", "auto", "on", "off", "fp32", "bf16", "int8", "fp8", "openvino", "none"]
-SECTIONS = [row[0].replace("[]", ".0") for row in explain() if not row[3].startswith("[kind:")]
+SECTIONS = [row[0].replace("[]", ".0") for row in ROWS if not row[3].startswith("[kind:")]
 single = st.one_of(  # most values are refused for their type; likely ones come as far as the rules between keys
     st.tuples(paths, anything, st.booleans()),
     st.tuples(st.sampled_from(SECTIONS), st.sampled_from(LIKELY), st.just(False)),

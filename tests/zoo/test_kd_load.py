@@ -47,7 +47,7 @@ def turned(turn: int) -> Image.Exif:
     return exif
 
 
-PHOTO = Image.fromarray(noise(900, 700)).resize((1200, 900), 3)
+PHOTO = Image.fromarray(noise(300, 225)).resize((400, 300), 3)
 PICTURES: dict[str, bytes] = {
     "a jpeg": written(PHOTO, "JPEG"),
     "a small jpeg": written(PHOTO.resize((60, 40)), "JPEG"),

@@ -224,7 +224,7 @@ def stored(folder: Path, **arrays: np.ndarray) -> Path:
 
 def bomb() -> np.ndarray:
     file = io.BytesIO()
-    Image.new("L", (16_000, 10_000)).save(file, "PNG")
+    Image.new("1", (16_000, 10_000)).save(file, "PNG")
     return np.frombuffer(file.getvalue(), np.uint8)
 
 
