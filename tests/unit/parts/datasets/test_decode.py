@@ -344,5 +344,5 @@ def test_bits_of_16_in_colour():
     rows = b"".join(b"\0" + struct.pack(">6H", 4095, 0, 9, 1, 2, 3) for _ in range(2))
     data = png(2, 2, 16, 2, rows)
     assert decode(data, "file", "data.root").used == -12
-    with pytest.raises(DataError, match=r"16 bits a channel in colour; in grey alone data\.bits=12"):
+    with pytest.raises(DataError, match=r"16 bits a channel in colour; only grey images allow data\.bits=12"):
         decode(data, "file", "data.root", bits=12)
