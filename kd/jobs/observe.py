@@ -159,7 +159,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         batch_size=run.length.batch_size,
         store=setting.data.plan.store,
         epochs=run.length.steps * run.length.batch_size / max(1, len(setting.data.train)) or run.length.epochs,
-        live=isinstance(run.teacher, LiveTeacher),
+        live=isinstance(run.teacher, LiveTeacher) and not run.teacher.divided,
         float32=partial(_needless_float32, setting, run),
         evaluate=evaluate,
         checkpoint=run.length.every.checkpoint or evaluate,

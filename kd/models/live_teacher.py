@@ -77,6 +77,7 @@ class LiveTeacher(Uncached):
         if remake is not None:
             self.model = remake(self.model)
         self.micro_batch = micro_batch
+        self.divided = shard is not None or pipeline is not None  # its outputs cannot be cached
 
     def validation(self, test: bool = False) -> LiveTeacher:
         if not self.reads_ids:

@@ -30,6 +30,12 @@ def test_it_is_frozen_and_in_eval_mode():
     assert not isinstance(live, torch.nn.Module)  # no .train(), no DDP, no state_dict can reach it
 
 
+def test_only_a_teacher_in_stages_or_shards_is_divided():
+    assert not LiveTeacher(model(), CPU).divided
+    assert LiveTeacher(model(), CPU, pipeline=lambda stage: stage).divided
+    assert LiveTeacher(model(), CPU, shard=lambda module, tensors: module.to_empty(device=CPU)).divided
+
+
 def test_the_model_that_was_given_is_not_changed():
     given = model().train()
     LiveTeacher(given, CPU, torch.bfloat16)
