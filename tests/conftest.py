@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-import torch
 import yaml
+
+import kd  # before torch: it tells OpenMP how to wait, and a run on two busy cores takes a quarter of the CPU time
+
+# isort: split
+import torch
 from pieces import base, given, merged, paint
 
-import kd  # before torch: it tells OpenMP how to wait
-
 assert kd.__version__
-gc.disable()  # until all is imported: a fifth of the collection's time was gc's, which found nothing
+gc.disable()  # until all is imported: a quarter of the collection's CPU time was gc's, which found nothing
 SHARED = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 """Where real photographs lie, if they do."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")

@@ -37,6 +37,7 @@ def test_kd_init_finds_it_and_a_run_learns_from_it(arrays, command, tmp_path, mo
         "run": {"epochs": 2, "name": "quick", "folder": str(tmp_path)},
         "data": {"image_size": 16, "batch_size": 8},
     }
-    models = {"student": {**tiny(), "tuning": {}}, "teacher": {**tiny(), "min_accuracy": 0.0, "cache": {"views": 0}}}
-    run = kd.train(merged(merged(made, quick), models))
+    teacher = {**tiny(), "min_accuracy": 0.0, "cache": {"views": 0}, "fit": {"epochs": 10}}
+    run = kd.train(merged(merged(made, quick), {"student": {**tiny(), "tuning": {}}, "teacher": teacher}))
+    assert run.metrics["teacher_accuracy"] == 1.0
     assert run.metrics["accuracy"] >= 0.5
