@@ -77,7 +77,7 @@ class Job:
     images_per_second: float = option(0.0, "N", _positive)
     """Images per second of the student on one accelerator, for this plan."""
     profiler: bool = option(False)
-    """SageMaker's profiler: system metrics once a second and the report of its rules, in OUTPUT/profiler."""
+    """Have SageMaker profile the job: system metrics once per second and a report of its rules, in OUTPUT/profiler."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Merged into the request: VpcConfig, Tags, ... Sections are merged, lists are appended."""
 

@@ -12,7 +12,7 @@ from kd.setup.recipe import Recipe
 
 NEAR = 1.5
 """A measured number of labels or pictures per class covers those up to this many times more or fewer. The gains of
-neighbouring rows (factor 4) differ by 5 to 12 points."""
+neighbouring rows (a factor of 4) differ by 5 and 8 points."""
 FEW_LABELS: Mapping[int, tuple[str, str]] = {
     10: ("`make run`", "+17.0 ± 7.9"),
     25: ("CIFAR-10", "+19.6 ± 2.1"),
@@ -37,13 +37,12 @@ def expected(recipe: Recipe, labels: torch.Tensor, classes: int) -> list[str]:
     share, per_class = known / len(labels), known / classes
     if share <= 0.1 and 5 <= classes <= 20 and (row := _nearest(FEW_LABELS, per_class)):
         where, points = FEW_LABELS[row]
-        return [
-            f"expect    {row} labels per class, other pictures without: {points} points over labels alone on {where}"
-        ]
+        found = f"{points} points against labels alone on {where} (docs/does-it-help.md)"
+        return [f"expect    {row} labels per class, other pictures without: {found}"]
     if share == 1 and classes >= 25 and (row := _nearest(FEW_PICTURES, per_class)):
         over_class, over_labels = FEW_PICTURES[row]
-        found = f"{over_class} points over the teacher's class, {over_labels} over all labels"
-        return [f"expect    {row} pictures per class and no others: {found} on Tiny ImageNet"]
+        found = f"{over_class} points against the teacher's top class, {over_labels} against the true labels"
+        return [f"expect    {row} pictures per class, no others: {found} on Tiny ImageNet (docs/does-it-help.md)"]
     return []
 
 
