@@ -274,7 +274,7 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
     try:
         if not isinstance(kind, str) or not kind:
             allowed = f"Allowed: {', '.join(registry.names(folder))}"
-            raise ConfigError(f"{where}.kind", "is missing" if not kind else f"is {kind!r}", allowed, "Add it")
+            raise ConfigError(f"{where}.kind", "is missing" if not kind else f"is {kind!r}", allowed, "Set it")
         return registry.options_type(folder, kind, f"{where}.kind")
     except KdError as error:
         errors.append(error)

@@ -126,7 +126,7 @@ class Scores:
         return text + "".join(f"; {one.with_title(scored.row[one.key])}" for one in self.pair_in(scored.row)[:1])
 
     def of_teachers(self, row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return the own scores of each teacher in a row, by name ("teacher", "teacher 2")."""
+        """Return each teacher's own scores in a row, by name ("teacher", "teacher 2")."""
         teachers, number = {}, 1
         while number == 1 or f"teacher_{self.own[0].key}_{number}" in row:
             end = f"_{number}" if number > 1 else ""

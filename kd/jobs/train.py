@@ -1,4 +1,4 @@
-"""The main job (teacher, student, baseline, report), and opening a run and obtaining its teacher for other jobs."""
+"""The main job (teacher, student, baseline, report), and how other jobs open a run and get its teacher."""
 
 import logging
 import time

@@ -146,7 +146,7 @@ def _tensor(found: Any) -> Tensor:
 
 
 def _texts(found: Any) -> list[str]:
-    """Return the texts of an array, or of a tensor of their bytes; [] if there is neither."""
+    """Return the texts of an array or of a tensor of NUL-separated bytes; [] for None."""
     if isinstance(found, Tensor):
         return found.numpy().tobytes().decode("utf-8", "surrogateescape").split("\0") if found.numel() else []
     return [] if found is None else [str(one) for one in found]

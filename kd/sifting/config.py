@@ -51,7 +51,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class RelativeProbabilisticSiftConfig:
-    """Keep a sample with probability percentile**beta of its loss among recent losses: 1 / (1 + beta) of all.
+    """Keep a sample with probability q**beta, q (0 to 1) the rank of its loss among recent ones: 1 / (1 + beta) of all.
 
     SiftConfigValidationException: a key is missing, or its value is not allowed.
     """

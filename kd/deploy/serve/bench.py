@@ -37,7 +37,7 @@ class Latency:
 def ask(
     folder: Path, files: Sequence[str], picture: bytes, threads: int, slots: int, seconds: float
 ) -> dict[str, Latency]:
-    """Send a JPEG repeatedly to a server of each file: at least three turns, at most `seconds` each.
+    """Send a JPEG repeatedly to one server per file: three turns, then more up to `seconds` per file.
 
     There are 2 x slots clients; one client if there is one slot.
     """

@@ -13,7 +13,7 @@ PROBLEM = "application/problem+json"
 JPEG_FACTOR = 2.56
 """64 million pixels by default: phones have 48 and 50. With coefficients and decoded at an eighth of its sides such a
 JPEG takes the memory of 25 million pixels: 64 x 3 / 8 + 64 / 64."""
-RETRY_SECONDS = 1  # seconds in Retry-After: the smallest whole number
+RETRY_SECONDS = 1  # seconds in Retry-After: the smallest positive integer
 CLIENT_GONE = 499  # the client disconnected. This status is counted in the metrics and never sent; no RFC defines it.
 
 

@@ -31,10 +31,10 @@ FLOOR = 1e-4
 """Share of the largest |logit| by which logits may always differ. Float32 on AVX2, AVX-512 and SSE, with the oldest and
 newest onnxruntime and OpenVINO, on 1 to 8 threads: up to 1.0e-6; bfloat16 for float32: 2e-2 (`self_check_*.csv`)."""
 TIMES, STATIC = 2.0, 0.25
-"""Multiple of a graph's largest difference from float32 at the export by which its logits may differ. Two computations
-that are that close to float32 differ by at most twice as much: seen 0.6 for dynamic int8, 0.8 for bfloat16. Static int8
-sums the same integers: seen 0.12 between versions of OpenVINO. Without VNNI sums overflow: 0.6 to 1.1 for static int8,
-4.5 for dynamic."""
+"""Largest allowed change of logits since the export, as a multiple of the file's error against float32 then. Two
+results that close to float32 differ by at most 2: seen 0.6 for dynamic int8, 0.8 for bfloat16. STATIC: static int8 sums
+exact integers: seen 0.12 between versions of OpenVINO. Without VNNI sums overflow: 0.6 to 1.1 for static int8, 4.5 for
+dynamic."""
 UNREADABLE = "cannot be decoded on this machine"
 MAX_BYTES = 2**28  # largest size of the file's arrays: five crops of 4,096 pixels
 

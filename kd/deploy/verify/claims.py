@@ -302,8 +302,9 @@ class Claims:
 
     def _judged(self, claim: Claim, by: str, claimed: Any, found: Any) -> bool | None:
         rule = claim.rule if by == IMAGES and claim.rule else _same
+        # an export of kd 0.3 lacks some claims
         pairs = [(one, other) for one, other in _pairs(claimed, found) if one is not ABSENT or not self.old]
-        verdicts = [_safely(rule, one, other, self) for one, other in pairs]  # kd 0.3 did not make the claim
+        verdicts = [_safely(rule, one, other, self) for one, other in pairs]
         return False if False in verdicts else None if None in verdicts else True
 
 

@@ -151,7 +151,7 @@ def narrow(vectors: np.ndarray) -> np.ndarray:
 
 
 def neighbours(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest of N vectors for each of M by cosine: rows of `other` and rows of `one`, 5 M each."""
+    """Return index pairs (in `other`, in `one`): for each row of `other`, its 5 nearest by cosine in `one`."""
     most = min(NEIGHBOURS, len(one))
     found = [np.zeros((0, most), np.int64)]
     for start in range(0, len(other), ROWS):
