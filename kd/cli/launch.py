@@ -45,6 +45,8 @@ def _train(argv: Sequence[str]) -> int:
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
     options = parser.read(argv)
     if options.local:
+        if options.profiler or options.view_ms:
+            parser.error("--profiler and --view-ms are for jobs on SageMaker, not for --local")
         return _train_here(options)
 
     def command() -> None:

@@ -11,6 +11,7 @@ import posixpath
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +42,10 @@ def _data_group(text: str) -> tuple[str, int]:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(f"'{text}' is not a number above 0")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ValueError(f"'{text}' is not a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,8 @@ def required(name: str, where: str) -> tuple[str, Instance]:
     """Return name and entry of the machine given by option `where`; ConfigError: it is not in the table."""
     if (found := find(name)) is None:
         wrong = f"is {name}, which is not in the table of {PRICED_ON}"
-        raise ConfigError(where, wrong, f"One of {', '.join(TABLE)}", did_you_mean(name, TABLE) or "Drop --view-ms")
+        remedy = " ".join(filter(None, (did_you_mean(name, TABLE), "Without --view-ms any type is taken")))
+        raise ConfigError(where, wrong, f"One of {', '.join(TABLE)}", remedy)
     return found
 
 
@@ -96,7 +97,7 @@ def plan(
     most, shown = 1000 * cores / view_ms, f"{cores} ({count * own.vcpus} vCPUs)"
     if not rate:
         each = f"{most / number:,.0f} images/s for each of {number} accelerators"
-        return [f"loading   {shown} cores of {count} x {name} load {each} at {view_ms:g} ms per view"]
+        return [f"loading   {count} x {name} with {shown} cores load {each} at {view_ms:g} ms per view"]
     need, hourly = math.ceil(number * rate * view_ms / 1000), count * (usd or own.usd)
     verdict = "enough" if need <= cores else "too few"
     text = f"loading   {number} x {rate:,.0f} images/s need {need} cores at {view_ms:g} ms per view; {name} has {shown}"
@@ -114,6 +115,10 @@ def plan(
     text = f"data      --data-group {kind}:{hosts} brings {hosts * data.cores} cores for USD "
     text += f"{money(hosts * data.usd)} an hour ({dearer:.2f} times the price), and pays from "
     lines.append(f"{text}{most * dearer / number:,.0f} images/s per accelerator on")
+    if both < number * rate:
+        lines.append(f"data      that is still too few: {cores + hosts * data.cores} of {need} cores")
+    if group is None:
+        lines.append("data      a data group needs data.store=none")
     cost = f"{100 * abs(saved):.0f} % {'cheaper' if saved > 0 else 'dearer'} per image"
     lines.append(f"data      here it is {faster:.2f} times as fast and {cost}")
     return lines

@@ -190,6 +190,9 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         allowed = "The first and the last step, counted from 1"
         yield ConfigError("profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]")
+    elif steps and 0 < config.run.steps < steps[1]:
+        wrong, allowed = f"is {steps}, but run.steps is {config.run.steps}", "Steps of the run"
+        yield ConfigError("profile.steps", wrong, allowed, f"Set profile.steps=[1, {config.run.steps}]")
     if price.instance and not price.per_hour:
         from kd.config.instances import TABLE, price_per_hour  # only if a machine is named
 

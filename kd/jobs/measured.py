@@ -24,8 +24,12 @@ FEW_PICTURES: Mapping[int, tuple[str, str]] = {50: ("+4.3 ± 1.7", "-0.8 ± 1.8"
 """Pictures per class, 50 classes of Tiny ImageNet and no other pictures: points over the teacher's top class, and
 over the labels of all of them."""
 
+PASSES, MANY_PASSES = 12, 102
+"""Epochs of the measured runs with few labels, and with few pictures. A run that is more than `NEAR` times shorter is
+not covered."""
 
-def expected(recipe: Recipe, labels: torch.Tensor, classes: int) -> list[str]:
+
+def expected(recipe: Recipe, labels: torch.Tensor, classes: int, epochs: float) -> list[str]:
     """Return the line about the gain that runs of this kind had, or nothing where none was measured.
 
     `labels`: the training images' labels, int64 [N], -1: none.
@@ -35,11 +39,12 @@ def expected(recipe: Recipe, labels: torch.Tensor, classes: int) -> list[str]:
         return []
     known = int((labels >= 0).sum())
     share, per_class = known / len(labels), known / classes
-    if share <= 0.1 and 5 <= classes <= 20 and (row := _nearest(FEW_LABELS, per_class)):
+    if 0 < share <= 0.1 and 5 <= classes <= 20 and epochs * NEAR >= PASSES and (row := _nearest(FEW_LABELS, per_class)):
         where, points = FEW_LABELS[row]
         found = f"{points} points against labels alone on {where} (docs/does-it-help.md)"
         return [f"expect    {row} labels per class, other pictures without: {found}"]
-    if share == 1 and classes >= 25 and (row := _nearest(FEW_PICTURES, per_class)):
+    few = share in (0, 1) and classes >= 25 and epochs * NEAR >= MANY_PASSES
+    if few and (row := _nearest(FEW_PICTURES, len(labels) / classes)):
         over_class, over_labels = FEW_PICTURES[row]
         found = f"{over_class} points against the teacher's top class, {over_labels} against the true labels"
         return [f"expect    {row} pictures per class, no others: {found} on Tiny ImageNet (docs/does-it-help.md)"]

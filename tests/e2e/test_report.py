@@ -159,7 +159,11 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
     assert text.count("profile.steps=[") == 2
     assert "waiting for data" in text  # which each run has recorded
 
+    drawn = "[...document.querySelectorAll('.card .bars')].map(one => one.querySelectorAll('.bar').length)"
     profiled(run, torch.float32)
+    command("report", run, other, "--to", target, "--images", "1")
+    page.open(f"file://{target}")
+    assert 5 in page.run(drawn), "no bar of a run without a profile"
     profiled(other, torch.bfloat16)
     told = command("report", run, other, "--to", target, "--images", "1")
     assert "has no profile" not in told.out
@@ -168,7 +172,7 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
     (attention,) = (line for line in told.out.splitlines() if line.startswith("| attention"))
     assert attention.index("unfused") < attention.index("bfloat16, fused")
     page.open(f"file://{target}")
-    bars = page.run("[...document.querySelectorAll('.card .bars')].map(one => one.querySelectorAll('.bar').length)")
+    bars = page.run(drawn)
     own = [json.loads((one / "profile" / "operators.json").read_text()) for one in (run, other)]
     top = set()
     for found in own:

@@ -29,9 +29,10 @@ class Profiler:
         self.first, self.last = (steps[0], steps[1]) if steps else (0, -1)
         self.folder, self.cuda, self.span = folder, cuda, span
         self._running: profile | None = None
-        self._began, self._steps = 0.0, 0
+        self._began, self._steps, self._reached = 0.0, 0, 0
 
     def step(self, number: int) -> None:
+        self._reached = number
         if self.first <= number <= self.last and self._running is None:
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it logs a missing GPU as an error
             activities = [ProfilerActivity.CPU]
@@ -48,6 +49,8 @@ class Profiler:
     def close(self) -> None:
         running, self._running = self._running, None
         if running is None:
+            if self._reached < self.first:
+                log.warning(f"profile.steps: the run ended at step {self._reached}, so nothing was profiled")
             return
         wall_ms = 1000 * (time.perf_counter() - self._began)
         with self.span("profile"):

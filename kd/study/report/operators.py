@@ -33,7 +33,7 @@ PARTS = {
     "optimizer": "update",
     "communication": "update",
 }
-HINT = "Milliseconds per image, and their share of a step of rank 0."
+HINT = "Milliseconds per image and shares of rank 0: operators of the profiled steps, parts of steady steps."
 
 
 def family_of(name: str) -> str:
@@ -108,7 +108,7 @@ def machine_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     """Return batch, speed and memory as rows, with a column for each run."""
     rows = {
         "images per step": lambda run: f"{int(run.keys.get('data.batch_size', 0) or 0):,}",
-        "images/s": lambda run: number(run.images_per_second),
+        "images/s of steady steps": lambda run: number(_steady(run)),
         "ranks": lambda run: str(run.manifest.get("world_size", 1)),
         "peak memory of rank 0": lambda run: f"{run.manifest['peak_mib']:,} MiB" if "peak_mib" in run.manifest else "-",
         "optimizer per rank": lambda run: (
@@ -116,6 +116,12 @@ def machine_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
         ),
     }
     return [{"run": name, **{run.name: of(run) for run in runs}} for name, of in rows.items()]
+
+
+def _steady(run: RunRecord) -> float:
+    """Return images/s without evaluations, checkpoints and profiles; of the whole run if no step is steady."""
+    ms = sum(Evidence(run.timeline, ()).step().values())
+    return 1000 * int(run.keys.get("data.batch_size", 0) or 0) / ms if ms else run.images_per_second
 
 
 def operators(runs: Sequence[RunRecord]) -> str:
@@ -141,6 +147,8 @@ def _bars(names: Sequence[str], runs: Sequence[dict[str, tuple[float, float, str
     """Draw a bar for each name and run, with its milliseconds, share and form."""
     rows = []
     for name in names:
-        cells = [(run.get(name, (0.0, 0.0, "")), color(i)) for i, run in enumerate(runs)]
+        cells = [
+            (run.get(name, (0.0, 0.0, "")), color(i)) for i, run in enumerate(runs) if run
+        ]  # not without a profile
         rows.append((name, [(ms, tint, _cell(ms, share, form)) for (ms, share, form), tint in cells]))
     return bars(rows, "ms")

@@ -148,6 +148,13 @@ def test_the_plan_of_the_cores(food, command, refused):
     assert "--data-group ml.c5.18xlarge:2 brings 72 cores" in slow
     group = command(*options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:2").err
     assert "brings 72 cores" in group
+    assert "too few: " not in group
+    assert "data.store=none" in slow
+    half = command(*options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:1").err
+    assert "still too few: 84 of 101 cores" in half
+    assert refused("launch", food, "--local", "dnn=1", "--view-ms", "3").startswith(
+        "kd-launch: --profiler and --view-ms"
+    )
     small = ("launch", food, *G5, *GIVEN, "--dry-run", "--view-ms", "3")
     assert "667 images/s for each of 1 accelerators" in command(*small).err
     assert (

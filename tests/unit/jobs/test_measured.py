@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kd import config
-from kd.jobs.measured import FEW_LABELS, FEW_PICTURES, NEAR, expected
+from kd.jobs.measured import FEW_LABELS, FEW_PICTURES, MANY_PASSES, NEAR, PASSES, expected
 from kd.setup.recipe import resolve
 
 ROOT = Path(__file__).parents[3]
@@ -18,8 +18,8 @@ results = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(results)
 
 
-def told(settings: dict, labels: list[int], classes: int, *overrides: str) -> str:
-    return "".join(expected(resolve(config.load(settings, overrides)), torch.tensor(labels), classes))
+def told(settings: dict, labels: list[int], classes: int, *overrides: str, epochs: float = 100) -> str:
+    return "".join(expected(resolve(config.load(settings, overrides)), torch.tensor(labels), classes, epochs))
 
 
 def committed(theme: str) -> list[dict[str, str]]:
@@ -56,6 +56,14 @@ def test_a_run_with_few_pictures_is_told_the_gain_over_the_top_class(settings):
     assert 50 in FEW_PICTURES
     assert 50 / NEAR < 40
     assert all(text in told(settings, pictures, 50) for text in FEW_PICTURES[50])
+    assert told(settings, [-1] * len(pictures), 50) == told(settings, pictures, 50), "labels are not needed"
+    assert not told(settings, pictures, 50, epochs=MANY_PASSES / NEAR - 1)
+
+
+def test_a_run_of_few_passes_over_few_labels_has_no_line(settings):
+    few = [label for label in range(10) for _ in range(100)] + [-1] * 9000
+    assert told(settings, few, 10, epochs=PASSES)
+    assert not told(settings, few, 10, epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,22 @@ def test_a_run_that_ends_within_the_profiled_steps_keeps_them(tmp_path):
     assert json.loads((tmp_path / "profile" / "operators.json").read_text())["steps"] == 1
 
 
+def test_a_run_that_ends_before_the_profiled_steps_warns(tmp_path, caplog):
+    with Timeline() as timeline:
+        profiler = Profiler([5, 9], tmp_path / "profile", False, timeline.span)
+        profiler.step(4)
+        profiler.close()
+    assert "ended at step 4" in caplog.text
+    assert not (tmp_path / "profile").exists()
+
+
+def test_steps_to_profile_are_within_the_run(settings):
+    short = {**settings, "run": {"name": "short", "steps": 12}}
+    with pytest.raises(kd.KdError, match=r"^profile\.steps: .*run\.steps is 12"):
+        kd.load_config(short, ["profile.steps=[8, 13]"])
+    assert kd.load_config(short, ["profile.steps=[8, 12]"]).profile.steps == (8, 12)
+
+
 @pytest.mark.parametrize("steps", ["[1]", "[3, 2]", "[0, 2]", "[1, 2, 3]"])
 def test_steps_to_profile_are_two_rising_numbers(settings, steps):
     with pytest.raises(kd.KdError, match=r"^profile\.steps: is .*first and the last step"):
