@@ -153,7 +153,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
                 "images/s": f"{row['steady_images_per_second']:.1f}",
                 "times": f"{row['steady_images_per_second'] / first:.2f}",
                 "data, teacher, student, %": ", ".join(shares),
-                "optimizer, MiB a rank": f"{row['optimizer_mib']:.1f}",
+                "optimizer, MiB per rank": f"{row['optimizer_mib']:.1f}",
                 "accuracy, %": f"{row['accuracy']:.0f} ({row['low']:.0f} to {row['high']:.0f})",
                 "found": " ".join(one.split(":")[0] for one in row["finding"].split(" | ") if one) or "-",
             }

@@ -448,12 +448,12 @@ def test_the_pages_are_few_and_short():
         "sagemaker": 600,
         "design": 1300,
         "results": 900,
-        "story": 600,
+        "story": 750,
     }
     pages = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
-    assert sum(words for name, words in pages.items() if name != "keys") <= 13_200
+    assert sum(words for name, words in pages.items() if name != "keys") <= 13_450
 
 
 def test_the_release_in_the_changelog_is_short():
