@@ -97,7 +97,7 @@ def plan(
     most, shown = 1000 * cores / view_ms, f"{cores} ({count * own.vcpus} vCPUs)"
     if not rate:
         each = f"{most / number:,.0f} images/s for each of {number} accelerators"
-        return [f"loading   {count} x {name} with {shown} cores load {each} at {view_ms:g} ms per view"]
+        return [f"loading   {count} x {name} with {cores} cores load {each} at {view_ms:g} ms per view"]
     need, hourly = math.ceil(number * rate * view_ms / 1000), count * (usd or own.usd)
     verdict = "enough" if need <= cores else "too few"
     text = f"loading   {number} x {rate:,.0f} images/s need {need} cores at {view_ms:g} ms per view; {name} has {shown}"
