@@ -53,6 +53,14 @@ def sifted(epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, A
     return f"{text}\nBy the medians of warm epochs ({less:.1f} against {full:.1f} s) {told}.\n"
 
 
+def work(epochs: Sequence[Row], train: Sequence[Row], images: int) -> dict[str, str]:
+    """Return table cells of a sifted run: the share of its images trained on, and the CPU seconds of training."""
+    if not epochs or not train or not images:
+        return {}
+    share = sum(row["trained"] for row in epochs) / (len(epochs) * images)
+    return {"images trained": percent(share), "training, CPU s": f"{train[-1]['cpu_seconds']:.0f}"}
+
+
 def warm(epochs: Sequence[Row], train: Sequence[Row]) -> list[bool]:
     """Return which epochs are warm: not the first, and without extra images predicted by the teacher."""
     shares, done = [], 0

@@ -15,7 +15,9 @@ from kd.core.host import cores
 from kd.core.scores import Column
 from kd.core.text import table
 from kd.files.json_file import read_json
+from kd.files.run_dir import RunDir
 from kd.files.storage import lock, on_disk, write_json, write_text
+from kd.study.sifting import work
 from kd.study.sweeps import frontier
 from kd.study.sweeps.space import Space, Trial, require_different, sharing, student_alike
 from kd.study.sweeps.trials import Trials, failure
@@ -129,7 +131,8 @@ def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refere
     """Return the table of trials; `reference`: the teacher's row, if the students differ."""
     title, found = f"{column.title} (95 %)", []
     more = frontier.cells([*rows, reference] if reference else rows, column)
-    for row, own in zip(rows, more, strict=False):
+    for row, cells in zip(rows, more, strict=False):
+        own = {**_work(tried, row["trial"]), **cells}
         marks = ["best" * (row is rows[0]), "frontier" * row.get("frontier", False), row.get("untimed", "")]
         shown = {**frontier.named(row["values"]), title: _shown(row, column), **own}
         found.append({**shown, "": ", ".join(filter(None, marks))})
@@ -140,6 +143,15 @@ def _table(rows: Sequence[dict[str, Any]], tried: Trials, column: Column, refere
         if one.name in tried.failed:
             found.append({**blank, **frontier.named(one.values), "": f"failed: {tried.failed[one.name]}"})
     return table(found)
+
+
+def _work(tried: Trials, name: str) -> dict[str, str]:
+    if all(trial.config.sifter.kind == "none" for trial in tried.trials):
+        return {}
+    run = RunDir(tried.folder / name)
+    rows = run.rows()
+    epochs, train = ([row for row in rows if row["kind"] == kind] for kind in ("epoch", "train"))
+    return work(epochs, train, int(run.manifest().get("images", 0)))
 
 
 def _shown(found: Mapping[str, Any], column: Column) -> str:

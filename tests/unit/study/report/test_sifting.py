@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kd.study.sifting import sifted, sifting_text, warm
+from kd.study.sifting import sifted, sifting_text, warm, work
 
 COUNTS = {"images": 100, "batch_size": 8}
 
@@ -53,3 +53,10 @@ def test_a_run_without_warm_epochs_of_both_kinds_reports_no_saving(epochs, missi
 
 def test_a_run_that_visited_everything_has_no_section():
     assert sifted(*rows(COLD[:1]), COUNTS) == sifted([], [], COUNTS) == ""
+
+
+def test_the_work_of_a_run_is_the_share_of_its_images_and_its_last_cpu_seconds():
+    epochs, train = rows(COLD)
+    train = [{**row, "cpu_seconds": 2.0 * number} for number, row in enumerate(train, 1)]
+    assert work(epochs, train, 100) == {"images trained": "67.2 %", "training, CPU s": "10"}
+    assert work([], train, 100) == {}, "a run that ended before its first epoch"

@@ -18,7 +18,7 @@ from kd.core.types import State
 from kd.files.checkpoint import write
 from kd.setup.recipe import resolve
 from kd.study.sweeps.space import Space, prepared_alike, sharing
-from kd.study.sweeps.sweep import luck, sweep
+from kd.study.sweeps.sweep import _table, luck, sweep
 from kd.study.sweeps.trials import Processes, Trials, failure
 
 
@@ -263,3 +263,26 @@ def test_a_command_that_ends_with_a_traceback_names_the_file_that_has_it(tmp_pat
         while not (ended := processes.ended()):
             time.sleep(0.01)
     assert str(failure(ended["one"])) == f"kd-sweep: ended with a traceback, which '{output}' has."
+
+
+@pytest.mark.parametrize("kind", ["relative", "none"])
+def test_trials_that_sift_have_their_work_in_the_table(settings, tmp_path, kind):
+    space = Space.read(settings, [f"sifter.kind={kind}", "run.seed=0,1"])
+    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
+    rows = []
+    for trial, trained in zip(trials, (40.0, 20.0), strict=True):
+        folder = tmp_path / trial.name
+        folder.mkdir()
+        epoch = {"kind": "epoch", "step": 2, "trained": trained, "candidates": 40.0, "effective": 9.0}
+        metrics = [{"kind": "train", "step": 2, "cpu_seconds": trained / 2}, epoch]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in metrics))
+        (folder / "manifest.json").write_text(json.dumps({"images": 40}))
+        rows.append({"trial": trial.name, "values": dict(trial.values), "by": "", "key": "accuracy", "score": 0.5})
+    (tmp_path / "journal.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    text = _table(rows, Trials(tmp_path, trials, ""), Column("accuracy", "accuracy"), {})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    work = [row[2:4] for row in (cells[0], *cells[2:])]
+    if kind == "relative":
+        assert work == [["images trained", "training, CPU s"], ["100.0 %", "20"], ["50.0 %", "10"]]
+    else:
+        assert "images trained" not in text
