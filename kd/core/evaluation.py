@@ -58,6 +58,10 @@ class Evaluator(Protocol):
         """Return the same for another teacher."""
         ...
 
+    def standard_error(self, value: float) -> float:
+        """Return the standard error of a value of the selection metric on these images; 0: unknown."""
+        return 0.0
+
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return scores [B] of a training batch beside the loss terms."""
         return {}

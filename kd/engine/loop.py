@@ -123,22 +123,27 @@ def statistics(run: Run) -> list[tuple[Tensor, Tensor]]:
 
 def evaluate_and_checkpoint(run: Run, state: State, stop: Stopping, evaluating: bool, checkpointing: bool) -> State:
     """Evaluate and write a checkpoint after a step if due; raise Interrupted if any rank was asked to stop."""
-    improved = False
+    chosen = False
     if evaluating or checkpointing or stop.agreed:
         average_buffers(run, state)
     if evaluating:
         with run.span("evaluation"):
-            state, improved = evaluate(run, state, stop)
-    if checkpointing or improved or stop.agreed or run.length.gave_up(state):
+            state, chosen = evaluate(run, state, stop)
+    if checkpointing or chosen or stop.agreed or run.length.gave_up(state):
         with run.span("checkpoint"):
-            snapshot(run, state, improved)
+            snapshot(run, state, chosen)
     if stop.agreed:
         raise Interrupted(f"stopped after step {state.step} and wrote a checkpoint; the same command resumes")
     return state
 
 
 def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
-    """Evaluate the student (its averaged weights where there are any); return whether it is the best so far."""
+    """Evaluate the student (its averaged weights where there are any); return whether it is the one to keep.
+
+    The newest one is kept whose score is at most one standard error below the highest (the rule of Breiman et al.,
+    Classification and Regression Trees, 1984, section 3.4.3, for the newest in place of the smallest): of few images
+    the highest score is often luck, early, at a high learning rate. See `choice_of_checkpoint_*.csv`.
+    """
     # An evaluation may take longer than a stopping run has left, so it is then abandoned.
     stop.restart()
     with run.average.applied() if run.average is not None else nullcontext():
@@ -148,12 +153,14 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
         return replace(state, unevaluated=True), False
     decisive = values[run.evaluator.selection_metric]
     improved = decisive > state.best
+    best = max(state.best, decisive)
+    chosen = decisive >= best - run.evaluator.standard_error(best)
     small = run.length.share(state) < run.length.small_until  # `patience` begins with full-size images
     no_better = 0 if improved or small else state.no_better + 1
-    state = replace(state, best=max(state.best, decisive), no_better=no_better, unevaluated=False)
+    state = replace(state, best=best, no_better=no_better, unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
-    return state, improved
+    return state, chosen
 
 
 def advance(state: State, images: int, steps_in_epoch: int) -> State:

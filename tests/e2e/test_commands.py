@@ -380,7 +380,7 @@ def test_help_of_one_key(capfd):
     ("words", "code", "expected"),
     [
         (["kd", "--version"], 0, "kd "),
-        (["kd", "train", "vit_food", "student.model=vti", "data.workers=0"], 2, "student.model"),
+        slow(["kd", "train", "vit_food", "student.model=vti", "data.workers=0"], 2, "student.model"),
     ],
 )
 def test_modules_that_python_starts(words, code, expected):
@@ -408,7 +408,7 @@ def test_completion_in_a_shell(line, found, tmp_path):
 
 
 def test_help_ends_quietly_on_a_closed_pipe():
-    argv = [sys.executable, "-m", "kd.cli", "train", "--help-keys"]
+    argv = [sys.executable, "-m", "kd.cli", "train", "--help"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
         assert shown.stdout is not None
         assert shown.stderr is not None

@@ -30,7 +30,7 @@ def test_report_manifest_and_card_say_what_decided(embedded, command):
     report = (embedded / "report.md").read_text()
     assert f"| student, distilled | {100 * best['knn']:.1f} % (" in " ".join(report.split())
     assert f"agreement {best['agreement']:.4f} (mean cosine" in report
-    assert "Best of the evaluations on the validation split by nearest neighbours" in report
+    assert "Chosen from the evaluations on the validation split by nearest neighbours" in report
     card = (embedded / "export" / "README.md").read_text()
     assert "pipeline_tag: image-feature-extraction" in card
     assert "Output: a vector of 24 numbers" in card

@@ -89,7 +89,7 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     assert tile[:2] == (percent(right / len(labels)), "test accuracy")
     assert tile[2] == f"95 % interval {low} to {high}"
     best = np.mean(np.equal(answers["student"], answers["label"]))
-    assert re.search(rf"<td>validation accuracy, the best of \d+ evaluations</td><td>{percent(best)}</td>", page)
+    assert re.search(rf"<td>validation accuracy, chosen from \d+ evaluations</td><td>{percent(best)}</td>", page)
 
 
 def test_the_chart_the_classes_and_the_confusions(told):

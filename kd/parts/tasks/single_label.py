@@ -5,6 +5,8 @@ Shape legend: B images of a batch, N images of a split, C classes, K calibration
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -71,8 +73,13 @@ class SingleLabelEvaluator(LogitsEvaluator):
     the student's calibration error with the teacher's prediction as label. Padding has weight 0.
     """
 
+    _counted = 0  # images behind the selection metric of the last row
+
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {"accuracy": (logits_BC.argmax(-1) == batch.label).float()} if self.labelled else {}
+
+    def standard_error(self, value: float) -> float:
+        return math.sqrt(value * (1 - value) / self._counted) if self._counted else 0.0
 
     def _row(self, batch: Batch, student_BC: Tensor, teacher_BC: Tensor | None) -> dict[str, Tensor]:
         weight_B = batch.weight * batch.labelled
@@ -111,6 +118,7 @@ class SingleLabelEvaluator(LogitsEvaluator):
         by_name = dict(zip(rows[0], parts, strict=True))
         images, labelled = by_name.pop("images"), by_name.pop("labelled")
         require_images(int(images), int(labelled) if self.labelled else None)
+        self._counted = int(labelled if self.labelled else images)
         values = {}
         for name, value in by_name.items():
             count = images if name in ("kl", "agreement", "agreement_bins") else labelled

@@ -100,7 +100,7 @@ def _tiles(run: RunRecord) -> str:
     shown, rest = [*shown, *counts[:1], *graphs[:1]], [*rest, *counts[1:], *graphs[1:]]
     if len(run.val) > 1 and decides.key in run.best:
         flatters = "" if run.scored is not None and run.scored.split == "test" else "on this split, which flatters it"
-        best = f"validation {decides.title}, the best of {len(run.val)} evaluations"
+        best = f"validation {decides.title}, chosen from {len(run.val)} evaluations"
         rest.append((decides.text(run.best[decides.key]), best, flatters))
     if run.train:
         rest.append((f"{run.images_per_second:,.0f}", "images per second", f"{clock(run.seconds)} of training"))

@@ -112,9 +112,10 @@ class RunRecord:
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """The validation row with the highest score, the first of several; empty before an evaluation."""
-        key = self.selection_metric.key
-        return max(self.val, key=lambda row: row.get(key, -math.inf), default={})
+        """The validation row of the scored checkpoint, else the first one with the highest score; may be empty."""
+        key, step = self.selection_metric.key, None if self.scored is None else self.scored.step
+        chosen = [row for row in self.val if row["step"] == step]
+        return chosen[-1] if chosen else max(self.val, key=lambda row: row.get(key, -math.inf), default={})
 
     @property
     def counted(self) -> Mapping[str, Any]:

@@ -55,7 +55,9 @@ def described(run: RunRecord) -> list[str]:
     lines += [scored.note, ""] if scored is not None else []
     lines += [leaks, ""] if run.answers is not None and (leaks := run.answers.without_leaks()) else []
     column, seed = run.selection_metric, run.keys.get("run.seed", 0)
-    best = f"Best of the evaluations on the validation split by {column.with_title(run.best[column.key])}; seed {seed}"
+    best = (
+        f"Chosen from the evaluations on the validation split by {column.with_title(run.best[column.key])}; seed {seed}"
+    )
     lines += [f"{best}; {clock(run.seconds)} of training.", ""]
     return lines + ([text, ""] if (text := verdict(run)) else [])
 

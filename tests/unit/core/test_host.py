@@ -169,6 +169,7 @@ def faults(**variables: str) -> int:
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 @pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="pages of 2 MiB for every process")
 def test_a_run_on_a_cpu_does_not_touch_freed_pages_anew():

@@ -225,7 +225,11 @@ HOSTILE: dict[str, Callable[[Liar], Any]] = {
 UNDRAWN = ("a card of bytes", "no scores", "text for graphs", "labels by name", "a huge number", "text for a number")
 
 
-SLOW = ("an endless loop", "many threads", "memory", "another shape", "texts", "deep and whole")
+SLOW = {
+    *("an endless loop", "many threads", "memory", "another shape", "texts", "deep and whole", "a huge number"),
+    *("text for a number", "text for graphs", "size", "width", "control characters", "many keys", "another rule"),
+    *("a long sentence", "cut weights", "no bytes", "no bytes of OpenVINO", "another argument", "an unknown label"),
+}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in HOSTILE])

@@ -289,9 +289,12 @@ RUNS = {
 }
 
 
+QUICK = ("mixed, in steps", "ended by patience", "balanced, erased, patches dropped")
+
+
 @pytest.mark.parametrize(
     ("name", "apart"),
-    [(name, 1 if name == "averaged" else 3) for name in RUNS] + [slow(name, 1) for name in RUNS if name != "averaged"],
+    [(name, 3) if name in QUICK else slow(name, 3) for name in RUNS] + [slow(name, 1) for name in RUNS],
 )
 def test_a_run_that_was_killed_is_the_run_that_was_not(make, tmp_path, name, apart):
     overrides = RUNS[name]

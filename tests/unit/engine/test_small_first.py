@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pieces import slow
 from PIL import Image
 from test_cached import curve, keys, taught
 from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
@@ -90,7 +91,7 @@ SIFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", SIFTERS)
+@pytest.mark.parametrize("name", ["none", slow("history"), slow("relative, live"), "relative, cached"])
 def test_a_run_that_was_killed_in_either_part_is_the_run_that_was_not(make, tmp_path, name):
     overrides = (*SMALL, "run.epochs=4", "run.every.checkpoint=1", *SIFTERS[name])
     cache = "teacher.cache.path={}/cache"  # each run fills its own

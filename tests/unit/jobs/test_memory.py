@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from pieces import slow
 from torch.profiler import ProfilerActivity, profile
 
 from kd import config
@@ -58,7 +59,8 @@ LOW = ("backend.precision=bf16", "teacher.precision=bf16", "teacher.micro_batch=
 
 
 @pytest.mark.parametrize(
-    ("overrides", "name", "args"), [(LOW, "vit_tiny_patch16_224", VIT), ((), "test_resnet", {})], ids=["vit", "resnet"]
+    ("overrides", "name", "args"),
+    [pytest.param(LOW, "vit_tiny_patch16_224", VIT, id="vit"), slow((), "test_resnet", {}, id="resnet")],
 )
 def test_a_counted_step_is_a_real_one(overrides, name, args):
     plan = recipe(*overrides)

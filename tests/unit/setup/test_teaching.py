@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pieces import Asks
+from pieces import Asks, slow
 
 from kd import config
 from kd.core import host
@@ -215,7 +215,7 @@ def curve(run) -> list[float]:
     return [row["loss"] for row in run.store.rows if row["kind"] == "train"]
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("runtime", [slow("onnxruntime"), "openvino"])
 def test_a_run_with_another_runtime_is_the_run_to_rounding(built, runtime):
     pytest.importorskip(runtime, reason="pip install 'PATH/kd[openvino]'")
     exact, _, _ = built()
@@ -369,6 +369,7 @@ def test_compatible_runtime_and_precision_are_accepted(overrides):
     assert refusals(*overrides, features=True) == []
 
 
+@pytest.mark.slow
 def test_int8_in_a_manifest_and_in_a_cache_of_its_own(written, command, tmp_path):
     views = ("teacher.cache.views=1", "run.epochs=1")
     for name, *extra in (("exact",), ("coarse", "teacher.precision=int8")):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from pieces import slow
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -452,7 +453,7 @@ def test_other_attributes_are_those_of_the_original_loader():
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("sift_bert", ["--texts", "640", "--epochs", "3"]), ("sift_vit", ["--images", "640", "--epochs", "3"])],
+    [slow("sift_bert", ["--texts", "640", "--epochs", "3"]), slow("sift_vit", ["--images", "640", "--epochs", "3"])],
 )
 def test_the_examples_run(name, arguments, capsys):
     results = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](arguments)

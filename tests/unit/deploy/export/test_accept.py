@@ -113,6 +113,7 @@ def test_against_the_teacher(subject, tmp_path):
     assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}
 
 
+@pytest.mark.slow
 def test_openvinos_graph_is_accepted(subject, tmp_path):
     pytest.importorskip("openvino")
     written = write(subject(), tmp_path / "export", ExportOptions(accept="drop<=0 mb<=0.12"))

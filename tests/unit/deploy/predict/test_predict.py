@@ -217,6 +217,7 @@ def starts(exported: Path, given: object, target: Path, **more) -> subprocess.Po
     return subprocess.Popen(argv, cwd=ROOT, env=environ, text=True, **pipes, **more)
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_away_ends_it_and_it_resumes(exported, twenty, tmp_path):
     """The images that were left got rows "No such file", with exit code 0, and the journal was removed."""
     for number in range(20, 3000):

@@ -93,6 +93,7 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
         assert (row["answered_by"], row["sure"]) == (one.get("answered_by"), one.get("sure"))
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_job_predicts_each_image_once(small, large, pictures, tmp_path):
     listed = tmp_path / "listed.txt"
     names = [str(path) for path in sorted(pictures.glob("*_*.jpg"))]

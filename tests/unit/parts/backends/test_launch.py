@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pieces import slow
 
 from kd.core.errors import BackendError
 from kd.parts.backends import cuda
@@ -49,7 +48,8 @@ def launched(command: tuple[str, ...], folder: Path) -> str:
     return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=True, env=env).stdout
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", *(slow(name) for name in LAUNCHERS if name != "torchrun")])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_of_two_processes_makes_a_world_of_two(launcher, tmp_path):
     text = launched(LAUNCHERS[launcher], tmp_path)
     assert text.count("<rank 0 local 0 of 2>") == text.count("<rank 1 local 1 of 2>") == 1

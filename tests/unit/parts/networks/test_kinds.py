@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pieces import merged
+from pieces import merged, slow
 from safetensors.torch import load_file, save_file
 
 import kd
@@ -72,7 +72,7 @@ def student(run) -> dict[str, torch.Tensor]:
     return load_file(newest / "tensors.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow(one) if one in ("transformers", "zero_shot", "onnx") else one for one in KINDS])
 def test_live_and_resumed_are_one_run_and_cached_too(kind, made, bare):
     section = made[kind]
     whole = train(bare, section, "whole", "run.every.checkpoint=4")

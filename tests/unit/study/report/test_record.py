@@ -62,6 +62,7 @@ def test_the_list_price_is_taken_unless_another_is_given():
 
 def test_best_is_the_first_of_the_highest_score():
     assert run().best["step"] == 10
+    assert replace(run(), scored=Scored("val", 20, "", 40, 2, VAL[1], {})).best["step"] == 20, "of the one that is used"
     rows = [{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
     embedded = replace(run(), val=rows, scores=EMBEDDING)
     assert (embedded.selection_metric.key, embedded.best["step"]) == ("knn", 2)
@@ -142,7 +143,7 @@ def test_the_first_screen():
     made = run(manifest={"parameters": {"student": 5.5e6, "teacher": 86.6e6}, "date": "2026-11-22", "images": 36})
     graph = {"parity": {"model.onnx": {"cpu_ms": 1.25}}, "files": {"model.onnx": {"bytes": 2**21}}}
     page = render([replace(made, exported=graph)]).partition("<section")[0]
-    for text in ("2026-11-22", "36 training images", "the best of 2 evaluations", "5.5 M", "86.6 M"):
+    for text in ("2026-11-22", "36 training images", "chosen from 2 evaluations", "5.5 M", "86.6 M"):
         assert text in page
     assert "1.25 ms" in page
     assert "per image on the CPU, model.onnx" in page

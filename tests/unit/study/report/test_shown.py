@@ -90,7 +90,7 @@ def test_page():
     assert len(tiles) <= 6
     for what, value, note in (
         ("validation mean absolute error, teacher", "0.1250", ""),
-        ("validation within a quarter, the best of 2 evaluations", "75.0 %", "on this split, which flatters it"),
+        ("validation within a quarter, chosen from 2 evaluations", "75.0 %", "on this split, which flatters it"),
         ("bias", "0.2500 m", ""),
     ):
         assert f'<td>{what}</td><td>{value}</td><td class="text">{note}</td>' in page
