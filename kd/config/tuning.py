@@ -161,7 +161,7 @@ class Fit:
     warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
     """Share of the fit in which the learning rate rises."""
     evaluate: int = ranged(0, low=0)
-    """Steps between evaluations; the best weights are kept. 0: at the end of each epoch."""
+    """Steps between evaluations, which choose the weights. 0: at the end of each epoch."""
     patience: int = ranged(0, low=0)
     """End after this many evaluations in a row without a new best. 0: never."""
     tuning: Tuning = field(default_factory=Tuning)

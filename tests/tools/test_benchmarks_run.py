@@ -18,16 +18,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 import yaml
+from pieces import base, given
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 from _record import hardware
+from kd import config
+from kd.jobs.train import train
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ["data.train_images=4", "data.val_images=3", "data.image_size=32", "data.micro_batch=0"]
@@ -300,3 +304,25 @@ def test_timm_distillation_links_photographs(photos, tmp_path):
     assert sum(1 for path in folder.rglob("*") if path.is_file()) == 9
     assert Image.open(next(path for path in folder.rglob("*") if path.is_file())).size
     assert isinstance(timm_distillation.bf16_pays(), bool)
+
+
+def test_choice_of_checkpoint(ran, photos, teacher, tmp_path):
+    settings = base(photos, tmp_path) | {"teacher": given(teacher)}
+    run = {"epochs": 3, "keep": 9, "every": {"log": 2, "evaluate": 2, "checkpoint": 2}}
+    settings["run"] |= run
+    settings["data"]["test_fraction"] = 0.6
+    folder = train(config.load(settings)).folder
+    rows = ran("choice_of_checkpoint", folder, DRAWS=20, IMAGES=(2, 3))
+    steps = sorted(int(one.name.partition("_")[2]) for one in (folder / "checkpoints").iterdir())
+    assert [int(one.partition(":")[0]) for one in rows[0]["test_by_step"].split()] == steps
+    assert [row["rule"] for row in rows[:3]] == ["highest", "newest within one standard error", "newest"]
+
+
+def test_the_simulated_rules_choose_as_said():
+    module = importlib.import_module("choice_of_checkpoint")
+    scores = np.array([0.56, 0.63, 0.58, 0.59, 0.61])
+    chosen = {name: (rule(scores, 111), rule(scores, 10_000)) for name, rule in module.RULES.items()}
+    assert chosen == {"highest": (1, 1), "newest within one standard error": (4, 1), "newest": (4, 4)}
+    right_KN = np.array([[True] * 40, [False] * 40])
+    assert (module.accuracies(right_KN, 10, module.RULES["newest"]) == 0).all()
+    assert (module.accuracies(right_KN, 10, module.RULES["highest"]) == 1).all()
