@@ -277,12 +277,12 @@ class Recount:
 
     def sentence(self, line: str) -> bool:
         key, decides = self.selection_metric["key"], self.selection_metric
-        best = max(self.val, key=lambda row: row[key])
+        best = next(row for row in reversed(self.val) if row["step"] == self.scored["step"])
         if found := re.match(r"- (.+?) against (.+?): (.+?) ([+-][\d.]+)", line):
             difference = self.model(found[1]).minus(self.model(found[2]), key)
             assert difference is not None
             self.check(line, self.points(difference), difference_word(difference))
-        elif re.match(r"Best of the evaluations", line):
+        elif re.match(r"Chosen from the evaluations", line):
             value = percent(best[key]) if decides["unit"] == "%" else f"{best[key]:.4f}"
             seed = re.search(r"^  seed: (\d+)", self.config, re.M)
             self.check(

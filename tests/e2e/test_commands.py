@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -85,8 +86,11 @@ def test_from_teach_to_export(fitted, written, command, tmp_path):
     evaluated = command("evaluate", run)
     assert evaluated.code == 0, evaluated
     values = {line.split()[0]: float(line.split()[1]) for line in evaluated.out.splitlines() if "reusing" not in line}
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    best = max((row for row in metrics if row["kind"] == "val"), key=lambda row: row["accuracy"])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "val"]
+    highest = max(row["accuracy"] for row in rows)
+    near = highest - math.sqrt(highest * (1 - highest) / 13)
+    best = [row for row in rows if row["accuracy"] >= near][-1]
     assert values.pop("images") == 13
     assert values == pytest.approx({name: best[name] for name in values}, abs=6e-5)  # four digits are printed
     assert {"accuracy", "top5", "nll", "ece", "teacher_accuracy", "kl", "agreement"} <= values.keys()

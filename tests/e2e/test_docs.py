@@ -439,7 +439,7 @@ def test_the_pages_are_few_and_short():
         "tutorial": 900,
         "guide": 1800,
         "weights": 900,
-        "does-it-help": 1010,
+        "does-it-help": 1040,
         "faster": 1440,
         "sifting": 790,
         "deploy": 1600,
