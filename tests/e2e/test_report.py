@@ -193,8 +193,11 @@ def test_two_profiles_side_by_side(run, page, command, tmp_path):
 
 def test_a_damaged_profile_is_one_line(run, refused):
     (run / "profile").mkdir()
-    (run / "profile" / "operators.json").write_text('{"steps": 2}')
-    assert "corrupt or was edited" in refused("report", run, "--images", "1")
+    rows = '"wall_ms": 5.0, "operators": [{"name": "aten::mm", "dtype": "", "ms": "many"}]'
+    for content in ('{"steps": 2}', "[]", f'{{"steps": 2, {rows}}}', '{"steps": 0, "wall_ms": 1, "operators": []}'):
+        (run / "profile" / "operators.json").write_text(content)
+        line = refused("report", run, "--images", "1")
+        assert "operators.json' is damaged" in line
 
 
 def test_three_hundred_classes_of_long_nested_names(page, tmp_path):

@@ -36,6 +36,16 @@ PARTS = {
 HINT = "Milliseconds per image and shares of rank 0: operators of the profiled steps, parts of steady steps."
 
 
+def profile_of(content: Any) -> dict[str, Any]:
+    """Return the content of operators.json; raises one of `DAMAGE` if it is not what a profiled run writes."""
+    operators = content["operators"]
+    rows = [{"name": row["name"] + "", "dtype": row["dtype"] + "", "ms": float(row["ms"])} for row in operators]
+    steps, wall_ms = int(content["steps"]), float(content["wall_ms"])
+    if steps < 1 or not wall_ms > 0:
+        raise ValueError(f"{steps} steps in {wall_ms:g} ms")
+    return {"steps": steps, "wall_ms": wall_ms, "operators": rows}
+
+
 def family_of(name: str) -> str:
     """Return the family of an operator."""
     short = name.rpartition("::")[2]

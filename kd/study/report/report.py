@@ -14,7 +14,7 @@ from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
 from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import Trust, opened_run
-from kd.study.report.operators import how_to_profile, table_of
+from kd.study.report.operators import how_to_profile, profile_of, table_of
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, record_of, repeats, verdicts
@@ -93,7 +93,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
         monitor={file.stem.partition("_")[2]: read_rows(file) for file in sorted(path.glob("monitor_*.jsonl"))},
         answers=counted,
         exported=read_json(exported, "run", "Remove the file") if exported.is_file() else {},
-        profile=read_json(profiled, "run", "Remove the file") if profiled.is_file() else {},
+        profile=read_json(profiled, "run", "Remove the file", profile_of) if profiled.is_file() else {},
         notes=(note,) if note else (),
     )
 
