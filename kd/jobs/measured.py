@@ -24,9 +24,9 @@ FEW_PICTURES: Mapping[int, tuple[str, str]] = {10: ("+2.9 ± 1.5", "-1.6 ± 2.3"
 """Pictures per class, 50 classes of Tiny ImageNet and no other pictures: points over the teacher's top class, and
 over the labels of all of them."""
 
-PASSES, MANY_PASSES = 12, 102
-"""Epochs of the measured runs with few labels, and with few pictures. A run that is more than `NEAR` times shorter is
-not covered."""
+PASSES, MANY_PASSES = 12, {10: 512, 50: 102}
+"""Epochs of the measured runs with few labels, and with few pictures per class. A run that is more than `NEAR` times
+shorter is not covered."""
 
 
 def expected(recipe: Recipe, labels: torch.Tensor, classes: int, epochs: float) -> list[str]:
@@ -43,8 +43,8 @@ def expected(recipe: Recipe, labels: torch.Tensor, classes: int, epochs: float) 
         where, points = FEW_LABELS[row]
         found = f"{points} points against labels alone on {where} (docs/does-it-help.md)"
         return [f"expect    {row} labels per class, other pictures without: {found}"]
-    few = share in (0, 1) and classes >= 25 and epochs * NEAR >= MANY_PASSES
-    if few and (row := _nearest(FEW_PICTURES, len(labels) / classes)):
+    few = share in (0, 1) and classes >= 25
+    if few and (row := _nearest(FEW_PICTURES, len(labels) / classes)) and epochs * NEAR >= MANY_PASSES[row]:
         over_class, over_labels = FEW_PICTURES[row]
         found = f"{over_class} points against the teacher's top class, {over_labels} against the true labels"
         return [f"expect    {row} pictures per class, no others: {found} on Tiny ImageNet (docs/does-it-help.md)"]

@@ -56,7 +56,7 @@ def sifted(epochs: Sequence[Row], train: Sequence[Row], manifest: Mapping[str, A
 def work(epochs: Sequence[Row], train: Sequence[Row], images: int) -> dict[str, str]:
     """Return table cells of a sifted run: the share of its images trained on, and the CPU seconds of training."""
     if not epochs or not train or not images:
-        return {}
+        return {"images trained": "-", "training, CPU s": "-"}
     share = sum(row["trained"] for row in epochs) / (len(epochs) * images)
     return {"images trained": percent(share), "training, CPU s": f"{train[-1]['cpu_seconds']:.0f}"}
 

@@ -97,7 +97,8 @@ class RunRecord:
     findings: Sequence[Mapping[str, Any]] = ()
     profile: Mapping[str, Any] = field(default_factory=dict)  # profile/operators.json of `Profiler`
     answers: Predictions | None = None
-    scored: Scored | None = None  # final score of the best checkpoint; None: the run has not ended
+    scored: Scored | None = None  # final score of the chosen checkpoint; None: the run has not ended
+    chosen: int = -1  # step of the chosen checkpoint; -1: unknown
     exported: Mapping[str, Any] = field(default_factory=dict)  # manifest.json of `export/`, if there is one
     baseline: RunRecord | None = None  # the same student trained on labels alone
     fitting: float = 0.0  # seconds of fitting its teachers, in this run or earlier
@@ -112,8 +113,8 @@ class RunRecord:
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """The validation row of the scored checkpoint, else the first one with the highest score; may be empty."""
-        key, step = self.selection_metric.key, None if self.scored is None else self.scored.step
+        """The validation row of the chosen checkpoint, else the first one with the highest score; may be empty."""
+        key, step = self.selection_metric.key, self.chosen if self.scored is None else self.scored.step
         chosen = [row for row in self.val if row["step"] == step]
         return chosen[-1] if chosen else max(self.val, key=lambda row: row.get(key, -math.inf), default={})
 
@@ -245,6 +246,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
         manifest=manifest,
         train=folder.metrics("train"),
         val=folder.metrics("val"),
+        chosen=folder.best_row().get("step", -1),
         epochs=folder.metrics("epoch"),
         scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
         findings=read_json(findings, "run", "Remove the file", list) if findings.is_file() else (),

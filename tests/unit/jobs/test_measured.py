@@ -57,7 +57,16 @@ def test_a_run_with_few_pictures_is_told_the_gain_over_the_top_class(settings):
     assert 50 / NEAR < 40
     assert all(text in told(settings, pictures, 50) for text in FEW_PICTURES[50])
     assert told(settings, [-1] * len(pictures), 50) == told(settings, pictures, 50), "labels are not needed"
-    assert not told(settings, pictures, 50, epochs=MANY_PASSES / NEAR - 1)
+    assert not told(settings, pictures, 50, epochs=MANY_PASSES[50] / NEAR - 1)
+
+
+@pytest.mark.parametrize("number", FEW_PICTURES)
+def test_a_run_with_few_pictures_is_as_long_as_the_measured_one(settings, number):
+    """4,000 steps of 64 images."""
+    assert MANY_PASSES[number] == 4000 * 64 // (50 * number)
+    pictures = [label for label in range(50) for _ in range(number)]
+    assert told(settings, pictures, 50, epochs=MANY_PASSES[number])
+    assert not told(settings, pictures, 50, epochs=MANY_PASSES[number] / NEAR - 1)
 
 
 def test_a_run_of_few_passes_over_few_labels_has_no_line(settings):

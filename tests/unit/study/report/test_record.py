@@ -63,6 +63,7 @@ def test_the_list_price_is_taken_unless_another_is_given():
 def test_best_is_the_first_of_the_highest_score():
     assert run().best["step"] == 10
     assert replace(run(), scored=Scored("val", 20, "", 40, 2, VAL[1], {})).best["step"] == 20, "of the one that is used"
+    assert replace(run(), chosen=20).best["step"] == 20, "the run has not ended"
     rows = [{"step": 1, "agreement": 0.5, "knn": 0.2}, {"step": 2, "agreement": 0.4, "knn": 0.3}]
     embedded = replace(run(), val=rows, scores=EMBEDDING)
     assert (embedded.selection_metric.key, embedded.best["step"]) == ("knn", 2)

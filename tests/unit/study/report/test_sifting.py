@@ -59,4 +59,4 @@ def test_the_work_of_a_run_is_the_share_of_its_images_and_its_last_cpu_seconds()
     epochs, train = rows(COLD)
     train = [{**row, "cpu_seconds": 2.0 * number} for number, row in enumerate(train, 1)]
     assert work(epochs, train, 100) == {"images trained": "67.2 %", "training, CPU s": "10"}
-    assert work([], train, 100) == {}, "a run that ended before its first epoch"
+    assert set(work([], train, 100).values()) == {"-"}, "a run that ended before its first epoch"
