@@ -291,10 +291,10 @@ class Recount:
                 f"seed {seed[1] if seed else 0};",
                 f"{clock(self.train[-1]['seconds'])} of training",
             )
-        elif found := re.match(r"(?:The best of|Scored (?:once, )?on|On) .*images", line):
+        elif found := re.match(r"(?:Chosen from \d|Scored (?:once, )?on|On) .*images", line):
             images = self.scored["images"]
             expected = [f"{images:,}"] + (
-                [f"The best of {len(self.val)} evaluations"] if line.startswith("The best") else []
+                [f"Chosen from {len(self.val)} evaluations"] if line.startswith("Chosen") else []
             )
             self.check(line, *expected)
         elif found := re.match(r"(?:  \| compared: )?Student against its teacher(?: on (\w+) images)?", line):

@@ -40,7 +40,7 @@ class RunSection:
     """End the run after this many evaluations in a row without a new best. 0: never. The same rule ends a `baseline` of
     the same length."""
     keep: int = ranged(2, low=1)
-    """How many of the newest checkpoints to keep, beside the best one."""
+    """How many of the newest checkpoints to keep, beside the chosen one."""
     baseline: bool = False
     """Also train the same student on the labels alone and report whether distillation paid. The baseline uses label
     smoothing 0.1, fresh views and the labelled images."""

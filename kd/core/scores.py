@@ -1,4 +1,4 @@
-"""The columns of a validation row: a task's scores, their display, and the one that chooses the best checkpoint.
+"""The columns of a validation row: a task's scores, their display, and the one that chooses the chosen checkpoint.
 
 A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a second teacher's under
 `teacher_KEY_2`), and scores of the student against its teacher. Everything that shows a row uses the columns.
@@ -54,12 +54,12 @@ class Scores:
     """The columns of a task."""
 
     own: tuple[Column, ...]
-    """Scores of one model against the labels. The first one chooses the best checkpoint; larger is better."""
+    """Scores of one model against the labels. The first one chooses the chosen checkpoint; larger is better."""
     pair: tuple[Column, ...]  # scores of the student against its teacher. The first one decides if there are no labels.
     note: str = ""  # how the own scores are computed, one sentence for the model card; empty: commonly known
 
     def selection_metric(self, labelled: bool) -> Column:
-        """Return the column that chooses the best checkpoint."""
+        """Return the column that chooses the chosen checkpoint."""
         return (self.own if labelled else self.pair)[0]
 
     def deciding(self, row: Mapping[str, Any]) -> Column:
@@ -149,9 +149,9 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The final score of a run: its best checkpoint on the test split, else on the validation split."""
+    """The final score of a run: its chosen checkpoint on the test split, else on the validation split."""
 
-    split: str  # "test": nothing was chosen on it. "val": it chose the best of `evaluations`.
+    split: str  # "test": nothing was chosen on it. "val": it chose one of `evaluations`.
     step: int  # step of the checkpoint
     data: str  # a hash of the split's listing: equal hashes mean equal images
     images: int  # number of scored images
@@ -171,7 +171,7 @@ class Scored:
         if self.evaluations == 1:
             return f"Scored on {self.images:,} validation images, once: no checkpoint was chosen on them."
         return (
-            f"The best of {self.evaluations} evaluations on the same {self.images:,} validation images was counted, "
+            f"Chosen from {self.evaluations} evaluations on the same {self.images:,} validation images, "
             "which flatters it: name a test split of the data, or set images aside with `data.test_fraction`."
         )
 
@@ -217,10 +217,10 @@ class Trained:
     """Results of a finished training."""
 
     folder: Path
-    metrics: Mapping[str, float]  # validation row of the best checkpoint
+    metrics: Mapping[str, float]  # validation row of the chosen checkpoint
     parameters: int
     steps: int
-    scored: Scored | None = None  # final score of the best checkpoint
+    scored: Scored | None = None  # final score of the chosen checkpoint
     baseline: Trained | None = None  # the same student, trained on labels alone
     report: str = ""  # text of report.md
 

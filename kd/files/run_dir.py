@@ -28,7 +28,7 @@ class RunDir:
     """The folder of one run. See `kd.engine.run.RunStore`."""
 
     def __init__(self, path: Path, rank: int = 0, keep: int = 2) -> None:
-        """Name a run folder. The `keep` newest checkpoints and the best one are kept."""
+        """Name a run folder. The `keep` newest checkpoints and the chosen one are kept."""
         self.path, self.rank, self.keep = path, rank, keep
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
@@ -130,7 +130,7 @@ class RunDir:
         return state, tensors, info
 
     def best(self) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
-        """Return the best checkpoint. If it was removed by hand, warn and return the best remaining one."""
+        """Return the chosen checkpoint. If it was removed by hand, warn and return the newest one left."""
         folder = self._best()
         if folder is None:
             raise RunError("run", f"'{self.path}' has no checkpoint yet", "", "Train it first: `kd-train CONFIG`")
@@ -140,13 +140,13 @@ class RunDir:
         return checkpoint.read(folder)
 
     def best_row(self) -> dict[str, Any]:
-        """Return the validation row of the best checkpoint; empty before the first one."""
+        """Return the validation row of the chosen checkpoint; empty before the first one."""
         folder = self._best()
         step = checkpoint.head(folder)[0].step if folder else -1
         return next((row for row in reversed(self.metrics("val")) if row["step"] == step), {})
 
     def best_weights(self) -> str:
-        """Return a hash of the best checkpoint; empty before the first one."""
+        """Return a hash of the chosen checkpoint; empty before the first one."""
         folder = self._best()
         return hashlib.sha256(json.dumps(checkpoint.head(folder)[1]["crc32"]).encode()).hexdigest() if folder else ""
 
@@ -176,7 +176,7 @@ class RunDir:
         return found
 
     def _best(self) -> Path | None:
-        """Return the newest checkpoint that was the best when it was written.
+        """Return the newest checkpoint that was chosen when it was written: see `kd.engine.loop.evaluate`.
 
         If all of those were removed by hand, return the newest checkpoint; None if the run was never evaluated.
         """

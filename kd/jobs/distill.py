@@ -35,7 +35,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
     """Train one student in an opened run folder, from its newest checkpoint.
 
     `setting`: its teachers, their data and the backend; `title`: shown to the user; `final`: images for scoring the
-    best checkpoint at the end: "test" (validation images if there are none), "val", or "" (not scored).
+    chosen checkpoint at the end: "test" (validation images if there are none), "val", or "" (not scored).
     """
     backend, teachers, scores = setting.backend, setting.teachers, recipe.student.task.scores
     backend.barrier()  # rank 0 has opened the folder
@@ -249,7 +249,7 @@ def unreadable(splits: tuple[Source, Source], run: Run, known: Mapping[str, Any]
 
 @torch.no_grad()
 def evaluate_and_checkpoint(built: Built, folder: RunDir, test: bool = True) -> Scored | None:
-    """Score the best checkpoint of a finished run and write scored.json; an existing score is read.
+    """Score the chosen checkpoint of a finished run and write scored.json; an existing score is read.
 
     `test`: on test images, if there are some. Afterwards the student has that checkpoint's weights. If rank 0 finds the
     score in the folder, the other ranks return None.

@@ -40,7 +40,7 @@ class Record:
 
     name: str
     path: Path  # the run folder
-    keep: int  # checkpoints beside the best one
+    keep: int  # checkpoints beside the chosen one
     trackers: tuple[str, ...]
     yaml: str  # the configuration with every key as YAML; texts from the environment are references
     keys: Mapping[str, Any]  # as {"section.key": value}, with the values of references, for comparison

@@ -258,7 +258,7 @@ def parameter_groups(tuning: Tuning, weight_decay: float, module: StudentWithLos
 def best_student(
     folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
 ) -> tuple[Classifier, dict[str, Any]]:
-    """Return the best checkpoint's student and its origin, without the losses' learned parameters."""
+    """Return the chosen checkpoint's student and its origin, without the losses' learned parameters."""
     state, tensors, _ = folder.best()
     student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
     load_student(student, tensors)

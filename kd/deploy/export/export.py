@@ -237,7 +237,7 @@ def _environment() -> dict[str, Any]:
 
 
 def best_projector(folder: RunDir, losses: Sequence[LossSection], teachers: int) -> torch.nn.Module:
-    """Return the best checkpoint's learned projector from the student's pooled features to its first teacher's."""
+    """Return the chosen checkpoint's learned projector from the student's pooled features to its first teacher's."""
     _, tensors, _ = folder.best()
     number = 0
     for i, (section, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):

@@ -48,7 +48,7 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
         overrides: `key=value`, as on the command line.
 
     Returns:
-        The run: its folder, the metrics of its best checkpoint, its report.
+        The run: its folder, the metrics of its chosen checkpoint, its report.
 
     Raises:
         KdError: anything that the user can fix, in one line.

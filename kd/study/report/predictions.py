@@ -81,7 +81,7 @@ def answers(
 
 
 def _stored(folder: RunDir, belongs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the predictions stored by an earlier report, if they are the best checkpoint's for these images."""
+    """Return the predictions stored by an earlier report, if they are the chosen checkpoint's for these images."""
     try:
         content = read_json(folder.path / FILE, "run", "Remove the file")
     except (OSError, RunError):  # a damaged file counts as missing: the models run again

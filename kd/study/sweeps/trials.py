@@ -149,7 +149,7 @@ class Trials:
             log.info("sweep: %s failed: %s ('%s' has all that it said)", name, line, self.folder / f"{name}.log")
 
     def test(self, trial: Trial) -> dict[str, Any]:
-        """Score the best checkpoint of a finished trial on the test images; return `score` and `interval`."""
+        """Score the chosen checkpoint of a finished trial on the test images; return `score` and `interval`."""
         run = RunDir(self.folder / trial.name)
         if (scored := run.scored()) is None or scored.split != "test":
             self._run("test", ["train", write_yaml(trial, self.folder)], self.folder / f"{trial.name}.log")

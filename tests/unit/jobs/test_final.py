@@ -90,7 +90,7 @@ def test_a_score_of_other_weights_is_not_believed(run, tmp_path):
 
 def test_without_a_test_split_the_report_says_that_the_best_was_counted(settings):
     result = train(config.load(settings, ["run.epochs=2"]))
-    assert "The best of 2 evaluations on the same 13 validation images was counted, which flatters it" in result.report
+    assert "Chosen from 2 evaluations on the same 13 validation images, which flatters it" in result.report
     assert result.scored.row["accuracy"] == pytest.approx(result.metrics["accuracy"])
 
 
