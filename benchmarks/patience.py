@@ -32,6 +32,7 @@ from kd.study.report.svg import Frame, Series, lines, standalone
 CONFIG = Path(__file__).parents[1] / "configs" / "vit_food_scratch.yaml"
 PINS = ["backend.threads=1", "backend.precision=fp32", "data.workers=0", "data.store=ram", "run.baseline=false"]
 VIEWS = 8
+FIT_EPOCHS = 20
 ROWS = Path("runs", "patience.jsonl")
 COLORS = {"--accent": "#2f6fde", "--labels": "#d9822b", "--soft": "#667085"}
 
@@ -122,7 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--label-seeds", type=int, nargs="*", default=[0, 1, 2])
     given = parser.parse_args()
-    fitted = teach(kd.load_config(CONFIG, [*PINS, "teacher.fit.epochs=20", "teacher.precision=fp32"]))[0]
+    fitted = teach(kd.load_config(CONFIG, [*PINS, f"teacher.fit.epochs={FIT_EPOCHS}", "teacher.precision=fp32"]))[0]
     rows = measured(fitted, "distilled", given.seeds, given.epochs)
     rows += measured(fitted, "labels", given.label_seeds, given.labels)
     for name in ("distilled", "labels"):

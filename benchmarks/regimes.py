@@ -45,6 +45,8 @@ REGIMES = {
     "pretrained": {"train_images": 250},
 }
 """About 1,500 training images each; with redundancy, half of them are different plates."""
+FITTED: dict[str, Any] = {"train_images": 250}
+"""The images that the teacher is fitted on: even, whatever the regime."""
 PLATES = {"redundant, each plate once": 2}
 """How many times the epochs of a regime of so many times fewer images, for as many steps."""
 VIEWS = 6
@@ -123,7 +125,7 @@ def base_of(work: Path, regime: str) -> dict[str, Any]:
         base = on_other_dishes(work, base)
         fitted = teach(config.load(base))[0]
     else:
-        fitted = teach(config.load(settings(work, {"train_images": 250})))[0]
+        fitted = teach(config.load(settings(work, FITTED)))[0]
     base["teacher"] |= {"model": str(fitted), "args": {}, "fit": {}, "cache": {"views": VIEWS}}
     return base
 

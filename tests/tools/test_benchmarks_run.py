@@ -171,7 +171,7 @@ def test_patience(ran, tmp_path):
     (tmp_path / "runs").mkdir()
     words = ["--seeds", "0", "--epochs", "1", "--labels", "1", "--label-seeds", "0"]
     pins = [*patience.PINS, "teacher.min_accuracy=0"]
-    rows = ran("patience", *words, CONFIG=tmp_path / "configs" / "vit_food.yaml", PINS=pins)
+    rows = ran("patience", *words, CONFIG=tmp_path / "configs" / "vit_food.yaml", PINS=pins, FIT_EPOCHS=1)
     assert {row["student"] for row in rows} == {"distilled", "labels"}
     assert "var(" not in (tmp_path / "out" / "patience.svg").read_text()
 
@@ -222,7 +222,8 @@ def test_recipe(ran, photos, tmp_path):
 
 def test_regimes(ran, tmp_path):
     words = ["--work", tmp_path / "work", "--regimes", "even", "--seeds", "0", "--epochs", "1", "--budgets", "1.0"]
-    rows = ran("regimes", *words, "--arms", "everything", REGIMES={"even": {"train_images": 4, "val_images": 3}})
+    few = {"train_images": 4, "val_images": 3}
+    rows = ran("regimes", *words, "--arms", "everything", REGIMES={"even": few}, FITTED=few)
     assert [row["arm"] for row in rows] == ["everything"]
 
 
