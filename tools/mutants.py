@@ -127,7 +127,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mutmut made no mutants; see {work / 'tests.log'}", file=sys.stderr)
         return 1
     drawn = sample([*results(work)], options.count, options.seed)
-    while rest := [name for name in drawn if results(work)[name] is None][:20]:  # results are on disk after each batch
+    # before each batch mutmut runs all tests without a mutant; after it the results are on disk
+    while rest := [name for name in drawn if results(work)[name] is None][:60]:
         if subprocess.run([*run, *rest], cwd=work).returncode:
             print("mutmut failed; see above", file=sys.stderr)
             return 1
