@@ -46,7 +46,7 @@ class Evaluator(Protocol):
     """Scores student and teacher on the validation split; a task builds it."""
 
     loader: Loader
-    selection_metric: str  # the key of the metric that chooses the chosen checkpoint; larger is better
+    selection_metric: str  # the key of the metric that chooses the checkpoint; larger is better
     labelled: bool  # whether models are scored against labels
     chance: float  # that metric at chance level; 0: unknown
 

@@ -1,4 +1,4 @@
-"""The columns of a validation row: a task's scores, their display, and the one that chooses the chosen checkpoint.
+"""The columns of a validation row: a task's scores, their display, and the one that chooses the checkpoint.
 
 A row holds the student's scores under their keys, a teacher's under `teacher_KEY` (a second teacher's under
 `teacher_KEY_2`), and scores of the student against its teacher. Everything that shows a row uses the columns.
@@ -54,12 +54,12 @@ class Scores:
     """The columns of a task."""
 
     own: tuple[Column, ...]
-    """Scores of one model against the labels. The first one chooses the chosen checkpoint; larger is better."""
+    """Scores of one model against the labels. The first one chooses the checkpoint; larger is better."""
     pair: tuple[Column, ...]  # scores of the student against its teacher. The first one decides if there are no labels.
     note: str = ""  # how the own scores are computed, one sentence for the model card; empty: commonly known
 
     def selection_metric(self, labelled: bool) -> Column:
-        """Return the column that chooses the chosen checkpoint."""
+        """Return the column that chooses the checkpoint."""
         return (self.own if labelled else self.pair)[0]
 
     def deciding(self, row: Mapping[str, Any]) -> Column:

@@ -65,6 +65,7 @@ def test_a_damaged_checkpoint_says_what_to_remove(tmp_path, damage):
     ) as e:
         checkpoint.read(folder)
     assert "\n" not in str(e.value)
+    assert "None" not in str(e.value)
 
 
 @pytest.mark.parametrize(("call", "file"), [("open", checkpoint.TENSORS), ("read_bytes", checkpoint.STATE)])

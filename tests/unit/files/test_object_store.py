@@ -15,7 +15,8 @@ def put(url: str, content: bytes) -> None:
 def test_files_are_listed_and_read(aws):
     put("s3://bucket/a/file", b"whole")
     assert list(object_store.versions("s3://bucket/a/", "data.train")) == ["s3://bucket/a/file"]
-    assert object_store.versions("s3://bucket/a/file", "data.train")["s3://bucket/a/file"][0] == 5
+    for url in ("s3://bucket/a/file", "s3://bucket/a/f*"):
+        assert [size for size, _ in object_store.versions(url, "data.train").values()] == [5]
     assert object_store.read("s3://bucket/a/file", "data.train") == b"whole"
     with pytest.raises(FileNotFoundError):
         object_store.read("s3://bucket/a/other", "data.train")
@@ -27,6 +28,13 @@ def test_a_version_changes_with_the_content(aws):
         put("s3://bucket/file", content)
         found.add(object_store.version("s3://bucket/file", "data.train")[:4])
     assert len(found) >= 2
+
+
+@pytest.mark.parametrize("mark", ["size", "ETag", "etag", "mtime", "LastModified", "updated"])
+def test_each_mark_that_a_store_gives_is_part_of_the_version(mark):
+    """Stores give different ones: S3 ETag and LastModified, Google etag and updated, a local disk mtime."""
+    found = {object_store._version("s3://bucket/file", {mark: value}) for value in ("one", "two")}
+    assert len(found) == 2
 
 
 def test_a_copy_is_whole_or_absent(aws, tmp_path, small_disk):

@@ -17,6 +17,7 @@ from torch import nn
 
 from kd.core.errors import ModelError, RunError
 from kd.core.types import Batch
+from kd.files import storage
 from kd.files.records import record_bytes
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
@@ -178,6 +179,13 @@ def test_a_reader_waits_for_the_manifest_of_a_writer_that_has_just_begun(tmp_pat
     writer.start()
     assert not opened(tmp_path, writable=False).writable
     writer.join()
+
+
+def test_a_reader_does_not_begin_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "MANIFEST_WAIT", 0.1)
+    with pytest.raises(RunError, match=r"^teacher\.cache\.path: "):
+        opened(tmp_path, writable=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", '{"teacher": "ab', "[1]", "null"])

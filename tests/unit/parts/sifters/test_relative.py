@@ -81,6 +81,10 @@ def test_keep_is_exact_for_any_losses(beta, kind):
     assert len(torch.cat([batch.ids for batch in batches]).unique()) == trained
 
 
+def test_an_epoch_of_one_candidate_step_keeps_it():
+    assert made(images=2 * MICRO).steps(0, 0.0) == 1
+
+
 def test_an_epoch_keeps_at_least_one_step():
     sifter = made(beta=50.0)
     assert [sifter.plan(number, 0.0).steps for number in range(3)] == [1, 1, 1]

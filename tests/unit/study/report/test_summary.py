@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kd.core.intervals import Samples, paired
+from kd.core.intervals import Samples, paired, wilson
 from kd.core.scores import Scored
 from kd.parts.tasks.single_label import SCORES
 from kd.study.report.record import RunRecord
@@ -94,3 +94,10 @@ def test_an_earlier_baseline_of_equal_steps_is_reported_too():
     said = line(70, 80, equal_steps=of(60))
     assert said.startswith("Distillation did not pay: accuracy -10.0 points")
     assert "at equal steps +10.0 points" in said
+
+
+def test_a_cell_has_an_interval_where_samples_are_known():
+    row, (low, high) = {"accuracy": 0.7, "agreement": 0.9}, wilson(0.7, 100)
+    expected = {"accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})", "agreement": "90.0 %"}
+    assert SCORES.cells(row, of(70)) == expected
+    assert SCORES.cells(row) == expected | {"accuracy": "70.0 %"}
