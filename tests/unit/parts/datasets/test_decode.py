@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from kd.core.errors import DataError
-from kd.files.pixels import Most, count_scans
+from kd.files.pixels import Most, boxed, count_scans
 from kd.parts.datasets import _decode
 from kd.parts.datasets._decode import FORMATS, Repeated, decode, hold_out, name_labels
 
@@ -193,7 +193,7 @@ def test_many_scans_are_refused_for_every_jpeg_format_name():
     assert np.array_equal(np.asarray(read(burst)), np.asarray(read(plain)))
     thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + 2000) + b"\xff\xda\0\2" * 500
     assert np.array_equal(np.asarray(read(plain[:2] + thumbnail + plain[2:])), np.asarray(read(plain)))
-    assert read(scans(plain, Most().scans - own)).size == NOISE.size
+    assert read(scans(burst, Most().scans - own)).size == NOISE.size
     for data in (plain, burst):
         assert count_scans(scans(data, 100)) == own + 100
         with pytest.raises(DataError, match=f"a JPEG of {own + 100} scans"):
@@ -287,6 +287,10 @@ def test_labels_as_written():
     assert named("pear", "7up") == (["pear", "7up"], ["7up", "pear"])
     assert named("1", "apple", names=("pear", "apple")) == (["apple", "apple"], ["pear", "apple"])
     assert named("9", "-1", names=("pear", "apple")) == (["9", "-1"], ["pear", "apple"])
+
+
+def test_only_a_box_of_a_file_type_names_a_brand():
+    assert [boxed(bytes(4) + kind + b"avif" + bytes(4)) for kind in (b"ftyp", b"moov")] == ["AVIF", ""]
 
 
 def test_avif_is_read_where_pillow_reads_it():
