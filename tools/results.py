@@ -225,7 +225,7 @@ CLAIMS = (
     Claim(HELP, "CIFAR-10, all labels, 20 epochs, equal steps", "full_labels", gain("kl", "labels only")),
     Claim(HELP, "Tiny ImageNet, all labels, 10 passes", "proof_tiny_imagenet", gain("soft", "labels only")),
     Claim(HELP, "fruit photographs, pretrained student", "proof_grocery", gain("soft", "labels only")),
-    Claim(HELP, "the same, ViT-S teacher", "proof_grocery_vit", gain("vit, soft", "labels only")),
+    Claim(HELP, "the same, ViT-S teacher", "proof_grocery_vit", gain("vit at 168 px, soft", "labels only")),
     Claim(HELP, "half of the labels: over the teacher's class", "proof_grocery_half", gain("soft", "hard")),
     Claim(HELP, "fruit, random student", "proof_grocery", gain("scratch, soft", "scratch, labels only")),
     Claim(HELP, "fruit, README's commands: student", "from_folder", one("{student:.1f} % ({low:.1f} to {high:.1f})")),

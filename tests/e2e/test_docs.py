@@ -386,7 +386,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
     whole, alone = (rows("full_labels", arm=arm) for arm in ("kl", "labels only"))
     fruit = [rows("proof_grocery", arm=arm) for arm in ("soft", "labels only")]
     few, few_alone, few_hard = (rows("proof_few_pictures", labels="50", arm=a) for a in ("soft", "labels only", "hard"))
-    vit, vit_alone = (rows("proof_grocery_vit", arm=arm) for arm in ("vit, soft", "labels only"))
+    vit, vit_alone = (rows("proof_grocery_vit", arm=arm) for arm in ("vit at 168 px, soft", "labels only"))
     (folder,) = rows("from_folder")
     (install,) = rows("install")
     (scratch,) = rows("init_sweep", folder="grocery-fruit", temperature="2.0", lr="0.003")
@@ -404,7 +404,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"an EfficientNet-Lite0 ({mean(few, 'teacher_accuracy'):.1f} %)",
         f"{mean(whole):.1f} % against {mean(alone):.1f} %: {against(whole, alone)}",
         f"on the fruit {against(*fruit).removesuffix(' points')}, three seeds, which shows no difference (",
-        f"and {mean(vit) - mean(vit_alone):+.1f} with a pretrained ViT-S (one seed,",
+        f"and {mean(vit) - mean(vit_alone):+.1f} with a pretrained ViT-S of "
+        f"{float(vit[0]['teacher_accuracy']):.1f} % (one seed,",
         f"took {float(folder['train_cpu_minutes']):.0f} minutes of CPU time",
         f"the teacher predicts {float(folder['teacher']):.1f} % correctly, "
         f"the student {float(folder['student']):.1f} % "
@@ -432,10 +433,16 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         rows("proof_few_pictures", labels="10", arm=arm) for arm in ("soft", "hard", "labels only")
     )
     soft, hard, aged = (rows("proof_grocery_half", arm=arm) for arm in ("soft", "hard", "soft, half the fit"))
-    vit, vit_alone = (rows("proof_grocery_vit", arm=arm) for arm in ("vit, soft", "labels only"))
+    vit_alone = rows("proof_grocery_vit", arm="labels only")
+    vit, coarse = (rows("proof_grocery_vit", arm=arm) for arm in ("vit at 168 px, soft", "vit, soft"))
     betas, highest = rows("sweep_beta"), rows("choice_of_checkpoint", images="111", rule="highest")
     newest = rows("choice_of_checkpoint", images="111", rule="newest within one standard error")
     full = float(betas[0]["cpu_seconds"])
+    sizes = ("full", "1/2 until 0.6", "fewer for 1/2 until 0.6")
+    first = {
+        data: [mean(rows("small_first", data=data, arm=arm)) for arm in sizes]
+        for data in ("cifar10", "tiny50", "fruit")
+    }
     for words in (
         *(
             f"{float(row['trained']):.0f} % | {float(row['cpu_seconds']) / full:.2f} | {float(row['accuracy']):.1f} %"
@@ -446,6 +453,9 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         f"gave {mean(soft) - mean(hard):.1f} points more; "
         f"a teacher fitted half as long cost {mean(soft) - mean(aged):.1f}",
         f"| {mean(vit_alone):.1f} % | {mean(vit):.1f} % | {mean(vit) - mean(vit_alone):+.1f}, one seed |",
+        f"168 px: {float(vit[0]['teacher_accuracy']):.1f} %; at 112 px: {float(coarse[0]['teacher_accuracy']):.1f} %, "
+        f"difference {mean(coarse) - mean(vit_alone):+.1f} |",
+        *("".join(f" | {one:.1f} %" for one in accuracy) + " |" for accuracy in first.values()),
         f"it had {mean(newest) - mean(highest):.1f} points more test accuracy",
         f"| ViT-B | {speed[1] / speed[0]:.2f} |",
         f"took {live / timm:.2f} of timm's training time live and {cached / timm:.2f} with a cache",
