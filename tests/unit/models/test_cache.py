@@ -19,6 +19,7 @@ from kd.core.errors import ModelError, RunError
 from kd.core.types import Batch
 from kd.files import storage
 from kd.files.records import record_bytes
+from kd.models import cache
 from kd.models.cache import CachedTeacher, Codec, open_store, owned
 from kd.models.classifier import LogitsModel
 from kd.models.live_teacher import LiveTeacher
@@ -66,6 +67,14 @@ def test_the_cache_equals_the_live_teacher_and_queries_it_once(tmp_path, live, d
     assert live.images - before == 16
     for answers in (first, again, afresh):
         assert all(torch.equal(one, other) for one, other in zip(answers, expected, strict=True))
+
+
+def test_outputs_wait_on_the_device_until_they_have_so_many_bytes(tmp_path, live, monkeypatch):
+    monkeypatch.setattr(cache, "WAITING_BYTES", 3 * 4 * CLASSES * 4)  # three batches of four images in float32
+    stored = CachedTeacher(live, opened(tmp_path, "fp32"))
+    for start, written in ((0, False), (4, False), (8, True)):
+        ask(stored, batch([*range(start, start + 4)]))
+        assert any(tmp_path.glob("*.logits")) == written
 
 
 @pytest.mark.parametrize("fixed_shape", [False, True])

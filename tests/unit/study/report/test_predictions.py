@@ -1,0 +1,29 @@
+"""Which validation images a report shows."""
+
+from pieces import base
+
+from kd import config
+from kd.setup.data import open_sources
+from kd.setup.recipe import resolve
+from kd.study.report.predictions import _pictures
+
+
+def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure_teacher_first(photos, tmp_path):
+    data = open_sources(resolve(config.load(base(photos, tmp_path))).data)
+    data.val.prepare()
+    shown, classes = data.shown(data.val, on_corrupt="skip"), list(data.classes)
+    stored = {
+        "ids": [0, 1, 2, 3],
+        "label": [0, 0, 0, 0],
+        "student": [1, 0, 0, 1],
+        "student_share": [0.5, 0.6, 0.7, 0.8],
+    }
+    asked = {**stored, "teacher": [0, 0, 1, 0], "teacher_share": [0.6, 0.9, 0.99, 0.8]}
+    found = _pictures(asked, shown, classes)
+    assert [one.name for one in found] == [data.val.name(id) for id in (3, 0, 2)]
+    assert [(one.truth, one.teacher, one.student) for one in found[1:]] == [
+        (classes[0], classes[0], classes[1]),
+        (classes[0], classes[1], classes[0]),
+    ]
+    assert [(one.teacher_share, one.student_share) for one in found] == [(0.8, 0.8), (0.6, 0.5), (0.99, 0.7)]
+    assert _pictures(stored, shown, classes) == []
