@@ -9,7 +9,7 @@ from kd.core.intervals import Samples, paired, wilson
 from kd.core.scores import Scored
 from kd.parts.tasks.single_label import SCORES
 from kd.study.report.record import RunRecord
-from kd.study.report.summary import verdict
+from kd.study.report.summary import chain_lines, verdict
 
 
 def of(right):
@@ -101,3 +101,41 @@ def test_a_cell_has_an_interval_where_samples_are_known():
     expected = {"accuracy": f"70.0 % ({100 * low:.1f} to {100 * high:.1f})", "agreement": "90.0 %"}
     assert SCORES.cells(row, of(70)) == expected
     assert SCORES.cells(row) == expected | {"accuracy": "70.0 %"}
+
+
+def test_the_chain_of_an_export_names_each_part_and_what_it_was_compared_with():
+    scores = {"columns": SCORES.record(), "pair": {"agreement": 0.9}, "split": "test"}
+    facts = {
+        "chain": {
+            "teacher": {"members": {"teacher": {"name": "vit", "source": "timm"}}, "weights": "a" * 64},
+            "answers": {"count": 120, "cache": "b" * 64},
+            "student": {"is": "student", "run": "food", "step": 90, "weights": "c" * 64, "exported": "d" * 64},
+            "graphs": {"model.onnx": "e" * 64},
+        },
+        "licences": {"teacher": "mit"},
+        "scores": scores,
+        "calibration": {"temperature": 1.25},
+        "parity": {"model.onnx": {"same_top1": 63, "images": 64, "max_difference": 2e-6}},
+    }
+    lines = chain_lines(facts)
+    assert [line.split()[0] for line in lines if not line.startswith("  | ")] == [
+        "teacher",
+        "outputs",
+        "student",
+        "calibrated",
+        "graph",
+    ]
+    for number, words in (
+        (0, "vit (timm), licence mit, weights aaaa"),
+        (2, "120 in the cache bbbb"),
+        (3, "90.0 %"),
+        (4, "run food, step 90, weights cccc"),
+        (5, "divided by 1.25"),
+        (7, "on 63 of 64 images, largest difference 2.0e-06"),
+        (8, "model.onnx eeee"),
+    ):
+        assert words in lines[number]
+    assert "licence unknown" in chain_lines({**facts, "licences": {}})[0]
+    live = {**facts, "chain": {**facts["chain"], "answers": {}}}
+    assert "ran live" in chain_lines(live)[1]
+    assert chain_lines({}) == []
