@@ -287,24 +287,33 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     if few:
         content["student"]["args"]["classes"] = 200 if experiment.endswith("_200") else 50
     if "checkpoint" in content["student"]:
-        content["student"]["checkpoint"] = str((options.weights / "efficientnet-lite0.pth").resolve())
+        content["student"]["checkpoint"] = pretrained(options, "efficientnet-lite0.pth")
     if own.teacher:
         content["teacher"] = answering(options, experiment, arm, seed, content)
     else:
         del content["teacher"]
     content = merged(content, own.over)
     if own.own.startswith("vit"):
-        content["teacher"]["checkpoint"] = str((options.weights / "vit_small.safetensors").resolve())
+        content["teacher"]["checkpoint"] = pretrained(options, "vit_small.safetensors")
     if own.teacher and options.steps and "fit" in content["teacher"]:
         short = {"steps": options.steps, "epochs": None, "evaluate": 0}
         content["teacher"]["fit"] = merged(content["teacher"]["fit"], short)
     return content
 
 
+def pretrained(options: argparse.Namespace, name: str) -> str:
+    """Return the path of a file of weights, whose name may end with a hash, as that of the package does."""
+    stem, dot, ending = name.rpartition(".")
+    found = sorted({*options.weights.glob(name), *options.weights.glob(f"{stem}-*{dot}{ending}")})
+    if not found:
+        raise SystemExit(f"no file {stem}*{dot}{ending} in {options.weights}: --weights names its folder")
+    return str(found[0].resolve())
+
+
 def answering(options: argparse.Namespace, experiment: str, arm: str, seed: int, content: Row) -> Row:
     """Return the teacher of a run; where none is fitted, its pictures' views are kept, since they repeat."""
     runtime = {} if options.gpu else {"runtime": "openvino"}
-    teacher = {**content["teacher"], "checkpoint": str((options.weights / FILES[experiment][1]).resolve()), **runtime}
+    teacher = {**content["teacher"], "checkpoint": pretrained(options, FILES[experiment][1]), **runtime}
     if "fit" in teacher:
         more = {"seed": fitted(experiment, seed), "folder": str(options.work / "teachers")}
         return {**teacher, "fit": {**teacher["fit"], **more}}
@@ -353,6 +362,7 @@ def fifty(options: argparse.Namespace) -> None:
         for folder in sorted((options.data / "tiny-imagenet" / split).iterdir())[::4]:
             for path in folder.glob("*"):
                 link(path, options.work / "fifty" / split / folder.name / path.name)
+    named(options, str(options.work / "fifty"))
 
 
 def named(options: argparse.Namespace, root: str) -> Path:
@@ -591,6 +601,23 @@ def wanted(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
     return list(dict.fromkeys(keys))  # the ceiling is the same for all numbers
 
 
+def shown(options: argparse.Namespace, rows: Sequence[Row], made: set[str]) -> None:
+    """Print the table of each experiment; write the CSV of those that have a new row, and the chart of few labels."""
+    short = f" --steps {options.steps}" if options.steps else ""
+    for experiment in options.only:
+        own = [row for row in rows if row["experiment"] == experiment]
+        place = {arm: i for i, arm in enumerate(EXPERIMENTS[experiment])}  # arms of old rows may be missing there
+        own.sort(key=lambda row: (row["labels"], place.get(row["arm"], len(place)), row["seed"]))
+        if own:
+            print(report(experiment, own))
+        if experiment in made:
+            command = f"python benchmarks/proof.py --data FOLDER --weights FOLDER --only {experiment}{short}"
+            write(f"proof_{experiment}", command, own)
+        if experiment == "few_labels" and {"soft", *ALONE} <= {row["arm"] for row in own}:
+            numbers = {row["labels"] for row in own if row["arm"] == "soft"}
+            (ROOT / "docs" / "proof.svg").write_text(drawn(own) if len(numbers) > 1 else barred(own))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Make what is missing of the arms, a seed after the other, and write a CSV for each experiment."""
     options = arguments(argv)
@@ -607,31 +634,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "few_pictures" in options.only:
         fifty(options)
 
+    asked, made, failed = wanted(options), set[str](), []
+    if kept := [key for key in asked if key in done]:
+        print(f"{len(kept)} of {len(asked)} runs are in {file} already: remove a row there to make that run again")
+
     def make(key: tuple[str, str, int, int]) -> None:
         try:
             row = one(options, *key)
         except SystemExit as error:  # the other runs go on
             print(error, flush=True)
+            failed.append(key)
             return
         rows.append(row)
+        made.add(key[0])
         with file.open("a") as opened:
             opened.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(make, [key for key in wanted(options) if key not in done]))
-    short = f" --steps {options.steps}" if options.steps else ""
-    for experiment in options.only:
-        own = [row for row in rows if row["experiment"] == experiment]
-        place = {arm: i for i, arm in enumerate(EXPERIMENTS[experiment])}  # arms of old rows may be missing there
-        own.sort(key=lambda row: (row["labels"], place.get(row["arm"], len(place)), row["seed"]))
-        if own:
-            print(report(experiment, own))
-            command = f"python benchmarks/proof.py --data FOLDER --weights FOLDER --only {experiment}{short}"
-            write(f"proof_{experiment}", command, own)
-        if experiment == "few_labels" and {"soft", *ALONE} <= {row["arm"] for row in own}:
-            numbers = {row["labels"] for row in own if row["arm"] == "soft"}
-            (ROOT / "docs" / "proof.svg").write_text(drawn(own) if len(numbers) > 1 else barred(own))
+        list(pool.map(make, [key for key in asked if key not in done]))
+    shown(options, rows, made)
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(asked)} runs failed; see above")
 
 
 if __name__ == "__main__":
