@@ -634,9 +634,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "few_pictures" in options.only:
         fifty(options)
 
-    asked, made, failed = wanted(options), set[str](), []
-    if kept := [key for key in asked if key in done]:
-        print(f"{len(kept)} of {len(asked)} runs are in {file} already: remove a row there to make that run again")
+    keys, made, failed = wanted(options), set[str](), []
+    if kept := [key for key in keys if key in done]:
+        print(f"{len(kept)} of {len(keys)} runs are in {file} already: remove a row there to make that run again")
 
     def make(key: tuple[str, str, int, int]) -> None:
         try:
@@ -652,10 +652,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(row, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(make, [key for key in asked if key not in done]))
+        list(pool.map(make, [key for key in keys if key not in done]))
     shown(options, rows, made)
     if failed:
-        raise SystemExit(f"{len(failed)} of {len(asked)} runs failed; see above")
+        raise SystemExit(f"{len(failed)} of {len(keys)} runs failed; see above")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ def test_pictures_are_those_on_which_the_models_differ_those_of_a_right_and_sure
         "student": [1, 0, 0, 1],
         "student_share": [0.5, 0.6, 0.7, 0.8],
     }
-    asked = {**stored, "teacher": [0, 0, 1, 0], "teacher_share": [0.6, 0.9, 0.99, 0.8]}
-    found = _pictures(asked, shown, classes)
+    both = {**stored, "teacher": [0, 0, 1, 0], "teacher_share": [0.6, 0.9, 0.99, 0.8]}
+    found = _pictures(both, shown, classes)
     assert [one.name for one in found] == [data.val.name(id) for id in (3, 0, 2)]
     assert [(one.truth, one.teacher, one.student) for one in found[1:]] == [
         (classes[0], classes[0], classes[1]),
