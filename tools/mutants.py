@@ -61,6 +61,7 @@ def prepare(work: Path, files: list[str], tests: list[str]) -> None:
         "pytest_add_cli_args_test_selection": tests,
         "process_isolation": "forkserver",  # torch's threads do not survive a plain fork
         "use_git_change_detection": False,
+        "debug": True,  # else it keeps the output of tests that fail without a mutant to itself
     }
     values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in config.items())
     text = (ROOT / "pyproject.toml").read_text() + f"\n[tool.mutmut]\n{values}\n"
@@ -106,6 +107,13 @@ def table(found: dict[str, int | None], drawn: list[str], equal: dict[str, str])
     return [*lines, f"{len(drawn)} mutants: {text}: {share}"]
 
 
+def ending(log: Path, lines: int = 30) -> str:
+    """Return the end of what mutmut and its tests wrote, without its progress bars."""
+    written = log.read_text(errors="replace").replace("\r", "\n").splitlines()
+    kept = [line for line in written if line.strip() and line[0] not in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"]
+    return "\n".join([f"The end of {log}:", *kept[-lines:]])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the sample and print what the tests missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -119,18 +127,22 @@ def main(argv: list[str] | None = None) -> int:
     work = options.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     prepare(work, options.files, options.tests)
-    run = [sys.executable, "-m", "mutmut", "run", "--max-children", str(options.children)]
+    command, log = [sys.executable, "-m", "mutmut", "run", "--max-children", str(options.children)], work / "tests.log"
+
+    def run(*names: str) -> int:
+        with log.open("a") as out:
+            return subprocess.run([*command, *names], cwd=work, stdout=out, stderr=subprocess.STDOUT).returncode
+
     if not results(work):  # mutmut makes all mutants, learns which test calls what, and stops at an unknown name
-        with (work / "tests.log").open("w") as log:
-            subprocess.run([*run, "unknown"], cwd=work, stdout=log, stderr=subprocess.STDOUT)
+        run("unknown")
     if not results(work):
-        print(f"mutmut made no mutants; see {work / 'tests.log'}", file=sys.stderr)
+        print(f"mutmut made no mutants. {ending(log)}", file=sys.stderr)
         return 1
     drawn = sample([*results(work)], options.count, options.seed)
     # before each batch mutmut runs all tests without a mutant; after it the results are on disk
     while rest := [name for name in drawn if results(work)[name] is None][:60]:
-        if subprocess.run([*run, *rest], cwd=work).returncode:
-            print("mutmut failed; see above", file=sys.stderr)
+        if run(*rest):
+            print(f"mutmut failed. {ending(log)}", file=sys.stderr)
             return 1
         print("\n".join(table(results(work), drawn, known())))
     print("\n".join(table(results(work), drawn, known())))

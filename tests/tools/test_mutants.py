@@ -35,3 +35,9 @@ def test_every_pattern_names_a_file(mutants):
     root = PATH.parents[1]
     for pattern in (*mutants.FILES, *mutants.TESTS):
         assert [*root.glob(pattern)], pattern
+
+
+def test_a_failure_is_shown_without_progress_bars(mutants, tmp_path):
+    log = tmp_path / "tests.log"
+    log.write_text("first\n" + "⠋ Running stats\r⠙ Running stats\r" + "FAILED test_x\nrunner returned 1\n", "utf-8")
+    assert mutants.ending(log, 2).splitlines() == [f"The end of {log}:", "FAILED test_x", "runner returned 1"]
