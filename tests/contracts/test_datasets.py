@@ -230,6 +230,23 @@ def test_broken_image_is_a_data_error_with_its_name(built):
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # out of a worker
 
 
+def deep(split: str) -> list[tuple[str, bytes]]:
+    """Grey pictures of a camera of 12 bits, stored in 16."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((9, 7), 2048, np.uint16)).save(buffer, "PNG")
+    return [(name, buffer.getvalue()) for name in (TRAIN if split == "train" else VAL)]
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - PAINTED))
+def test_the_range_of_16_bits_is_the_configurations(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "images", deep)
+    module = importlib.import_module(f"kd.parts.datasets.{kind}")
+    source = module.build(module.Options(**RECIPES[kind](tmp_path)), "train", None)
+    for bits, value in ((16, 2048 >> 8), (12, 2048 >> 4)):
+        source.bits = bits
+        assert np.unique(np.asarray(source.decode(0).image)).tolist() == [value]
+
+
 def test_fingerprint_depends_on_the_listing_and_not_on_the_folder(built):
     assert built.again.fingerprint == built.train.fingerprint
     assert built.val.fingerprint != built.train.fingerprint

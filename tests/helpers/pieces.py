@@ -125,6 +125,16 @@ def without_clocks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("ms_")} for row in rows]
 
 
+class Ranks:
+    """A backend as one rank of several sees it; `mean` turns this rank's tensor into the mean of all."""
+
+    def __init__(self, backend: Any, world_size: int, mean: Callable[[Any], Any] = lambda tensor: tensor) -> None:
+        self.backend, self.world_size, self.reduce_mean = backend, world_size, mean
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
 def timeless(state: State) -> State:
     """Return a state without what a clock told."""
     return replace(state, seconds=0.0, cpu_seconds=0.0)

@@ -18,7 +18,8 @@ from kd.engine.criterion import Criterion
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts import registry
-from kd.setup.data import open_sources
+from kd.setup.build import build_backend
+from kd.setup.data import open_data, open_sources
 from kd.setup.recipe import resolve
 from kd.setup.student import loss_term
 
@@ -136,6 +137,24 @@ def test_without_labels_the_student_is_the_same(settings, photos):
         shutil.rmtree(folder)
     resumed = kd.train(none, "run.every.checkpoint=4")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in student(resumed).items())
+
+
+@pytest.mark.parametrize("store", ["none", "ram", "disk"])
+def test_those_with_a_label_are_the_same_images_in_a_store(settings, store):
+    """What a baseline and a teacher's fit read: the labelled images alone, each with its own label."""
+    overrides = ("data.labels=some", "data.labels_per_class=3", f"data.store={store}")
+    recipe = resolve(config.load(settings, overrides))
+    data = open_data(recipe.data, build_backend(recipe.backend))
+    labelled = data.with_labels()
+    views, found = labelled.views()[0], [labelled.train.label(id) for id in range(len(labelled.train))]
+    assert sorted(found) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len(views) == len(labelled.train) == 9
+    for id in range(9):
+        own = [number for number in range(len(data.train)) if data.train.name(number) == labelled.train.name(id)]
+        assert data.train.label(own[0]) == found[id]
+        assert views.source.name(id) == labelled.train.name(id)
+        pixels = np.asarray(views.source.decode(id).image)
+        assert np.array_equal(pixels, np.asarray(data.views()[0].source.decode(own[0]).image))
 
 
 def test_a_checkpoint_alone_numbers_its_classes(teacher, tmp_path):

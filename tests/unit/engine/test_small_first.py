@@ -67,6 +67,16 @@ def test_the_share_of_the_run_decides_step_by_step(epochs, steps, expected):
     assert replace(length, small_until=0.0).small_steps(State(), plan) == 0
 
 
+def test_a_sifted_epoch_is_measured_in_its_own_steps():
+    """Ten epochs of 2 of 4 steps, 0.52 of the run: the sixth epoch's second step would be small by 4."""
+    length = RunLength(10, 0, 8, 0, Intervals(), small_until=0.52)
+    plan = Plan(torch.arange(32), torch.ones(32), steps=2)
+    found = [length.small_steps(State(step=2 * epoch, epoch=epoch), plan) for epoch in range(10)]
+    middles = [[(epoch + (step + 0.5) / 2) / 10 < 0.52 for step in range(2)] for epoch in range(10)]
+    assert found == [4 if 2 * sum(small) >= 2 else 0 for small in middles]
+    assert found == [4] * 5 + [0] * 5
+
+
 @pytest.mark.parametrize("mixing", [(), MIXED], ids=["plain", "mixed"])
 def test_live_filled_as_it_goes_and_filled_ahead_are_the_same_run(make, settings, steady, tmp_path, mixing):
     own = (*SMALL, *mixing, f"teacher.model={steady}", "data.batch_size=12", "run.epochs=4")

@@ -192,6 +192,18 @@ def test_layers_thaw_after_freeze_epochs(make, tmp_path):
     assert any(n.startswith("patch_embed") and n.endswith("running_var") for n in two)
 
 
+def test_frozen_statistics_go_on_in_the_step_after_the_last_frozen_one(make):
+    """No evaluation lies between, which would set the mode of every layer again."""
+    made = make(*NORM, FROZEN, "student.tuning.freeze_epochs=1", "run.every.evaluate=999")
+    frozen = made.run.distillation.frozen
+    assert frozen.norms
+    made.run.distillation.train()
+    for epoch in (0, 1):
+        with frozen.held(State(epoch=epoch)):
+            assert {norm.training for norm in frozen.norms} == {epoch == 1}
+        assert {norm.training for norm in frozen.norms} == {True}
+
+
 def test_layers_are_held_where_their_parameters_are_replaced():
     """As those of a network that moves to an XLA device are."""
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -67,6 +67,20 @@ def test_a_client_that_does_not_read_is_cut_off():
         assert 0 < received(client) < SIZE
 
 
+def test_a_client_that_does_not_read_its_second_response_is_cut_off():
+    with serving(Limits(write_seconds=1)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)  # else it grows to that of the whole response
+        kept, head, left = ASK.replace(b"connection: close\r\n", b""), b"", SIZE
+        client.sendall(kept)
+        while not head.endswith(b"\r\n\r\n"):
+            head += client.recv(1)
+        while left:  # the first response is read, and is longer than the buffers: the server had to pause
+            left -= len(client.recv(min(left, 2**20)))
+        client.sendall(kept)
+        time.sleep(3)
+        assert received(client) < SIZE
+
+
 def test_a_client_that_reads_gets_the_whole_response():
     with serving(Limits(write_seconds=10)) as client:
         client.sendall(ASK)
@@ -97,6 +111,20 @@ def test_small_chunks():
     for size in (1, 200):
         with pytest.raises(h11.RemoteProtocolError, match="chunks of the body"):
             parsed(HEAD + b"\r\n" + chunks(size, 5000))
+
+
+def test_a_large_body_pays_for_no_later_one():
+    """The chunks of each request are counted on their own, on a connection that is kept."""
+    parser = RequestParser(Limits())
+    parser.receive_data(HEAD + b"\r\n" + chunks(2**16, 64) + b"0\r\n\r\n")
+    while not isinstance(parser.next_event(), h11.EndOfMessage):
+        pass
+    parser.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+    parser.send(h11.EndOfMessage())
+    parser.start_next_cycle()
+    parser.receive_data(HEAD + b"\r\n" + chunks(1, 5000))
+    with pytest.raises(h11.RemoteProtocolError, match="chunks of the body"):
+        list(iter(parser.next_event, h11.NEED_DATA))
 
 
 def test_header_lines():

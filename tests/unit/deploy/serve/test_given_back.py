@@ -1,6 +1,8 @@
 """What a request leaves behind in the server: after every refusal all counters are as they were."""
 
 import asyncio
+import base64
+import json
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -96,3 +98,17 @@ def test_a_body_that_does_not_arrive_is_given_back(exported):
 def test_a_client_that_hangs_up_is_a_disconnect_of_starlette():
     with pytest.raises(ClientDisconnect):
         asyncio.run(request(1, gone=True).body())
+
+
+def test_only_classified_images_are_counted(service, photos):
+    """The second picture of the refused request opens and does not decode."""
+    data = next((photos / "val/fig").glob("*.jpg")).read_bytes()
+
+    def classify(*files: bytes) -> None:
+        body = json.dumps({"images": [base64.b64encode(one).decode() for one in files]}).encode()
+        service.classify(service.model, "application/json", "application/json", body)
+
+    classify(data, data)
+    with pytest.raises(Problem, match="image 2 of 2: .*"):
+        classify(data, data[:-40])
+    assert "\nkd_images_total 2\n" in service.metrics.text(True, 0, 0, None)

@@ -114,6 +114,14 @@ def test_the_finding_on_data_wait_names_its_cause():
     assert [ask(reading, **known)["IOBottleneck"].value for known in ({"store": "ram"}, {"epochs": 1})] == [2, 2]
 
 
+@pytest.mark.parametrize(("ranks", "others"), [(4, 0.0), (2, 0.5), (1, 0.75)])
+def test_what_other_ranks_use_is_not_what_other_programs_use(ranks, others):
+    """Four cores are full, and this rank fills one of them."""
+    full = [sample(i, cpu=[100.0] * 4, process_cpu=80.0, workers_cpu=20.0) for i in range(9)]
+    evidence = Evidence({0: [steady()]}, full, Facts(cores=4, local_ranks=ranks))
+    assert evidence.others() == pytest.approx(others)
+
+
 def test_a_slow_loader_is_named_by_its_parts():
     parts = {"busy": 1.0, "decoding": 0.5, "resizing": 0.3}
     row = steady(ms=WAITING, loading_ms=loading(10.0, parts))

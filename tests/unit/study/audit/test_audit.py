@@ -15,7 +15,9 @@ from torch import nn
 
 from kd import config
 from kd.core.types import Batch, Outputs
-from kd.jobs.evaluate import answers_to
+from kd.jobs.evaluate import _stored, answers_to
+from kd.models.cache import Codec, open_store
+from kd.parts import registry
 from kd.setup.data import open_sources
 from kd.setup.recipe import resolve
 from kd.study.audit.labels import TeacherAnswers, doubted, narrow, neighbours, planted
@@ -35,6 +37,22 @@ def test_a_label_is_doubted_where_the_teacher_is_as_sure_as_it_is_of_that_class_
     share[5] = 0.74 * usual[1]
     assert doubted(label, answer, share, own).tolist() == [4]
     assert doubted(*(np.zeros(0, kind) for kind in (int, int, float, float))).tolist() == []
+
+
+def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_path):
+    """Image 0 has both views, image 1 one, image 2 none."""
+    codec = Codec(len(CLASSES), "fp32", 0)
+    store = open_store(tmp_path / "cache", {"teacher": "one"}, codec, 3, True)
+    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 1.0]])
+    for view, ids in ((0, [0, 1]), (1, [0])):
+        parts = [part.numpy() for part in codec.pack(Outputs(logits=logits[ids]))]
+        store.write(view, ids, parts, [0] * len(ids))
+    options = registry.default_options("datasets", "imagefolder", root=str(photos))
+    source = registry.build("datasets", "imagefolder", options, "data.kind", split="train", classes=None)
+    found = _stored(store, 2, source)
+    assert found.id.tolist() == [0, 1]
+    assert found.answer.tolist() == [0, 1]
+    assert found.share == pytest.approx(logits[:2].softmax(-1).amax(-1).tolist())
 
 
 def test_nearest_vectors_are_those_of_the_largest_cosine():

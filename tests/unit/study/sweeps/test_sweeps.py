@@ -13,9 +13,10 @@ from pieces import wait_until
 
 from kd import config
 from kd.core.errors import ConfigError, Interrupted, RunError
-from kd.core.scores import Column
+from kd.core.scores import Column, Scored
 from kd.core.types import State
 from kd.files.checkpoint import write
+from kd.files.run_dir import RunDir
 from kd.setup.recipe import resolve
 from kd.study.sweeps.space import Space, prepared_alike, sharing
 from kd.study.sweeps.sweep import _table, luck, sweep
@@ -225,6 +226,21 @@ def test_a_score_that_the_runs_do_not_have_is_refused(settings, tmp_path):
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match=r"^--by: is 'agreement_ece', .* Allowed: accuracy, agreement\. "):
         Trials(tmp_path, trials, "agreement_ece")._record(trials[0])
+
+
+@pytest.mark.parametrize("split", ["test", "val", ""])
+def test_the_row_of_a_run_has_scores_of_validation_images(settings, tmp_path, split):
+    """Beside those of other trials; the run may have a score on test images, or on validation images again."""
+    folder = tmp_path / "labels_only"
+    write(folder / "checkpoints" / "step_00000006", State(step=6, best=0.5), {}, {}, best=True)
+    row = {"kind": "val", "step": 6, "epoch": 1, "accuracy": 0.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    if split:
+        RunDir(folder).write_scored(Scored(split, 6, "of-these", 9, 1, {"accuracy": 0.75}, {}))
+    space = Space.read(settings, ["optimizer.lr=1e-3,1e-2"])
+    trials = [space.trial(values, "tiny_sweep", []) for values in space.combinations()]
+    found = Trials(tmp_path, trials, "").last_row("labels_only")
+    assert found["accuracy"] == (0.75 if split == "val" else 0.5)
 
 
 def test_a_failed_process_is_reported_by_its_last_line(tmp_path):

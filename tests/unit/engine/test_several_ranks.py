@@ -1,0 +1,54 @@
+"""What one rank computes for all of them. Whole runs of real ranks: tests/distributed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pieces import Ranks
+
+from kd.core.types import Plan, State
+from kd.engine import meter
+from kd.engine.snapshot import average_buffers
+from kd.jobs.distill import at_hand
+
+NORM = ("student.model=xcit_nano_12_p8_224", "student.args={embed_dim: 24, depth: 2, num_heads: 2, cls_attn_layers: 1}")
+FROZEN = ("student.tuning.freeze=[patch_embed.*]", "student.tuning.freeze_epochs=1")
+
+
+def test_cpu_seconds_are_those_of_all_ranks(make, monkeypatch):
+    """Each of three ranks needs two seconds for a window."""
+    made, clock = make(), iter((5.0, 7.0))
+    monkeypatch.setattr(meter, "cpu_seconds", lambda: next(clock))
+    one = meter.Meter(replace(made.run, backend=Ranks(made.run.backend, 3)), State(cpu_seconds=10.0))
+    one.add({"loss": torch.tensor(1.0)}, State(), Plan(torch.arange(8), torch.ones(8)))
+    after = one.flush(State(step=1, images=8, cpu_seconds=10.0), 0.1)
+    assert after.cpu_seconds == made.store.rows[-1]["cpu_seconds"] == 16.0
+
+
+@pytest.mark.parametrize("frozen", [(), FROZEN], ids=["plain", "frozen"])
+def test_statistics_and_their_averages_become_the_mean_of_the_ranks(make, frozen):
+    """The other rank's values are larger by 1. No parameter changes, and no frozen statistic."""
+    run = make(*NORM, *frozen, "optimizer.ema_decay=0.9").run
+    run = replace(run, backend=Ranks(run.backend, 2, lambda tensor: tensor + 0.5))
+    found = []
+    for _ in range(2):
+        student = run.distillation.student.state_dict() | {f"average.{n}": t for n, t in run.average.average.items()}
+        found.append({name: tensor.clone() for name, tensor in student.items()})
+        average_buffers(run, State())
+    before, after = found
+    buffers = {name for name in before if name.endswith(("running_mean", "running_var"))}
+    held = {name for name in buffers if frozen and "patch_embed" in name}
+    assert {name.startswith("average.") for name in buffers - held} == {True, False}
+    assert bool(held) == bool(frozen)
+    for name in before:
+        expected = before[name] + 0.5 if name in buffers - held else before[name]
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+
+
+def test_outputs_of_any_rank_are_none_that_were_at_hand(make, tmp_path):
+    """Two ranks: each of them ran the teacher on half of the images."""
+    made = make(f"teacher.cache.path={tmp_path / 'cache'}", "teacher.cache.views=1", folder=tmp_path / "run")
+    run = replace(made.run, backend=Ranks(made.run.backend, 2))
+    made.store.log("train", State(step=2, images=32), {"teacher_images": 16.0})
+    assert at_hand(32, run, State(step=2, images=32), made.store)["outputs"] == 0
+    assert at_hand(32, made.run, State(step=2, images=32), made.store)["outputs"] == 16
