@@ -109,6 +109,6 @@ def test_only_classified_images_are_counted(service, photos):
         service.classify(service.model, "application/json", "application/json", body)
 
     classify(data, data)
-    with pytest.raises(Problem, match="image 2 of 2: .*"):
+    with pytest.raises(Problem, match="image 2 of 2"):
         classify(data, data[:-40])
     assert "\nkd_images_total 2\n" in service.metrics.text(True, 0, 0, None)
