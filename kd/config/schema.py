@@ -210,7 +210,7 @@ class TeacherSection(NetworkSection):
     compile: Literal["on", "off"] = "off"
     """torch.compile for the frozen forward. `--check` reports whether it would pay."""
     min_accuracy: float = ranged(-1.0, low=-1.0, high=1.0)
-    """Refuse a teacher below this validation accuracy. -1: twice chance."""
+    """Refuse a teacher below this validation accuracy. -1: it must be above twice chance."""
     micro_batch: int = ranged(0, low=0)
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     also: tuple[Member, ...] = ()

@@ -70,10 +70,17 @@ def keys_as_written(text: str) -> str:
     return yaml.serialize(root)
 
 
+SEPARATORS = ",|;:/\\&*#%@!?>-+=_.^`$"
+"""Single characters that are taken as text; YAML takes some of them for syntax."""
+
+
 def parse_value(override: str) -> Any:
     """Parse the value of `key=value` as YAML; references in it stay."""
     if override.endswith("=[]"):
         return []
-    text = keys_as_written(override.partition("=")[2])
+    given = override.partition("=")[2]
+    if len(given) == 1 and given in SEPARATORS:
+        return given
+    text = keys_as_written(given)
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     return parsed["value"]

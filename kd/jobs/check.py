@@ -17,7 +17,7 @@ from kd.core.errors import ModelError
 from kd.core.types import Outputs
 from kd.data.views import Views
 from kd.engine.criterion import StudentWithLoss
-from kd.models.classifier import Pick, Preprocessing, feature_shapes
+from kd.models.classifier import REORDERED, Pick, Preprocessing, feature_shapes
 from kd.models.live_teacher import FAILURES, LiveTeacher
 from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
@@ -115,17 +115,19 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
         return Compared(where, "", {})
     pictures, ids = readable(shown.source)
     model: Any = LiveTeacher(member, device).validation().model  # a copy on the device, as in an evaluation
-    kept: list[float] = []
+    kept, fewer = list[float](), list[bool]()
     for pick in (one for one in model.modules() if isinstance(one, Pick)):
         pick.register_forward_pre_hook(
             lambda one, given: kept.append(given[0].float().softmax(1)[:, one.columns].sum(1).mean().item())
         )
+        pick.register_forward_hook(lambda one, given, out: fewer.extend([True] * (given[0].shape[1] > out.shape[1])))
     views = pixels_of(pictures, shown).to(device)
     ours = model(views, torch.tensor(ids)) if member.reads_ids else model(views)
     values, texts = {"images": float(len(ids))}, []
     if kept and plan.task.logits == "softmax":
         values["kept"] = kept[0]
-        texts.append(f"{kept[0]:.1%} of its probability belongs to the data's {ours.logits.shape[1]} classes")
+        text = f"{kept[0]:.1%} of its probability belongs to the data's {ours.logits.shape[1]} classes"
+        texts.append(text if fewer else REORDERED)
     if own is not None:
         ours_BC, home_BC = _vectors(ours), _at_home(where, model, own, pictures, device)
         spread = home_BC.std(correction=0).clamp_min(1e-12)

@@ -51,6 +51,7 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         f"data      {section.kind}: {len(data.train)} training and {len(data.val)} validation images, "
         + (f"{len(data.test)} test images, " if data.test is not None else "")
         + f"{len(data.classes)} classes, {section.image_size} px",
+        *([f"          in this order: {_few(data.classes)}"] if data.classes else []),
         *(f"          {note}" for note in data.notes),
         *_skew(labels),
         *_unseen(data.labels(val=True), data.classes),
@@ -91,9 +92,12 @@ def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
     missing = [name for label, name in enumerate(classes) if label not in seen]
     if not missing or seen <= {-1}:
         return []
-    shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
     count = f"{len(missing)} of {len(classes)} classes"
-    return [f"          no validation image: {count}, which accuracy does not cover: {shown}"]
+    return [f"          no validation image: {count}, which accuracy does not cover: {_few(missing)}"]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
@@ -114,7 +118,7 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
     if where in plan.fits:
         return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
-    return f"teacher   {section.model}: {size}; weights and classes fit the data"
+    return f"teacher   {section.model}: {size}; weights and classes fit; the run's first line scores it"
 
 
 def _augmented(fit: Fit, student: Augment) -> list[str]:

@@ -173,12 +173,16 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
     """Require a teacher to be better than chance."""
     chance, column = run.evaluator.chance, plan.task.scores.own[0]
     least = plan.min_accuracy
-    least = least if least >= 0 else min(max(0.5, chance), 2 * chance)
-    if reached < least:
+    # Twice the chance level is too little: a perfect teacher whose classes 0 to 11 are in the order of text has that.
+    if reached < least if least >= 0 else reached <= (least := min(max(0.5, chance), 2 * chance)):
         guessing = f"; chance level is {column.text(chance)}" if chance else ""
         wrong = f"has the {column.title} {column.text(reached)} on the validation images{guessing}"
-        remedy = "Check that its classes stand in the data's order and that its weights were loaded"
-        raise ModelError(where, wrong, f"At least {column.text(least)} (teacher.min_accuracy)", remedy)
+        remedy = (
+            "Check that its weights were loaded and that its classes stand in the data's order (--check prints it); "
+        )
+        remedy += "torchvision's is that of text (0, 1, 10, 2). teacher.classes=FILE names them in the teacher's order"
+        allowed = f"{'At least' if plan.min_accuracy >= 0 else 'More than'} {column.text(least)} (teacher.min_accuracy)"
+        raise ModelError(where, wrong, allowed, remedy)
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:

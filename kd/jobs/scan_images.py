@@ -76,7 +76,11 @@ def _damaged(
     more = f", ... (all in '{file}')" if len(names) > MOST_NAMED else ""
     listed, remedy = ", ".join(names[:MOST_NAMED]) + more, f"Repair them, or leave them out: data.exclude={file}"
     if max_skipped < 0:
-        wrong = first.wrong if len(names) == 1 else f"{len(names)} images among {of} are damaged: {listed}"
+        wrong = (
+            first.wrong
+            if len(names) == 1
+            else f"{len(names)} images among {of} are damaged: {listed}. The first: {first.wrong}"
+        )
         raise CorruptImage(first.where, wrong, first.allowed, first.remedy if len(names) == 1 else remedy)
     for split, source in splits.items():
         count, most = sum(name.startswith(f"{split}:") for name in names), most_skipped(max_skipped, len(source))

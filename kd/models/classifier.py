@@ -174,8 +174,11 @@ def feature_shapes(model: Any, image_size: int) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in outputs.features.items()}
 
 
+REORDERED = "its outputs were put into the order of the data's classes"
+
+
 class Pick(nn.Module):
-    """Keeps the logits of the data's classes, a subset of the teacher's."""
+    """Returns the logits of the data's classes, in the data's order; a teacher may have more, or another order."""
 
     def __init__(self, columns: Sequence[int]) -> None:
         super().__init__()

@@ -19,10 +19,8 @@ from kd.models.classifier import Classifier, Preprocessing
 from kd.models.fitting import Taken, config_of, take
 from kd.models.spec import Spec
 
-FITTED = (
-    "Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit it to this data: "
-    "teacher.pretrained=true with teacher.fit.epochs; or learn its features: losses=[{kind: cosine}]"
-)
+FIT = "it to this data: teacher.pretrained=true with teacher.fit.epochs; or learn its features: losses=[{kind: cosine}]"
+FITTED = f"Name all of its outputs in a file, one a line (teacher.classes=FILE); or fit {FIT}"
 LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT.601, as in Pillow)
 
 
@@ -159,6 +157,8 @@ def _own_classes(
             bare = _create(spec, source, False, image_size, 0)[0]
         taken = _take(spec, bare, weights)
         count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
+    if not count and weights is not None:
+        raise _headless(weights.where, weights)
     if not count:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
@@ -229,15 +229,20 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
                 tensor.zero_()
 
 
+class OtherOrder(ModelError):
+    """The model has the data's classes in another order."""
+
+
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Require the model's class names to equal the data's, in the same order."""
+    """Require the model's class names to equal the data's, in the same order; `OtherOrder` if only that differs."""
     _check_count(where, len(names), classes)
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
         if nfc(name) != nfc(expected):
-            same_set = " (the same classes in another order)" if set(names) == set(classes) else ""
-            wrong = f"class {i} is '{name}', the data's is '{expected}'{same_set}"
-            allowed = "Classes and their order must be the data's"
-            raise ModelError(where, wrong, allowed, "Correct the file" if where.endswith(".classes") else FITTED)
+            permuted = set(map(nfc, names)) == set(map(nfc, classes))
+            wrong = f"class {i} is '{name}', the data's is '{expected}'"
+            wrong += " (the same classes in another order)" if permuted else ""
+            remedy = "Correct the names in the file" if where.endswith(".classes") else FITTED
+            raise (OtherOrder if permuted else ModelError)(where, wrong, "The data's classes", remedy)
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
@@ -248,6 +253,12 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
         raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
+def _headless(where: str, weights: Weights) -> ModelError:
+    return ModelError(
+        where, f"'{weights.file}' has no classifier", "Weights with one for losses on logits", f"Fit {FIT}"
+    )
+
+
 def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
     """Load a file's tensors with its classifier (zeros for a student of other classes); report the changes."""
     where, names, classes = weights.where, weights.classes, spec.classes or weights.classes or ()
@@ -255,7 +266,7 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
     tensors, steps = taken.tensors, taken.steps
     head = next((name for name in heads if name in tensors), None)
     if spec.exact_head and head is None and heads[0] in own:
-        raise ModelError(where, f"'{weights.file}' has no classifier", "Weights with one for losses on logits", FITTED)
+        raise _headless(where, weights)
     if spec.exact_head and head is not None and spec.softmax and len(tensors[head]) == 1 and len(own[head]) == 2:
         tensors |= {name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]]) for name in heads if name in own}
         steps = (*steps, f"its one logit z became [0, z]: '{[*classes, 'class_1', 'class_1'][1]}' has z")

@@ -77,7 +77,7 @@ def made_of(model: Any) -> tuple[float, float]:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    counts = counter.get_flop_counts()["Global"]
+    counts = counter.get_flop_counts().get("Global", {})  # a lookup, for instance, has none
     total = max(1, sum(counts.values()))
     return counts.get(torch.ops.aten.convolution, 0) / total, sum(depthwise) / total
 

@@ -209,10 +209,8 @@ def test_a_teacher_at_chance_level_can_be_replaced(written, refused, command, co
     weights["head.bias"] = torch.tensor([100.0, 0.0, 0.0])  # always an apple: 4 of 13 are
     save_file(weights, copied_teacher / "model.safetensors", metadata={"format": "pt"})
     told = refused("train", written())
-    assert told == (
-        "teacher: has the accuracy 30.8 % on the validation images; chance level is 33.3 %. At least 50.0 % "
-        "(teacher.min_accuracy). Check that its classes stand in the data's order and that its weights were loaded."
-    )
+    begin = "teacher: has the accuracy 30.8 % on the validation images; chance level is 33.3 %. More than 50.0 % "
+    assert told.startswith(f"{begin}(teacher.min_accuracy). Check that its weights were loaded")
     assert nothing_started(tmp_path)
     assert command("train", written(run={"epochs": 1}), "teacher.min_accuracy=0.2").code == 0
     # the run that was refused is no obstacle to the same run with another teacher

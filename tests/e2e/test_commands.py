@@ -273,7 +273,7 @@ def test_check_prints_and_writes_nothing(fitted, settings, written, command, tmp
     assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
     assert said["batch"].endswith(" 8 images")
     assert "8 steps of 8 images (2 epochs)" in said["length"]
-    assert ("fitted for 2 epochs if not found" if fit else "weights and classes fit the data") in said["teacher"]
+    assert ("fitted for 2 epochs if not found" if fit else "weights and classes fit;") in said["teacher"]
     assert "all 49: none is damaged" in said["images"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -249,6 +250,47 @@ def test_a_teacher_of_more_classes_is_refused_and_the_named_file_helps(tmp_path)
     names = write(tmp_path / "names.txt", "fig\npear\nplum\napple\nkiwi\n")
     checked = check_run(resolve(config.load(base, [f"teacher.classes={names}"])))
     assert list(checked.teachers.data.classes) == ["apple", "pear"]
+
+
+@pytest.mark.parametrize("how", ["file", "folder"])
+def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, how):
+    """Before, it was refused, and the message asked for a file that would have misnamed its outputs."""
+    import timm
+    import torch
+
+    from kd.jobs.check import check as check_run
+    from kd.setup.build_teacher import load_teachers
+    from kd.setup.recipe import resolve
+
+    plain(tmp_path / "data")
+    torch.manual_seed(0)
+    network = timm.create_model("lcnet_050", num_classes=2).eval()
+    teacher = {"model": "lcnet_050", "checkpoint": str(tmp_path / "two.pth")}
+    torch.save(network.state_dict(), tmp_path / "two.pth")
+    if how == "folder":
+        timm.models.save_for_hf(network, str(tmp_path / "two"), safe_serialization=True)
+        file = tmp_path / "two" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "label_names": ["pear", "apple"]}))
+        teacher = {"model": str(tmp_path / "two"), "pretrained": True}
+    else:
+        teacher["classes"] = str(write(tmp_path / "names.txt", "pear\napple\n"))
+    base = {
+        "run": {"folder": str(tmp_path)},
+        "data": {"kind": "imagefolder", "root": str(tmp_path / "data"), "image_size": 32, "batch_size": 2},
+        "teacher": teacher,
+        "student": {"model": "lcnet_050"},
+        "losses": [{"kind": "kl"}],
+    }
+    recipe = resolve(config.load(base))
+    checked = check_run(recipe)
+    assert list(checked.teachers.data.classes) == ["apple", "pear"]
+    assert "order of the data's classes" in " ".join(checked.teachers.notes)
+    teachers = load_teachers(recipe.teacher, checked.teachers.data, {})
+    image = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        model = teachers.model.eval()
+        expected = network(model.normalize(image))[:, [1, 0]]
+        torch.testing.assert_close(model(image).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):

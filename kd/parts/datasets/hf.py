@@ -178,6 +178,11 @@ def _column(hub: Any, features: Any, option: str, key: str) -> str:
     what = "images" if image else "class labels, integers or text"
     wrong = f"the column '{key}' does not hold {what}" if key in features else f"there is no column '{key}'"
     remedy = did_you_mean(key, fits) or "Choose one of them"
+    if key in features and not image and "list" in str(features[key]).lower() + str(type(features[key])).lower():
+        wrong = f"the column '{key}' holds lists of labels"
+        remedy = (
+            "For several labels per image write a column of 0 and 1 for each class, and name them in data.label_keys"
+        )
     raise DataError(f"data.{option}", wrong, f"Allowed: {', '.join(fits) or 'none fits'}", remedy)
 
 
@@ -186,7 +191,7 @@ def _written(value: Any, row: int, key: str, some: bool) -> str:
         if some:
             return ""
         wrong = f"row {row} has no label in the column '{key}' ({value!r})"
-        raise DataError("data.label_key", wrong, "", "Choose a labelled split")
+        raise DataError("data.label_key", wrong, "", "Choose a labelled split, or set data.labels=some")
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 

@@ -62,7 +62,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     own = columns[where] or class_order({label for one in found.values() for label in one.entry.label or ()})
     order = own if classes is None else classes
     if labels != "none" and columns[where] and (absent := sorted({*order} - {*columns[where]})):
-        wrong = f"has no column '{absent[0]}', a class of training, with {len(absent) - 1} more"
+        wrong = f"has no column '{absent[0]}', a class of training"
+        wrong += f", and lacks {len(absent) - 1} more" if len(absent) > 1 else ""
         raise DataError(where, wrong, f"Columns: {first_few(columns[where])}", "Add it, of 0 where no image shows it")
     names = [*found]
     keep = lists.held(names, np.zeros(len(names), np.int64), split)
@@ -130,6 +131,8 @@ def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
     known = {*cells} - {""}
     if known and known <= NUMBERS.keys():
         raise ValueError(f"its column '{column}' holds 0 and 1 alone: a table of one class, which needs two or more")
+    if lists := [cell for cell in sorted(known) if cell[0] + cell[-1] in ("[]", "{}")]:
+        raise ValueError(f"its cell '{lists[0]}' is a list, not text: write a{separator}b for the labels a and b")
     if any(separator in cell for cell in known):
         return
     alone = {cell for cell in known if not {";", ",", "|"} & {*cell}}

@@ -137,7 +137,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
     if not len(index.names):
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
-        raise DataError(where, f"no images in {len(shards)} shards", allowed, "Set data.image_keys")
+        wrong = "; ".join([f"no images in {len(shards)} shards", *index.notes])
+        raise DataError(where, wrong, allowed, "Set data.image_keys")
     names = _class_names(options.class_names) if options.class_names else []
     if options.label_sets and labels != "none":
         order, label = _sets(index.labels, names, classes, where)

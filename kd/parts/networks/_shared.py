@@ -90,6 +90,9 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
         raise ModelError(where, wrong, "Both must be equal: all are trained", "Set their number in student.args")
     own = [nfc(name) for name in own]
     names = read_names(file, where) if file else own
+    if file and _reordered(own, names) and len(own) == len(names):
+        wrong = f"'{file}' has the model's own class names in another order: {', '.join(own[:6])}"
+        raise ModelError(where, wrong, "The order of the model", "Leave it out: kd reorders the outputs by their names")
     if file and len(names) != count and set(names) <= set(own):
         return _chosen(where, names, own, spec.classes)
     if names and len(names) != count:
@@ -99,7 +102,8 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
         raise ModelError(where, wrong, "One name for each number, or some of the model's own", "Correct the names")
     if spec.classes is None:
         return tuple(names) or tuple(f"class_{label}" for label in range(count)), nn.Identity()
-    if file and count > len(spec.classes) and set(spec.classes) <= set(names):
+    enough = count == len(spec.classes) or (file and count > len(spec.classes))
+    if enough and spec.where != "student" and _reordered(names, spec.classes):
         return _chosen(where, spec.classes, names, spec.classes)
     if count != len(spec.classes):
         wrong = f"has {count} classes, the data has {len(spec.classes)}"
@@ -110,13 +114,20 @@ def named(spec: Spec, count: int, own: Sequence[str], file: str) -> Named:
     return tuple(spec.classes), nn.Identity()
 
 
+def _reordered(names: Sequence[str], classes: Sequence[str]) -> bool:
+    """Return whether the names have all classes, and not exactly in their order."""
+    return set(classes) <= set(names) and list(names) != list(classes)
+
+
 def _chosen(where: str, names: Sequence[str], own: Sequence[str], classes: Sequence[str] | None) -> Named:
     """Return the data's classes, and the module that selects the logits of `names` among `own`."""
     counts, position = Counter(own), {name: i for i, name in enumerate(own)}
     if twice := [name for name in names if counts[name] > 1]:
         wrong = f"'{twice[0]}' is the name of two of the model's classes"
         raise ModelError(where, wrong, "A name that it has once", "")
-    if classes is not None:
+    if classes is not None and set(names) == set(classes):
+        names = classes
+    elif classes is not None:
         believed = [name if name in classes else own for name, own in zip(names, classes, strict=False)]
         check_classes(where, [*believed, *names[len(believed) :]], classes)
     return tuple(names if classes is None else classes), Pick([position[name] for name in names])

@@ -19,7 +19,7 @@ from kd.core.facts import file_key
 from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
-from kd.parts.networks._shared import named, read_names
+from kd.parts.networks._shared import columns, named, read_names
 from kd.parts.networks._towers import Tower, library, loaded, preprocessing, quiet, read_config, vision_config
 
 TOWERS = {
@@ -98,7 +98,9 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if vectors_CD.shape[1] != width:
         wrong = f"holds vectors of {vectors_CD.shape[1]} numbers, but the image tower's have {width}"
         raise ModelError(f"{spec.where}.vectors", wrong, "Vectors from the text tower of the same model", "")
-    classes, _ = named(spec, len(vectors_CD), names, "")
+    classes, pick = named(spec, len(vectors_CD), names, "")
+    for rows in columns(pick).values():
+        vectors_CD = vectors_CD[rows]
     architecture = {"zero_shot": type(config).__name__, "scale": scale}
     network = Nearest(Tower(model, own.order), F.normalize(vectors_CD.float(), dim=1), scale)
     teacher = Classifier(network, num_classes=len(classes), classes=classes, architecture=architecture, **shown)

@@ -490,3 +490,11 @@ def test_values_of_references_are_kept_out_of_text(monkeypatch, tmp_path):
     assert redact(f"cannot open {tmp_path}/{SECRET}/a.jpg") == f"cannot open {tmp_path}/${{oc.env:KD_TOKEN}}/a.jpg"
     monkeypatch.setattr("sys.argv", ["kd-train", f"data.root={SECRET}", "optimizer.lr=0.1"])
     assert environment()["command"] == "kd-train data.root=${oc.env:KD_TOKEN} optimizer.lr=0.1"
+
+
+@pytest.mark.parametrize("text", [",", "|", ";", "/", ">", "&", "*", "-", "#"])
+def test_a_separator_is_given_as_it_is(settings, text):
+    """YAML takes most of these for syntax; a shell keeps no quotes for it."""
+    labels = {"kind": "multilabel", "root": ".", "train_labels": "a.csv", "val_labels": "b.csv"}
+    found = load({**settings, "data": labels, "losses": [{"kind": "bce"}]}, [f"data.separator={text}"])
+    assert found.data.options.separator == text

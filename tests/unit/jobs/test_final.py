@@ -3,14 +3,18 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pieces import base, given
 
 from kd import config
+from kd.core.errors import ModelError
 from kd.core.intervals import paired, wilson
+from kd.jobs.distill import require_teacher
 from kd.jobs.evaluate import evaluate
 from kd.jobs.train import train
 from kd.models.answer_table import AnswerTable, write
@@ -132,3 +136,16 @@ def test_test_images_can_be_left_to_a_later_start(photos, teacher, tmp_path):
     assert first.scored.row["accuracy"] == pytest.approx(first.metrics["accuracy"])
     second = train(loaded)
     assert (scored(second.folder)["split"], scored(second.folder)["data"]) == ("test", data.test.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("least", "reached", "refused"),
+    [(-1.0, 0.5, True), (-1.0, 0.52, False), (0.5, 0.5, False), (0.5, 0.49, True), (0.0, 0.0, False)],
+)
+def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(make, least, reached, refused):
+    """A perfect one, its classes in the order of text, has 2 of 12 right: exactly twice chance."""
+    run = make().run
+    assert min(max(0.5, run.evaluator.chance), 2 * run.evaluator.chance) == 0.5
+    plan = SimpleNamespace(min_accuracy=least, task=run.distillation.task)
+    with pytest.raises(ModelError, match="in the data's order") if refused else nullcontext():
+        require_teacher("teacher", reached, plan, run)

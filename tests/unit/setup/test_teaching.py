@@ -119,6 +119,16 @@ def test_the_share_of_convolutions_is_that_of_a_count_by_hand():
     assert found == pytest.approx(((dense + depthwise) / total, depthwise / total))
     assert made_of(Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 9)), 9, 16)) == (0.0, 0.0)
 
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return image.mean((2, 3)) * self.scale
+
+    assert made_of(Classifier(Scaled(), 3, 16)) == (0.0, 0.0)  # nothing that counts as arithmetic
+
 
 def automatic(monkeypatch, auto: str) -> None:
     """Make this machine one on which `auto` is that mode."""

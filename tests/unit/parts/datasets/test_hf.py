@@ -191,3 +191,12 @@ def test_a_package_that_it_needs_is_named(monkeypatch):
     monkeypatch.setattr("importlib.import_module", lacks)
     with pytest.raises(ModuleNotFoundError, match="dill"):
         build(Options(path="x"), "train", None)
+
+
+def test_lists_of_labels_are_named_with_what_to_do(tmp_path):
+    lists = ([[0], [0, 1], []], hub.Sequence(hub.ClassLabel(names=["pear", "apple"])))
+    chosen = save(tmp_path / "d", train=table([0, 1, -1], several=lists), validation=table([0, 1, 0], several=lists))
+    with pytest.raises(DataError, match=r"column 'several' holds lists of labels.* data\.label_keys"):
+        build(Options(path=chosen.path, label_key="several"), "train", None)
+    with pytest.raises(DataError, match=r"row 2 has no label in the column 'label' .*data\.labels=some"):
+        build(Options(path=chosen.path, label_key="label"), "train", None)

@@ -127,6 +127,9 @@ def test_classes_of_a_table(root, content, expected):
         ("a.csv", "file,rice\na.jpg,1.0\nc.jpg,\n", "a table of one class"),
         ("a.csv", "file,labels\na.jpg,rice;egg\nc.jpg,egg\n", "joined by ';' ('rice;egg'): set data.separator=';'"),
         ("a.csv", 'file,labels\na.jpg,"rice,egg"\nc.jpg,egg\n', "set data.separator=','"),
+        ("a.csv", 'file,labels\na.jpg,"[""rice"", ""egg""]"\nc.jpg,egg\n', "is a list, not text: write a|b"),
+        ("a.csv", "file,labels\na.jpg,\"['rice']\"\nc.jpg,egg\n", "cell '['rice']' is a list"),
+        ("a.csv", 'file,labels\na.jpg,"{""choices"": [""rice""]}"\nc.jpg,egg\n', "is a list, not text"),
         ("a.csv", "file,egg, egg\na.jpg,1,1\n", "its first line names 'egg' twice"),
         ("a.csv", "file,egg,\na.jpg,1,1\n", "a column has no name"),
         ("a.csv", "file,egg,rice\na.jpg,1,maybe\n", "line 2 has 'maybe' where 0 or 1"),
@@ -162,7 +165,7 @@ def test_a_wrong_file_is_one_line(root, name, content, words):
     ("content", "message"),
     [
         ("file,egg\nc.jpg,1\n", "a table of one class"),
-        ("file,egg,rice\nc.jpg,1,0\n", "has no column 'soup', a class of training, with 0 more. Columns: egg, rice"),
+        ("file,egg,rice\nc.jpg,1,0\n", "has no column 'soup', a class of training. Columns: egg, rice"),
         ("file,egg,rice,soup,fig\nc.jpg,1,0,0,1\n", "'c.jpg' has the label 'fig', which no training image has"),
         ("file,labels\nc.jpg,eggs\n", "Did you mean 'egg'?"),
     ],

@@ -239,6 +239,7 @@ def test_missing_shards(tmp_path):
         ({"a.png": b"x"}, r"the sample 'a' of the shard '.*' has no label. It has: png.*Set data\.label_key"),
         ({"a.cls": "1", "a.ppm": b"x"}, r"the sample 'a' .* has no image. It has: cls, ppm.*Set data\.image_keys"),
         ({"a.txt": "1"}, "no images in 1 shards. Members ending in jpg"),
+        ({"a.x.png": b"x", "a.x.cls": "1"}, "no images in 1 shards; .*a key ends at the first dot of a name"),
         ({"a.png": b"x", "a.cls": ""}, "the label of '.*a' is ''"),
         ({"a.png": b"x", "a.cls": b"\xff"}, r"the label of '.*a' is b'\\xff'"),
         ({"a.png": b"x", "a.cls": "-1", "b.png": b"x", "b.cls": "1"}, "has the class '-1', which is not among the 2"),

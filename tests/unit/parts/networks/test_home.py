@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,9 @@ def spec(classes=("apple", "fig", "pear")):
         (["Granny Smith", "fig", "pear"], 7, ANIMALS, [3, 4, 5]),
         (ANIMALS, 7, [], [1, 4, 5]),
         (ANIMALS, 7, ["x"] * 7, [1, 4, 5]),
+        (["fig", "apple", "pear"], 7, ANIMALS, [1, 4, 5]),
+        (["fig", "pear", "apple"], 3, [], [2, 0, 1]),
+        (["fig", "pear", "apple"], 3, ["x", "y", "z"], [2, 0, 1]),
     ],
 )
 def test_some_of_a_teacher_s_classes(lines, count, own, columns, tmp_path):
@@ -138,11 +142,18 @@ def test_some_of_a_teacher_s_classes(lines, count, own, columns, tmp_path):
     assert pick(torch.arange(float(count))[None]).tolist() == [columns]
 
 
+def test_a_teacher_s_own_names_decide_the_order():
+    classes, pick = named(spec(), 3, ["fig", "pear", "apple"], "")
+    assert classes == ("apple", "fig", "pear")
+    assert pick(torch.arange(3.0)[None]).tolist() == [[2, 0, 1]]
+    with pytest.raises(ModelError, match=r"^student\.model: class 0 is 'fig'.* in another order"):
+        named(replace(spec(), where="student"), 3, ["fig", "pear", "apple"], "")
+
+
 @pytest.mark.parametrize(
     ("lines", "own", "message"),
     [
         (None, ANIMALS, r"teacher\.model: has 7 classes, the data has 3.*teacher\.classes"),
-        (["fig", "apple", "pear"], ANIMALS, r"teacher\.classes: class 0 is 'fig', the data's is 'apple' \(the same"),
         (["emu", "apple", "pear"], ANIMALS, r"teacher\.classes: class 1 is 'apple', the data's is 'fig'"),
         (["apple", "fig"], ANIMALS, r"teacher\.classes: has 2 classes, the data has 3"),
         (["apple", "fig", "plum"], ANIMALS, r"teacher\.classes: names 3 classes.*'plum' is not one of its own"),
