@@ -77,6 +77,7 @@ def test_each_rule_says_what_to_set():
         known = config.to_dict(config.Config())[section]
         assert key in known
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
+        assert "%" in finding.threshold
         assert json.loads(json.dumps(asdict(finding)))["rule"] == finding.rule
     assert len(rules.RULES) == 10
 
@@ -190,6 +191,10 @@ def test_an_idle_gpu(workers, data, key):
     found = ask(row, samples=samples, device="cuda", workers=workers, cores=8)
     assert found["LowGPUUtilization"].key == key
     assert "45 % busy" in found["LowGPUUtilization"].evidence
+    if workers == 0:  # one more than there are, where there are few cores
+        slow = row | {"loading_ms": loading(30.0, DECODES)}
+        more = ask(slow, samples=samples, device="cuda", workers=1, cores=2)["LowGPUUtilization"]
+        assert (found["LowGPUUtilization"].value, more.value) == (7, 2)
     busy = [sample(i, gpu=[gpu[0] | {"utilization": 71.0}]) for i in range(9)]
     assert "LowGPUUtilization" not in ask(row, samples=busy, device="cuda", workers=workers, cores=8)
 
@@ -204,14 +209,15 @@ def test_gpus_that_the_run_does_not_use_say_nothing():
 
 
 def test_the_memory_of_a_gpu_counts_where_there_is_one():
-    def samples(grow: float) -> list[dict]:
+    def samples(grow: float, begin: float = 2000.0) -> list[dict]:
         gpu = {"utilization": 99.0, "memory_total_mib": 80_000.0}
-        return [sample(30 - i, gpu=[gpu | {"memory_mib": 2000.0 + grow * i}]) for i in range(30)]
+        return [sample(30 - i, gpu=[gpu | {"memory_mib": begin + grow * i}]) for i in range(30)]
 
     found = ask(samples=samples(10.0), device="cuda")["GPUMemoryIncrease"]
     assert found.key == "profile.steps"
     assert "the GPU's memory" in found.evidence
     assert ask(samples=samples(2.0), device="cuda") == {}
+    assert ask(samples=samples(10.0, 20_000.0), device="cuda") == {}  # a small share of what it had
     assert ask(samples=samples(10.0), device="cuda", store="ram")["GPUMemoryIncrease"].value == "disk"
 
 
@@ -219,6 +225,7 @@ def test_a_step_with_large_fixed_overhead_is_found():
     small = {"forward": 7.0, "backward": 9.0, "optimizer": 4.0, "other": 0.5}
     found = ask(steady(ms=small), batch_size=2)["BatchSize"]
     assert (found.key, found.value) == ("data.batch_size", 8)
+    assert "take 22 % of a step of 2 images" in found.evidence  # 4.5 of 20.5 ms
     assert ask(steady(ms=small | {"backward": 12.0}), batch_size=2) == {}
     reduced = {"forward": 7.0, "backward": 9.0, "communication": 6.0, "optimizer": 0.5}
     assert "BatchSize" in ask(steady(ms=reduced))

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from pieces import wait_until
 
 from kd.core.host import cores
-from kd.engine.monitor.system import Monitor, Sampler, file_name
+from kd.engine.monitor.system import CHILDREN_EVERY, Gpus, Monitor, Sampler, file_name
 from kd.files.storage import read_rows
 
 
@@ -34,6 +37,50 @@ def test_a_sample_measures_the_machine():
     assert len(held) / 2**20 < row["process_mib"] < row["memory_mib"] < row["memory_total_mib"]
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
     assert min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
+
+
+def test_the_load_of_workers_is_that_since_the_last_sample():
+    """Also after the children were looked for again."""
+    sampler, busy = Sampler(), [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(busy) as worker:
+        try:
+            assert sampler.sample()["workers"] == 1
+            for _ in range(2 * CHILDREN_EVERY):
+                time.sleep(0.05)
+                row = sampler.sample()
+                assert row["workers"] == 1
+                found = row["workers_cpu"] if sampler._count % CHILDREN_EVERY == 1 else 1
+                assert found > 0
+        finally:
+            worker.kill()
+
+
+def test_the_cores_are_those_that_the_process_may_use():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert Sampler()._cores == [min(allowed)]
+        assert len(Sampler().sample()["cpu"]) == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_what_the_driver_says_of_a_gpu_in_units_of_a_row():
+    """nvidia-ml-py gives bytes and milliwatts."""
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=45),
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=3 * 2**30, total=80 * 2**30),
+        nvmlDeviceGetPowerUsage=lambda _: 250_500,
+    )
+    expected = {"utilization": 45.0, "memory_mib": 3072.0, "memory_total_mib": 81_920.0, "power_w": 250.5}
+    assert Gpus._one(nvml, 0) == expected
+
+    def fails(_: int) -> int:
+        raise nvml.NVMLError
+
+    nvml.nvmlDeviceGetPowerUsage = fails  # a virtual one
+    assert Gpus._one(nvml, 0) == {name: value for name, value in expected.items() if name != "power_w"}
 
 
 def test_samples_are_taken_in_the_background(tmp_path):
