@@ -156,7 +156,8 @@ def _expand_braces(pattern: str) -> list[str]:
         choices = match[3].split(",")
     else:
         first, last = int(match[1]), int(match[2])
-        width = max(len(match[1]), len(match[2])) if match[1].startswith("0") or match[2].startswith("0") else 0
+        padded = any(len(text) > 1 and text.startswith("0") for text in (match[1], match[2]))
+        width = max(len(match[1]), len(match[2])) if padded else 0
         step = 1 if first <= last else -1
         choices = [f"{number:0{width}d}" for number in range(first, last + step, step)]
     head, tails = pattern[: match.start()], _expand_braces(pattern[match.end() :])

@@ -109,12 +109,13 @@ def test_agreement_is_the_share_of_common_labels():
 
 def test_a_threshold_has_the_largest_f1_that_any_has():
     rng = np.random.default_rng(2)
-    logits = np.round(rng.normal(0, 1, (80, 3)), 1)  # with ties
-    truth = rng.random((80, 3)) < sigmoid(2 * logits - 1)
+    logits = np.round(rng.normal(0, 1, (80, 4)), 1)  # with ties
+    truth = rng.random((80, 4)) < sigmoid(2 * logits - 1)
     truth[:, 2] = np.arange(80) < FEWEST - 1
+    truth[:, 3] = np.arange(80) >= FEWEST - 1
     chosen, enough = thresholds(torch.from_numpy(logits), torch.from_numpy(truth))
-    assert enough.tolist() == [True, True, False]
-    assert chosen[2] == 0.5
+    assert enough.tolist() == [True, True, False, False]
+    assert chosen[2] == chosen[3] == 0.5  # too few images that show the class, or that do not
     for c in range(2):
         candidates = [0.0, *sigmoid(np.unique(logits[:, c]))]
         best = max(plain_f1(sigmoid(logits[:, c]) > one, truth[:, c]) for one in candidates)
@@ -176,3 +177,19 @@ def test_the_interval_of_map_holds_that_of_all_images():
         low, high = samples["map"].interval()
         held += low <= whole <= high
     assert held >= 53
+
+
+def test_unlabelled_images_count_where_the_teacher_alone_is_compared():
+    """mAP of the two labelled images; agreement and KL of all four."""
+    teacher, student = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    label = torch.tensor([[1, 0, 0], [0, 1, 1], [-1, -1, -1], [-1, -1, -1]])
+    plan = Plan(torch.arange(4), torch.ones(4))
+    setting = Evaluation(CPU("fp32", 60, 1), Split([], plan), object(), 3, True)
+    made = label_sets.build(label_sets.Options()).evaluator(setting)
+    rows = {"ids": torch.arange(4), "seen": torch.ones(4, dtype=torch.bool), "student": student, "teacher": teacher}
+    found = made._finish([{**rows, "label": label}])
+    assert found["agreement"] == pytest.approx(jaccard(teacher > 0, student > 0))
+    share, own = teacher.double().sigmoid(), student.double().sigmoid()
+    each = share * (share / own).log() + (1 - share) * ((1 - share) / (1 - own)).log()
+    assert found["kl"] == pytest.approx(each.sum(1).mean().item(), rel=1e-5)
+    assert found["map"] == pytest.approx(score(student[:2].double(), label[:2] > 0)["map"])

@@ -498,3 +498,14 @@ def test_a_separator_is_given_as_it_is(settings, text):
     labels = {"kind": "multilabel", "root": ".", "train_labels": "a.csv", "val_labels": "b.csv"}
     found = load({**settings, "data": labels, "losses": [{"kind": "bce"}]}, [f"data.separator={text}"])
     assert found.data.options.separator == text
+
+
+@pytest.mark.parametrize(("kind", "fits"), [("timm", True), ("onnx", False)])
+def test_one_of_several_teachers_may_be_of_a_kind_that_is_fitted(kind, fits):
+    also = {"kind": kind, "model": "vit_tiny_patch16_224" if fits else "b.onnx"}
+    raw = minimal() | {"losses": [{"kind": "kl"}]}
+    raw["teacher"] = {"kind": "onnx", "model": "a.onnx", "fit": {"epochs": 1}, "also": [also]}
+    if fits:
+        assert load(raw).teacher.also[0].kind == "timm"
+    else:
+        assert "does not fit a teacher of kind 'onnx'" in errors_of(raw)["teacher.fit.epochs"]

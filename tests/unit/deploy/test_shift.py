@@ -5,8 +5,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
+from kd.deploy.export.parity import GraphOutputs
 from kd.deploy.shift import ALARM, WINDOW, Reference, ShiftWatch, Tally, _evidence, measure
+from kd.parts.tasks.single_label import SingleLabel
 
 NAMES = [f"label {i}" for i in range(10)]
 
@@ -226,3 +229,14 @@ def test_the_evidence_of_a_tally_is_the_formula_with_its_bonferroni_factor():
     expected = (best - math.log(2 * ends)) / math.log(10)
     assert expected > 1
     assert usual.compare(made).appearance == pytest.approx(expected)
+
+
+def test_a_partly_labelled_split_says_nothing_of_its_accuracy():
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (4, 3, 8, 8)).astype(np.uint8)
+    logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
+    for labels, right in (([0, 1, -1, -1], -1), ([0, 1, 1, 0], 3)):
+        found = GraphOutputs({"": logits, "g": logits}, torch.tensor(labels), [measure(one) for one in pixels], {})
+        made = found.reference("g", SingleLabel(), ("a", "b", "c"), False)
+        assert made.right == right
+        assert ("right" in made.record()) == (right >= 0)

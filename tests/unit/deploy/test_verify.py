@@ -102,6 +102,14 @@ def test_every_key_of_an_export_is_in_the_table(honest):
     assert {row.verdict for row in Claims({"new": 1}).rows} == {WRONG}
 
 
+def test_one_wrong_value_among_doubtful_ones_is_wrong():
+    """On another processor a threshold 0.05 off is not decided, one 0.8 off is."""
+    known = Claims({"output": {"thresholds": {"a": {"threshold": 0.55}, "b": {"threshold": 0.9}}}}, images=100)
+    known.elsewhere = True
+    known.show(IMAGES, {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}})
+    assert [row.verdict for row in known.rows] == [WRONG]
+
+
 def test_costs_and_counts_have_three_verdicts():
     told = {"parity": {"model.onnx": {"correct": 80, "cpu_ms": 1.0}}}
     here = {"machine": {"processor": "another", "cores": 2}}

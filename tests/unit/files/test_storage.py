@@ -89,6 +89,22 @@ def test_a_folder_that_was_being_replaced_is_put_back(tmp_path):
     assert everything(tmp_path) == ["folder", "folder/file"]
 
 
+def test_what_a_living_writer_is_replacing_is_left_to_it(tmp_path):
+    old, draft = tmp_path / ".folder.0123456789ab.old", tmp_path / ".folder.0123456789ab.tmp"
+    for one in (old, draft):
+        one.mkdir()
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # as the writer holds its draft
+        recover(tmp_path)
+        assert not (tmp_path / "folder").exists()
+        assert (old.is_dir(), draft.is_dir()) == (True, True)
+    finally:
+        os.close(descriptor)
+    recover(tmp_path)
+    assert everything(tmp_path) == ["folder"]
+
+
 def test_a_draft_in_use_is_left_alone(tmp_path):
     with atomic_folder(tmp_path / "folder") as draft:
         (draft / "file").write_text("new")

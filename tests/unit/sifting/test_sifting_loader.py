@@ -398,6 +398,16 @@ def test_a_state_between_two_epochs_starts_an_epoch():
     assert again.metrics["num_orig_samples_seen"] == 128
 
 
+def test_a_fresh_state_leaves_no_samples_of_an_earlier_use():
+    loader = sifting(beta=0.25)
+    fresh = loader.state_dict()
+    ids_of(loader)
+    assert pending_ids(loader)
+    loader.load_state_dict(fresh)
+    assert pending_ids(loader) == []
+    assert ids_of(loader) == ids_of(sifting(beta=0.25))
+
+
 def test_an_aborted_epoch_keeps_the_pending_samples():
     loader = sifting(beta=0.25)  # 6 or 7 of 8 are kept
     next(iter(loader))

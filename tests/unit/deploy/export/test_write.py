@@ -3,20 +3,23 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 import torch
 
+from kd.config.schema import LossSection
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.deploy.export import graphs
-from kd.deploy.export.export import write
+from kd.deploy.export.export import best_projector, write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.package import new_export
 from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.model import describe, load
 from kd.models import runtimes
+from kd.parts import registry
 from kd.parts.tasks import embedding, single_label
 
 SINGLE, VECTORS = (module.build(module.Options()) for module in (single_label, embedding))
@@ -151,3 +154,17 @@ def test_foreign_files_added_during_an_export_are_kept(subject, tmp_path):
         exported_while(fresh, "mine.jpg")
     assert [one.name for one in fresh.iterdir()] == ["mine.jpg"]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["export", "fresh"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "teachers", "expected"), [(["tokens", "cosine"], 2, 2), (["tokens", "cosine"], 1, 1), (["cosine"], 2, 0)]
+)
+def test_the_projector_is_that_of_the_first_term_that_projects(kinds, teachers, expected):
+    """A loss on features has a term for each teacher; the weights of each term are its number."""
+    losses = [LossSection(kind=kind, options=registry.default_options("losses", kind)) for kind in kinds]
+    tensors = {}
+    for number in range(4):
+        prefix = f"model.criterion.terms.{number}.project"
+        tensors |= {f"{prefix}.weight": torch.full((4, 3), float(number)), f"{prefix}.bias": torch.zeros(4)}
+    folder = SimpleNamespace(best=lambda: (None, tensors, None))
+    assert best_projector(folder, losses, teachers).weight[0, 0] == expected

@@ -8,6 +8,7 @@ from pieces import WITHOUT_HEIF
 from PIL import Image
 
 from kd.core.errors import DataError
+from kd.files.tables import table
 from kd.parts.datasets.csv import Options, build, facts
 
 IMAGES = ("apple_pie/1.jpg", "apple_pie/2.jpg", "apple_pie/3.jpg", "baklava/1.jpg", "baklava/2.jpg", "baklava/3.jpg")
@@ -194,3 +195,11 @@ def test_names_in_another_unicode_form(root):
     content = f"path,label\n{one}/{one}.jpg,{one}\n{one}/2,{two}\nbaklava/1,cake\n"
     found = open_list(root, content)
     assert pairs(found) == {f"{two}/{two}.jpg": one, f"{two}/2.jpg": one, "baklava/1.jpg": "cake"}
+
+
+def test_the_line_of_an_open_quote_is_that_of_an_editor():
+    """Excel's first line, which names the separator, counts."""
+    with pytest.raises(ValueError, match=r"^line 4: a quote is not closed"):
+        list(table('sep=;\nname;label\na;"b\nc;d\n', "list.csv")[1])
+    with pytest.raises(ValueError, match=r"^line 3: a quote is not closed"):
+        list(table('name;label\na;"b\nc;d\n', "list.csv")[1])

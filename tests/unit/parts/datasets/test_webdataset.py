@@ -280,6 +280,8 @@ def test_braces():
     assert _expand_braces("a-{8..11}") == ["a-8", "a-9", "a-10", "a-11"]
     assert _expand_braces("{b,a}/{1..2}{}") == ["b/1{}", "b/2{}", "a/1{}", "a/2{}"]
     assert _expand_braces("{2..0}") == ["2", "1", "0"]
+    assert _expand_braces("a-{0..10}") == [f"a-{number}" for number in range(11)]  # as bash does
+    assert _expand_braces("{9..010}") == ["009", "010"]
 
 
 def test_dots_in_names_and_members_that_are_not_read(tmp_path):

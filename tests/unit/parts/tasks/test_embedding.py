@@ -1,6 +1,7 @@
 """An embedding student: a teacher without classes, live and cached, one and several; neighbours and the probe."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import timm
@@ -243,6 +244,9 @@ def test_an_evaluation_equals_whole_splits_and_queries_the_teacher_once():
     found = evaluator(student)
     assert evaluator(student) == found
     assert teacher.batches == 10  # 3 of the validation split, 7 of the bank
+    other = Counted(Embeds(7))
+    anew = embedding.build(embedding.Options()).evaluator(replace(setting, teacher=other))
+    assert evaluator.of(other)(student) == anew(student)  # in an index of its own
     with torch.no_grad():
         (bank_image, bank_label), (image, label) = (
             (torch.stack([image for image, _ in data]), torch.tensor([label for _, label in data]))
