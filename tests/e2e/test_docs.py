@@ -406,8 +406,10 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"an EfficientNet-Lite0 ({mean(few, 'teacher_accuracy'):.1f} %)",
         f"{mean(whole):.1f} % against {mean(alone):.1f} %: {against(whole, alone)}",
         f"on the fruit {against(*fruit).removesuffix(' points')}, three seeds, which shows no difference (",
-        f"and {mean(vit) - mean(vit_alone):+.1f} or {mean(coarse) - mean(vit_alone):+.1f} with a pretrained ViT-S of "
-        f"{float(vit[0]['teacher_accuracy']):.1f} or {float(coarse[0]['teacher_accuracy']):.1f} % (fitted at",
+        f"and {against(vit, vit_alone)} or {against(coarse, vit_alone)} with a pretrained ViT-S of ".replace(
+            " points", ""
+        )
+        + f"{float(vit[0]['teacher_accuracy']):.1f} or {float(coarse[0]['teacher_accuracy']):.1f} % (fitted at",
         f"took {float(folder['train_cpu_minutes']):.0f} minutes of CPU time",
         f"the teacher predicts {float(folder['teacher']):.1f} % correctly, "
         f"the student {float(folder['student']):.1f} % "
@@ -459,9 +461,9 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
         f"10 pictures, {against(few, few_hard).removeprefix('+').removesuffix(' points')} more",
         f"gave {mean(soft) - mean(hard):.1f} points more; "
         f"a teacher fitted half as long cost {mean(soft) - mean(aged):.1f}",
-        f"| {mean(vit_alone):.1f} % | {mean(vit):.1f} % | {mean(vit) - mean(vit_alone):+.1f}, one seed |",
+        f"| {mean(vit_alone):.1f} % | {mean(vit):.1f} % | {against(vit, vit_alone).removesuffix(' points')} |",
         f"168 px: {float(vit[0]['teacher_accuracy']):.1f} %; at 112 px: {float(coarse[0]['teacher_accuracy']):.1f} %, "
-        f"difference {mean(coarse) - mean(vit_alone):+.1f} |",
+        f"difference {against(coarse, vit_alone).removesuffix(' points')} |",
         *("".join(f" | {one:.1f} %" for one in accuracy) + " |" for accuracy in first.values()),
         f"it had {mean(newest) - mean(highest):.1f} points more test accuracy",
         f"| ViT-B | {speed[1] / speed[0]:.2f} |",
