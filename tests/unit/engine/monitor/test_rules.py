@@ -136,6 +136,13 @@ def test_a_slow_loader_is_named_by_its_parts():
     assert "80 % of the loading is decoding, the rest resizing and" in ask(older, workers=0)["CPUBottleneck"].evidence
 
 
+@pytest.mark.parametrize(("ms", "long"), [(2.2, False), (2.3, True)])
+def test_a_wait_is_long_by_its_share_of_a_step(ms, long):
+    """A tenth of a step of 20 ms and the wait."""
+    row = steady(ms=WAITING | {"data": ms}, loading_ms=loading(30.0, DECODES))
+    assert (rules.data_wait(Evidence({0: [row]}, [])) is not None) == long
+
+
 def test_a_wait_that_nothing_helps_against_is_no_finding():
     assert ask(steady(ms=WAITING | {"data": 2.2}), workers=0) == {}  # a short one
     assert ask(steady(ms=WAITING, loading_ms=loading(15.0, DECODES))) == {}  # the worker has time to spare
@@ -226,6 +233,7 @@ def test_a_step_with_large_fixed_overhead_is_found():
     found = ask(steady(ms=small), batch_size=2)["BatchSize"]
     assert (found.key, found.value) == ("data.batch_size", 8)
     assert "take 22 % of a step of 2 images" in found.evidence  # 4.5 of 20.5 ms
+    assert found.severity == "info"  # three quarters of it are saved
     assert ask(steady(ms=small | {"backward": 12.0}), batch_size=2) == {}
     reduced = {"forward": 7.0, "backward": 9.0, "communication": 6.0, "optimizer": 0.5}
     assert "BatchSize" in ask(steady(ms=reduced))

@@ -1,4 +1,4 @@
-"""What one rank computes for all of them. Whole runs of real ranks: tests/distributed."""
+"""Numbers of a window and an epoch, and what one rank computes for all. Runs of real ranks: tests/distributed."""
 
 from dataclasses import replace
 
@@ -52,3 +52,21 @@ def test_outputs_of_any_rank_are_none_that_were_at_hand(make, tmp_path):
     made.store.log("train", State(step=2, images=32), {"teacher_images": 16.0})
     assert at_hand(32, run, State(step=2, images=32), made.store)["outputs"] == 0
     assert at_hand(32, made.run, State(step=2, images=32), made.store)["outputs"] == 16
+
+
+def test_the_effective_sample_size_of_an_epoch_is_kishs(make):
+    """(sum of w)^2 / sum of w^2, of weights 1, 2 and 3."""
+    made = make()
+    meter.Meter(made.run, State()).log_epoch(State(), Plan(torch.arange(3), torch.tensor([1.0, 2.0, 3.0])), 1)
+    row = made.store.rows[-1]
+    assert (row["candidates"], row["trained"]) == (3.0, 8.0)
+    assert row["effective"] == pytest.approx(36 / 14)
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"), [([4], "in step 4"), ([4, 5, 6], "in steps 4 to 6"), ([4, 6, 9], "in steps 4, 6, 9")]
+)
+def test_steps_that_diverged_are_named(steps, text):
+    error = meter.diverged(["kl", "ce"], steps, (State(), Plan(torch.arange(3), torch.ones(3))))
+    assert f"kl, ce became NaN or infinite {text}." in str(error)
+    assert error.where == "losses"
