@@ -100,5 +100,7 @@ def test_the_page_needs_nothing_from_elsewhere(exported):
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in reply.headers["content-security-policy"]
     assert "unsafe" not in reply.headers["content-security-policy"]
+    others = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "cache-control": "no-cache"}
+    assert others.items() <= reply.headers.items()
     assert not re.findall(r"(?:src|href)=\"(?!data:,)", text)
     assert "[[" not in text

@@ -5,6 +5,7 @@ import os
 import re
 import time
 
+from kd.deploy.serve.app import _bug_response
 from kd.deploy.serve.metrics import BOUNDS, WAITING, Lines, Metrics
 
 
@@ -47,3 +48,17 @@ def test_a_stalled_reader_blocks_no_thread():
                 kept.append(int(line[:4]))
     assert told == handler.dropped
     assert kept == sorted(set(kept))
+
+
+def test_a_bug_is_logged_with_its_line_and_no_value(caplog):
+    def inner() -> None:
+        raise ValueError("a client's secret")
+
+    try:
+        inner()
+    except ValueError as error:
+        line = error.__traceback__.tb_next.tb_lineno
+        answer = _bug_response(error, "abc")
+    assert answer.status_code == 500
+    assert [record.getMessage() for record in caplog.records] == [f"abc bug: ValueError at test_metrics.py:{line}"]
+    assert b"secret" not in answer.body
