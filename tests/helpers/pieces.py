@@ -130,6 +130,7 @@ class Ranks:
 
     def __init__(self, backend: Any, world_size: int, mean: Callable[[Any], Any] = lambda tensor: tensor) -> None:
         self.backend, self.world_size, self.reduce_mean = backend, world_size, mean
+        self.local_world_size = world_size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)

@@ -5,12 +5,14 @@ import os
 import pickle
 import random
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pieces import Ranks
 from PIL import Image
 
 from kd import config
@@ -22,7 +24,8 @@ from kd.data.views import EvalTransform, MixupCutmix, TrainTransform, Views, ran
 from kd.files.records import Records
 from kd.parts.datasets import imagefolder
 from kd.setup.build import build_backend
-from kd.setup.open_store import open_store, store_views
+from kd.setup.data import workers_of
+from kd.setup.open_store import open_store, record_bytes, store_views, view_bytes
 
 
 class Pictures:
@@ -371,6 +374,28 @@ def test_a_store_larger_than_the_space_is_refused_with_both_sizes(chosen, tmp_pa
     assert instead in told
     assert ("data.store=disk" in told) == (kind == "ram")
     assert not (tmp_path / "runs").exists()  # nothing half-written
+
+
+@pytest.mark.parametrize("kind", ["ram", "views"])
+def test_each_rank_of_a_host_holds_a_store_in_memory_of_its_own(chosen, monkeypatch, kind):
+    """There is room for one and a half."""
+    backend, source = build_backend(chosen.backend), Pictures([(90, 50)], length=1000)
+    section, views = replace(chosen.data, store=kind), Views(source, TrainTransform(64, 0.35, 0.5, 0.3), 64, 7)
+    needed = 4096 * 1004 / 2**20 if kind == "ram" else 8 * 1000 * record_bytes(view_bytes(views)) / 2**20
+    monkeypatch.setattr("kd.setup.open_store.free_mib", lambda: 1.5 * needed)
+    for ranks in (1, 2):
+        with pytest.raises(RunError, match="of memory are left") if ranks == 2 else nullcontext():
+            if kind == "views":
+                store_views(views, 8, Ranks(backend, ranks))
+            else:
+                open_store(section, (source, Pictures([(90, 50)] * 4)), chosen.run.folder, Ranks(backend, ranks))
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 1), (4, 0)])
+def test_the_ranks_of_a_host_share_its_cores(chosen, monkeypatch, ranks, workers):
+    """A CPU's rank has a worker if it has more than two cores."""
+    monkeypatch.setattr("kd.setup.data.cores", lambda: 8)
+    assert workers_of(replace(chosen.data, workers="auto"), Ranks(build_backend(chosen.backend), ranks)) == workers
 
 
 def test_the_line_says_what_it_takes_and_what_is_there(chosen, tmp_path, caplog):
