@@ -37,6 +37,7 @@ def test_a_sample_measures_the_machine():
     )
     assert len(held) / 2**20 < row["process_mib"] < row["memory_mib"] < row["memory_total_mib"]
     assert before - 0.001 <= row["time"] <= time.time() + 0.001
+    assert any(one["time"] % 1 for one in (row, sampler.sample()))  # to the millisecond
     assert min(row["disk_read_mib_s"], row["disk_write_mib_s"], row["network_mib_s"]) >= 0
 
 
