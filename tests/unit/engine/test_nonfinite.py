@@ -59,8 +59,9 @@ def test_term_step_and_layer_are_named(make, workers):
 
 @pytest.mark.parametrize("where", ["head", "blocks.0.attn.qkv"])
 def test_a_layer_whose_output_overflows_is_named(make, where):
-    """Its weights are finite."""
+    """Its weights are finite; the network has a parameter that it does not use."""
     made = make("run.epochs=1", "run.every.log=2")
+    made.run.distillation.student.network.unused = nn.Parameter(torch.zeros(1))
     layer = made.run.distillation.student.network.get_submodule(where)
     with torch.no_grad():
         layer.weight.fill_(3e38)
