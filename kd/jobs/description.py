@@ -118,7 +118,7 @@ def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
     if where in plan.fits:
         return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
-    return f"teacher   {section.model}: {size}; weights and classes fit; the run's first line scores it"
+    return f"teacher   {section.model}: {size}; weights and classes fit; the run measures its accuracy before step 1"
 
 
 def _augmented(fit: Fit, student: Augment) -> list[str]:

@@ -172,16 +172,16 @@ def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Conso
 def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
     """Require a teacher to be better than chance."""
     chance, column = run.evaluator.chance, plan.task.scores.own[0]
-    least = plan.min_accuracy
-    # Twice the chance level is too little: a perfect teacher whose classes 0 to 11 are in the order of text has that.
-    if reached < least if least >= 0 else reached <= (least := min(max(0.5, chance), 2 * chance)):
+    chosen = plan.min_accuracy >= 0
+    least = plan.min_accuracy if chosen else min(max(0.5, chance), 2 * chance)
+    # Exactly twice the chance level is too little: a perfect teacher whose classes 0 to 11 are in the order of text has
+    # that. 1 is enough, and a chance level of 0 is unknown.
+    if reached < least or (not chosen and 0 < reached == least < 1):
         guessing = f"; chance level is {column.text(chance)}" if chance else ""
         wrong = f"has the {column.title} {column.text(reached)} on the validation images{guessing}"
-        remedy = (
-            "Check that its weights were loaded and that its classes stand in the data's order (--check prints it); "
-        )
+        remedy = "Check that its weights were loaded and its classes stand in the data's order, as --check prints it; "
         remedy += "torchvision's is that of text (0, 1, 10, 2). teacher.classes=FILE names them in the teacher's order"
-        allowed = f"{'At least' if plan.min_accuracy >= 0 else 'More than'} {column.text(least)} (teacher.min_accuracy)"
+        allowed = f"{'At least' if chosen else 'More than'} {column.text(least)} (teacher.min_accuracy)"
         raise ModelError(where, wrong, allowed, remedy)
 
 

@@ -149,3 +149,6 @@ def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(make, leas
     plan = SimpleNamespace(min_accuracy=least, task=run.distillation.task)
     with pytest.raises(ModelError, match="in the data's order") if refused else nullcontext():
         require_teacher("teacher", reached, plan, run)
+    for chance in (0.0, 1.0) if least < 0 else ():  # unknown, as of embeddings; every image shows every class
+        run.evaluator.chance = chance
+        require_teacher("teacher", chance, plan, run)
