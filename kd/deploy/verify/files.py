@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kd.parts import registry
 
 WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, SELF_CHECK)
 """The files that kd writes, beside graphs."""
+ENDED = "no further line"
 LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 
 
@@ -44,7 +46,7 @@ def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
         name, place = path.relative_to(folder).as_posix(), Path(os.path.realpath(path))
         if name == MANIFEST_FILE or name.startswith(LEFT_BY_HUB) or (path.is_dir() and not path.is_symlink()):
             continue
-        if not (place.is_relative_to(home) or place.parent == home.parents[1] / "blobs"):  # the hub has links too
+        if not (place.is_relative_to(home) or place.parent == home.parent.parent / "blobs"):  # the hub has links too
             found[name] = {"sha256": "a link out of the folder"}
         elif name not in known or not path.is_file():
             found[name] = {"sha256": "no file that kd writes"}
@@ -63,12 +65,12 @@ def show_manifest(known: Claims, manifest: Mapping[str, Any], readme: str) -> No
         return
     known.show(EXPORT, {"format": FORMAT})
     drawn, told = card(manifest).split("\n"), readme.split("\n")
+    line, other = next((pair for pair in zip_longest(drawn, told, fillvalue=ENDED) if pair[0] != pair[1]), ("", ""))
     if drawn != told:
-        first = next((i for i, (one, other) in enumerate(zip(drawn, told, strict=False)) if one != other), -1)
-        known.claimed["README.md"] = told[first]
+        known.claimed["README.md"] = other
     here = versions("kd")["kd"]
     if drawn == told or here == manifest["environment"]["packages"]["kd"]:
-        known.show(EXPORT, {"README.md": "drawn from manifest.json" if drawn == told else drawn[first]})
+        known.show(EXPORT, {"README.md": "drawn from manifest.json" if drawn == told else line})
     else:
         known.reasons["README.md"] = f"kd {here} draws another one"
 

@@ -6,12 +6,14 @@ The shards are indexed once; an image is then one read at a known offset.
 
 import json
 import os
+import re
 import tarfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -55,8 +57,8 @@ class Options:
     label_sets: bool = False
     """Whether an image has several labels, or none: the label is a JSON list of class names or integers."""
     class_names: str = file_key("")
-    """File of the class names in order, one per line or a JSON list. Empty: integers are the names, texts are
-    sorted."""
+    """File of the class names in order, one per line or a JSON list. Labels are such names, or positions from 0. Empty:
+    integers are the names, texts are sorted."""
     copies: str = "runs/shards"
     """Folder for copies of remote shards. Each is copied once; delete the folder when no run needs it."""
 
@@ -143,7 +145,10 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     if options.label_sets and labels != "none":
         order, label = _sets(index.labels, names, classes, where)
         return WebDataset(index, label, order, where)
-    class_of, own = images.name_labels(index.labels, names)
+    if names:
+        class_of, own = _named(index.labels, names), names
+    else:
+        class_of, own = images.name_labels(index.labels, ())
     order, label = images.label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(index, label, order, where)
 
@@ -221,7 +226,8 @@ def _sets(
     own = list(names) or class_order({name for one in written for name in one or ()})
     order = own if classes is None else list(classes)
     position = {name: place for place, name in enumerate(order)}
-    position |= {str(place): place for place, name in enumerate(names) if str(place) not in position}
+    places = _places({*chain(*filter(None, written))}, names) if names else {}
+    position |= {text: position[name] for text, name in places.items() if name in position}
     rows = np.zeros((len(written), len(order)), np.int8)
     for row, labels in zip(rows, written, strict=True):
         if unknown := sorted({*(labels or ())} - {*position}):
@@ -231,6 +237,26 @@ def _sets(
         row[:] = -1 if labels is None else row
         row[[position[label] for label in labels or ()]] = 1
     return order, rows[raw.of]
+
+
+def _named(raw: images.Repeated, names: Sequence[str]) -> images.Repeated:
+    """Return the class name of each image from labels that are names or positions in `names`; "": unlabelled."""
+    raw = images.as_classes(raw._replace(texts=[nfc(text) for text in raw.texts]), "data.label_key")
+    name_of = _places({*raw.texts}, names)
+    return raw._replace(texts=[name_of.get(text, text) for text in raw.texts])
+
+
+def _places(texts: Collection[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the names of labels that are positions; refuse one that may be another class's name."""
+    name_of = {text: names[int(text)] for text in texts if re.fullmatch("[0-9]{1,9}", text) and int(text) < len(names)}
+    numbers = {text for text in texts if re.fullmatch("-?[0-9]+", text)}
+    named, placed = numbers <= {*names}, numbers <= {*name_of}
+    if named == placed and not numbers.isdisjoint(names) and any(text != name for text, name in name_of.items()):
+        text = min(text for text, name in name_of.items() if text != name)
+        wrong = f"the label {text} is the position of '{name_of[text]}' and may be a name in this file"
+        allowed = "Labels that are all names or all positions"
+        raise DataError("data.class_names", wrong, allowed, "Rename the classes that are numbers")
+    return {} if named else name_of
 
 
 def _class_names(path: str) -> list[str]:
@@ -243,7 +269,7 @@ def _class_names(path: str) -> list[str]:
         raise DataError(where, f"'{path}' cannot be read ({error})", "Text or a JSON list", "Check the path") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(where, f"'{path}' is no list of names", "One name a line, or a JSON list of strings")
-    names = [name.strip() for name in names if name.strip()]
+    names = [nfc(name.strip()) for name in names if name.strip()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
         raise DataError(where, f"'{path}' has '{twice[0]}' twice" if twice else f"'{path}' is empty", "Each class once")

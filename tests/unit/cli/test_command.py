@@ -38,6 +38,17 @@ def test_fields_are_options_and_their_docs_the_help():
     assert "inner" not in help_text
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("here", 0), ("here --drain 7", 7), ("serve", 5), ("serve --drain 7", 7), ("serve --drain 0", 0)],
+)
+def test_a_server_drains_as_long_as_it_was_told_and_5_seconds_in_a_container(words, seconds, command, monkeypatch):
+    started = []
+    monkeypatch.setattr("kd.deploy.serve.server.serve", started.append)  # no server is needed to see what it would do
+    assert command("serve", *words.split()).code == 0
+    assert [settings.limits.drain_seconds for settings in started] == [seconds]
+
+
 @pytest.mark.parametrize("text", ["0", "10", "x", "1.5", "-1", "٣"])
 def test_a_wrong_value_is_one_line(text, capsys):
     parser = new_parser("kd-wanted", "x", "kd-wanted", with_config=False)

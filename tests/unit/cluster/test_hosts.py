@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kd.cluster.group import Node, command, empty_config, num_decoders
-from kd.cluster.hosts import Hosts, end_marked, hyperparameters, marked, marks, processes, read_hosts
+from kd.cluster.hosts import Hosts, LocalJob, end_marked, hyperparameters, marked, marks, processes, read_hosts
 from kd.core.errors import BackendError
 
 GROUPS = [
@@ -105,6 +105,26 @@ def test_marked_processes_are_found_and_ended_although_they_are_daemons(left):
         os.kill(daemon, signal.SIGSTOP)
         assert end_marked(mark, "KD_TEST", grace=0.2) >= 1
         assert list(marked(mark, "KD_TEST")) == []
+
+
+class Shells(LocalJob):
+    """Each host runs its own line of a shell in place of kd."""
+
+    def start(self, host: str) -> None:
+        self.processes[host] = subprocess.Popen(["sh", "-c", self.argv[len(self.processes)]])
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (("exit 0", "exit 0", "exit 5"), 0),
+        (("exit 0", "kill -9 $$", "exit 0"), -9),
+        (("exit 1", "exit 3", "exit 0"), 1),
+    ],
+)
+def test_a_local_job_ends_as_its_first_trainer_that_failed(lines, code):
+    """Also as one that the kernel killed for its memory; a host of data does not count."""
+    assert Shells({"dnn": 2, "data": 1}, lines).wait() == code
 
 
 def test_a_host_may_start_before_the_name_of_the_first_one_is_known():

@@ -133,6 +133,19 @@ def test_a_watch_says_when_it_begins_and_ends():
     assert sum(watch.answered.values()) == watch.all.images == 26 * WINDOW
 
 
+def test_a_watch_has_the_confidence_of_the_last_window_and_the_worst_span_of_each_test():
+    """The appearance differs in both windows, the mix of labels in the last."""
+    rng = np.random.default_rng(8)
+    watch = ShiftWatch(reference(rng))
+    for shares, low in ((None, 0.9), ([0.55] + [0.05] * 9, 0.7)):
+        drawn = answers(rng, WINDOW, shares, low)
+        for label, confidence, *measures in drawn:
+            watch.add(as_answer(label, confidence), measures)
+    assert watch.found.confidence == pytest.approx(np.mean([confidence for _, confidence, *_ in drawn]))
+    assert f"of {2 * WINDOW} images" in watch.found.difference
+    assert f"of {WINDOW} predictions" in watch.found.mix
+
+
 def test_the_record_is_json_and_says_the_same():
     rng = np.random.default_rng(5)
     of = reference(rng, 300)

@@ -27,6 +27,7 @@ from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Subject
 from kd.deploy.verify.claims import IMAGES, OPEN, RIGHT, WRONG, Claims
+from kd.deploy.verify.files import listed
 from kd.deploy.verify.verify import NotVerifiedError
 from kd.files.manifest import MANIFEST
 from kd.models import runtimes
@@ -107,6 +108,13 @@ def test_one_wrong_value_among_doubtful_ones_is_wrong():
     known = Claims({"output": {"thresholds": {"a": {"threshold": 0.55}, "b": {"threshold": 0.9}}}}, images=100)
     known.elsewhere = True
     known.show(IMAGES, {"output": {"thresholds": {"a": {"threshold": 0.5}, "b": {"threshold": 0.1}}}})
+    assert [row.verdict for row in known.rows] == [WRONG]
+
+
+@pytest.mark.parametrize("names", [(), CLASSES[:-1], (*CLASSES, "kiwi")])
+def test_a_list_with_more_or_fewer_values_is_wrong(names):
+    known = Claims({"about": {"labels": list(names)}})
+    known.show(IMAGES, {"about": {"labels": list(CLASSES)}})
     assert [row.verdict for row in known.rows] == [WRONG]
 
 
@@ -498,10 +506,19 @@ SPEEDS = {  # of `--compare`: servers are started
         },
     ),
 }
+
+
+def after(liar: Liar) -> str:
+    """Return the end of the card, behind the heading of its last section."""
+    return (liar.folder / "README.md").read_text().partition("\n## Limits")[2]
+
+
 EDITED = {  # after the card was drawn
     "3 a number of the card": lambda x: x.edit("66.7 %", "99.7 %"),
     "5 a comment": lambda x: x.edit("# small", "<!--\n# small"),
     "5 a section": lambda x: x.edit("## Limits", "## Certified\n\nBy nobody.\n\n## Limits"),
+    "5 a section at the end": lambda x: x.edit(after(x), after(x) + "\n## Certified\n\nBy nobody.\n"),
+    "5 no limits": lambda x: x.edit("\n## Limits" + after(x), ""),
     "5 a licence": lambda x: x.edit("dinov3-license", "mit"),
 }
 
@@ -552,6 +569,19 @@ def test_changed_files_and_claims_are_found(lie, honest, tmp_path):
     sealed = json.loads((liar.folder / MANIFEST).read_text())
     (liar.folder / MANIFEST).write_text(json.dumps({**sealed, **liar.manifest}))
     assert row in {row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG}
+
+
+def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
+    """As the hub's cache has them; the names of folders beside both begin alike."""
+    folder = tmp_path / "snapshots/export"
+    places = {"README.md": ".", "config.json": "../../blobs", "kd.json": "../export-private"}
+    places |= {"images.csv": "../../blobs-private", "model.onnx": "../../blobs/inner"}
+    for name, place in places.items():
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        (folder / place / "file").write_text("{}")
+        (folder / name).symlink_to(f"{place}/file")
+    out = {name for name, one in listed(folder, {}).items() if one == {"sha256": "a link out of the folder"}}
+    assert out == {"kd.json", "images.csv", "model.onnx"}
 
 
 def test_unverifiable_folders_are_refused(honest, tmp_path):

@@ -444,6 +444,16 @@ def test_the_criterion_sums_its_weighted_terms():
     assert [term.facts for term in criterion.all] == [reads_labels, reads_teacher, reads_teacher]
 
 
+def test_the_agreement_is_the_weighted_mean_of_the_terms_on_features():
+    dims, features = Dims(3, 4, 4), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    near, far = loss_term("cosine", 0.25, dims), replace(loss_term("cckd", 1.5, dims), teacher=1)
+    criterion = Criterion([near, loss_term("kl", 2.0), far, loss_term("cckd", 0.0, dims)])
+    student, one, two = (Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features)
+    both = Outputs(one.logits, {"pooled": features[1], "pooled.1": features[2]})
+    expected = (0.25 * near.loss.agreement(student, one) + 1.5 * far.loss.agreement(student, two)) / 1.75
+    torch.testing.assert_close(criterion.agreement(student, both), expected)
+
+
 @pytest.mark.parametrize(
     ("length", "expected"), [({"epochs": 4, "steps": 0}, 0.5), ({"epochs": 0, "steps": 40}, 17 / 40)]
 )

@@ -1,13 +1,17 @@
 """Numbers of a window and an epoch, and what one rank computes for all. Runs of real ranks: tests/distributed."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from pieces import Ranks
 
+from kd.core.errors import Interrupted
 from kd.core.types import Plan, State
 from kd.engine import meter
+from kd.engine.loop import evaluate_and_checkpoint
+from kd.engine.run import Stopping
 from kd.engine.snapshot import average_buffers
 from kd.jobs.distill import at_hand
 
@@ -43,6 +47,21 @@ def test_statistics_and_their_averages_become_the_mean_of_the_ranks(make, frozen
     for name in before:
         expected = before[name] + 0.5 if name in buffers - held else before[name]
         torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("due", ["evaluation", "checkpoint", "stop"])
+def test_a_checkpoint_has_the_mean_statistics_of_the_ranks_whyever_it_is_written(make, tmp_path, due):
+    """The other rank's values are larger by 1."""
+    made = make(*NORM, folder=tmp_path / "run")
+    run = replace(made.run, backend=Ranks(made.run.backend, 2, lambda tensor: tensor + 0.5))
+    expected, stop = {n: t + 0.5 for n, t in run.distillation.named_buffers() if "running_" in n}, Stopping(run)
+    stop.agreed = due == "stop"
+    with pytest.raises(Interrupted) if stop.agreed else nullcontext():
+        evaluate_and_checkpoint(run, State(step=1), stop, due == "evaluation", due == "checkpoint")
+    _, tensors, _ = made.store.restore()
+    made.store.close()
+    found = {name: tensors[f"model.{name}"] for name in expected}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_outputs_of_any_rank_are_none_that_were_at_hand(make, tmp_path):

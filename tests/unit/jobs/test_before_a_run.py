@@ -18,12 +18,14 @@ import kd
 from kd import config
 from kd.config.tuning import Augment
 from kd.core.errors import ConfigError, ConfigErrors, ModelError, RunError
+from kd.core.types import State
+from kd.files.run_dir import RunDir
 from kd.jobs.description import describe
 from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
 from kd.parts.datasets._decode import HEIF
 from kd.setup.data import split_batch
-from kd.setup.recipe import Record, resolve
+from kd.setup.recipe import Record, as_long, resolve
 
 
 def lines(settings: dict, *overrides: str) -> dict[str, str]:
@@ -204,6 +206,20 @@ def test_a_fit_evaluates_no_more_images_at_once_than_it_trains_on(settings):
     assert batches("data.eval_batch=500", "data.micro_batch=2") == 2
     assert batches("data.eval_batch=3") == 3
     assert batches() == 8
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "keys", "steps"), [((40, 80, 100), [], 100), ((3, 6, 8), ["run.baseline_steps=50"], 50)]
+)
+def test_the_baseline_is_evaluated_as_often_as_its_run(settings, tmp_path, evaluated, keys, steps):
+    folder = RunDir(tmp_path)
+    for step in evaluated:
+        folder.log("train", State(step=step), {})
+        folder.log("val", State(step=step), {})
+    baseline = resolve(config.load(settings, ["run.baseline=true", *keys])).baseline
+    assert baseline is not None
+    length = as_long(baseline, folder).loop.length
+    assert (length.steps, -(-steps // length.every.evaluate)) == (steps, 3)  # the last step is evaluated too
 
 
 def test_a_fit_of_another_crop_has_pixels_of_its_own(tmp_path):

@@ -8,6 +8,7 @@ from kd.models.classifier import Ensemble, digest
 from kd.models.live_teacher import LiveTeacher
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
+from kd.parts.networks.answers import TableTeacher
 from kd.parts.tasks.single_label import SingleLabel
 
 CLASSES = ("a", "b", "c", "d")
@@ -37,6 +38,18 @@ def test_probabilities_are_averaged_and_not_logits(weights):
     expected = sum(w * p for w, p in zip(weights, each, strict=True)) / sum(weights)
     torch.testing.assert_close(said.double().exp(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(said.double().softmax(-1), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("split", ["training", "validation", "test"])
+def test_a_table_beside_a_network_is_read_in_the_rows_of_the_split(split):
+    values = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    rows = {"training": 1, "validation": 2, "test": 0}
+    table = TableTeacher(values, [torch.tensor([row]) for row in rows.values()], CLASSES)
+    live = LiveTeacher(Ensemble((member(0), table), (1.0, 3.0), AVERAGE), CPU)
+    said = (live if split == "training" else live.validation(split == "test"))(batch(1)).logits
+    with torch.no_grad():
+        own = member(0)(batch(1).image).logits.softmax(-1)
+    torch.testing.assert_close(said.exp(), 0.25 * own + 0.75 * values[:, rows[split]].softmax(-1))
 
 
 def test_precision_reaches_the_networks_and_spares_the_pixels():

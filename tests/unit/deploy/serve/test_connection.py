@@ -88,6 +88,23 @@ def test_a_client_that_reads_gets_the_whole_response():
         assert received(client) > SIZE
 
 
+def send_slowly(client: socket.socket) -> None:
+    for _ in range(150):
+        client.sendall(b"G")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("before", [b"", b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "second"])
+def test_each_header_of_a_connection_has_a_deadline(before):
+    """However often a byte of it comes."""
+    with serving(Limits(header_seconds=0.4)) as client:
+        if before:
+            client.sendall(before)
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        with pytest.raises(ConnectionError):
+            send_slowly(client)
+
+
 def parsed(*pieces: bytes, **limits: int) -> RequestParser:
     """Give pieces of a request to a parser until it needs more."""
     parser = RequestParser(Limits(**limits))

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -93,6 +94,29 @@ def test_a_body_that_does_not_arrive_is_given_back(exported):
         assert (caught.value.status, made.buffered) == (408, 0)
     finally:
         made.close()
+
+
+@pytest.mark.parametrize(("deadline", "stays", "status"), [(0.01, 60, 503), (60, 0, 499)], ids=["late", "hung up"])
+def test_a_request_given_up_counts_until_its_job_is_done_or_not_at_all(service, deadline, stays, status):
+    """The job of the first has begun, that of the second waits for the one thread and is taken back."""
+    service.limits = Limits(deadline=deadline, max_in_flight=2)
+    begun, end = threading.Event(), threading.Event()
+
+    async def ask() -> tuple[int, int]:
+        with pytest.raises(Problem) as caught:
+            await service.run(lambda _: begun.set() or end.wait(20), lambda: begun.wait(20) and asyncio.sleep(stays))
+        await asyncio.sleep(0.01)  # what the threads have sent arrives
+        return caught.value.status, service.in_flight
+
+    async def ask_twice() -> list[tuple[int, int]]:
+        found = [await ask(), await ask()]
+        end.set()
+        service.close()
+        await asyncio.sleep(0)
+        return found
+
+    assert asyncio.run(ask_twice()) == [(status, 1), (status, 1)]
+    assert service.in_flight == 0
 
 
 def test_a_client_that_hangs_up_is_a_disconnect_of_starlette():

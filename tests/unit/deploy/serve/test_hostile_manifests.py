@@ -62,7 +62,7 @@ CASES = [
     ("manifest.output", {"name": "embedding", "width": LARGE}),
     *[("manifest.output.defer", {"threshold": value}) for value in (NAN, 1e9, "x", None, float("inf"))],
     ("manifest.output.defer", {"labels": {"apple": {"low": 0, "high": 1}}}),
-    ("manifest.output.thresholds", {"apple": {"threshold": NAN}}),
+    *[("manifest.output.thresholds", {"apple": {"threshold": value}}) for value in (NAN, 0.5)],  # 0.5: no others
     *[("manifest.files", value) for value in ([], {"model.onnx": 3}, {"model.onnx": {}}, None)],
     *[("manifest.pick", value) for value in (3, "../../etc/passwd", "\ud800")],
     *[("config.label_names", value) for value in ("abc", [], ["a", "a", "b"], ["a", "b", "\ud800"], [1, 2, 3], 5)],

@@ -6,7 +6,8 @@ import re
 import time
 
 from kd.deploy.serve.app import _bug_response
-from kd.deploy.serve.metrics import BOUNDS, WAITING, Lines, Metrics
+from kd.deploy.serve.metrics import BOUNDS, MOST_LABELS, WAITING, Lines, Metrics
+from kd.deploy.shift import Reference, ShiftWatch
 
 
 def test_the_text_for_prometheus():
@@ -26,6 +27,19 @@ def test_the_text_for_prometheus():
     assert len(buckets) == len(BOUNDS) + 1
     assert buckets[-1] == int(values['kd_seconds_count{stage="invocations total"}']) == 5
     assert int(values["process_resident_memory_bytes"]) > 1_000_000
+
+
+def test_labels_beyond_the_most_frequent_are_counted_together():
+    """Each label of an image counts, the image once."""
+    names = [f"label {i}" for i in range(MOST_LABELS + 2)]
+    watch = ShiftWatch(Reference.of(names, (), calibrated=False))
+    for count in (MOST_LABELS + 2, MOST_LABELS + 1, MOST_LABELS):
+        labels = [{"label": name, "score": 0.8} for name in names[:count]]
+        watch.add({"labels": labels, "top": labels}, (100.0, 5.0, 0.0, 0.0))
+    text = Metrics("name", "v1").text(True, 0, 0, watch)
+    assert text.count("\nkd_labels_total{") == MOST_LABELS
+    assert "\nkd_labels_other 3\n" in text  # two of one label, one of another
+    assert "\nkd_confidence_count 3\n" in text
 
 
 def test_a_stalled_reader_blocks_no_thread():

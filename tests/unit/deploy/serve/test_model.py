@@ -10,7 +10,7 @@ import pytest
 
 from kd.core.errors import ModelError
 from kd.core.facts import Network
-from kd.deploy.serve.model import describe, load
+from kd.deploy.serve.model import _output, describe, load
 from kd.files.manifest import checksum
 from kd.parts import registry
 
@@ -25,6 +25,18 @@ def test_a_manifest_is_read_as_written(exported):
     assert told.labels == ("apple", "fig", "pear")
     assert (told.name, told.size, told.crop) == ("tiny", 16, 1.0)
     assert describe(exported, "model.int8.onnx").version == told.version + "-int8"
+
+
+def test_each_label_has_its_own_threshold_and_band():
+    """In the order of the labels; manifest.json has sorted keys."""
+    found = {
+        "name": "logits",
+        "thresholds": {"apple": {"threshold": 0.1}, "zebra": {"threshold": 0.9}},
+        "defer": {"labels": {"apple": {"low": 0.0, "high": 0.2}, "zebra": {"low": 0.7, "high": 1.0}}},
+    }
+    labels, output = _output(found, {"label_names": ["zebra", "apple"]})
+    assert (labels, output.thresholds) == (("zebra", "apple"), (0.9, 0.1))
+    assert output.unsure == ((0.7, 1.0), (0.0, 0.2))
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.int8.onnx"])

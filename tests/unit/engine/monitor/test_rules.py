@@ -123,6 +123,13 @@ def test_what_other_ranks_use_is_not_what_other_programs_use(ranks, others):
     assert evidence.others() == pytest.approx(others)
 
 
+def test_only_samples_during_the_steady_steps_count():
+    """The first 0.8 s of steps end at 1,000 s, the last at 1,002 s."""
+    samples = [sample(time=time) for time in (200.0, 999.1, 999.3, 1000.5, 1001.9, 1002.1)]
+    found = Evidence({0: [steady(), steady(time=1002.0)]}, samples).during()
+    assert [one["time"] for one in found] == [999.3, 1000.5, 1001.9]
+
+
 def test_a_slow_loader_is_named_by_its_parts():
     parts = {"busy": 1.0, "decoding": 0.5, "resizing": 0.3}
     row = steady(ms=WAITING, loading_ms=loading(10.0, parts))

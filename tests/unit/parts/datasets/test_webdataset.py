@@ -4,8 +4,10 @@ import gzip
 import json
 import os
 import tarfile
+import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pieces import labels, png, write_tar
 
@@ -61,6 +63,34 @@ def test_class_names(tmp_path, text):
     write_tar(tmp_path / "train.tar", samples([1, "pear"]))
     source = build(options(tmp_path, class_names=str(tmp_path / "names")), "train", None)
     assert (source.classes, labels(source)) == (("pear", "apple"), [1, 0])
+
+
+def named(tmp_path: Path, names: str, texts: list[str], sets: bool) -> list[str]:
+    """Return the class of each image of a shard with these labels and class names; `sets`: labels in JSON lists."""
+    (tmp_path / "names").write_text(names)
+    write_tar(tmp_path / "train.tar", samples([json.dumps([text]) for text in texts] if sets else texts, "cls"))
+    source = build(options(tmp_path, class_names=str(tmp_path / "names"), label_sets=sets), "train", None)
+    assert source.classes == tuple(unicodedata.normalize("NFC", names).split())
+    places = [np.flatnonzero(label).item() if sets else label for label in map(source.label, range(len(texts)))]
+    return [source.classes[place] for place in places]
+
+
+@pytest.mark.parametrize("sets", [False, True])
+def test_labels_are_names_or_positions(tmp_path, sets):
+    """5 is no position, and 2 no name; where both readings are possible, neither is taken."""
+    assert named(tmp_path, "5\n0\nfig\n", ["0", "5", "fig"], sets) == ["0", "5", "fig"]
+    assert named(tmp_path, "5\n0\nfig\n", ["2", "1", "0", "fig"], sets) == ["fig", "0", "5", "fig"]
+    assert named(tmp_path, "0\n1\n2\n", ["2", "1"], sets) == ["2", "1"]
+    for texts in (["0"], ["2", "5"]):
+        with pytest.raises(DataError, match=r"^data\.class_names: the label [02] is the position of '(5|fig)'"):
+            named(tmp_path, "5\n0\nfig\n", texts, sets)
+    with pytest.raises(DataError, match=r"(label|class) '3'"):
+        named(tmp_path, "pear\nfig\n", ["3", "1"], sets)
+
+
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_class_name_may_be_decomposed(tmp_path, sets):
+    assert named(tmp_path, "fig\ncre\u0300me\n", ["cr\u00e8me"], sets) == ["cr\u00e8me"]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,16 @@ def test_unreadable_images_do_not_count():
     assert found == pytest.approx(expected | expected_together(student[kept], teacher[kept]), rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize(("labelled", "images"), [(True, 25), (False, 28)])
+def test_the_standard_error_is_that_of_the_images_that_are_scored(labelled, images):
+    """Of a share p: sqrt(p (1 - p) / images). Of 30 three have no label, and two cannot be decoded."""
+    student, teacher, label = draw(30, 7)
+    label[[3, 11, 29]] = -1
+    made = evaluator(teacher, label, 8, 7, frozenset({4, 17}), labelled)
+    made(Table(student))
+    assert made.standard_error(0.8) == pytest.approx((0.8 * 0.2 / images) ** 0.5)
+
+
 def test_an_evaluation_without_a_readable_image_is_an_error():
     student, teacher, label = draw(30, 7)
     with pytest.raises(DataError, match=r"^data: no image of the validation split could be decoded"):

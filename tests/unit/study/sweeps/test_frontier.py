@@ -13,6 +13,7 @@ from torch import nn
 from kd import config
 from kd.config.flat import plain
 from kd.core.errors import ModelError, RunError
+from kd.core.host import processor
 from kd.core.scores import Column
 from kd.models import runtimes
 from kd.models.classifier import Classifier
@@ -186,6 +187,22 @@ def test_damaged_files_of_a_sweep(text, settings, tmp_path, monkeypatch):
     )
     with pytest.raises(RunError, match=r"^run\.folder: '.*sweep\.json' is damaged .* Remove the file\."):
         sweep(settings, "student.args.depth=1,2")
+
+
+@pytest.mark.parametrize(("key", "holds"), [("accuracy", [True, False, False]), ("ece", [True, True, False])])
+def test_the_frontier_of_a_sweep_is_of_larger_scores_or_of_smaller_errors(key, holds, settings, tmp_path):
+    """Here the costs of three trials are known already."""
+    space = Space.read(settings, ["student.args.depth=1,2,3"])
+    trials = [space.trial(values, "", []) for values in space.combinations()]
+    names = [trial.name for trial in trials]
+    scores = dict(zip(names, (0.3, 0.1, 0.2), strict=True))
+    rows = [{"trial": name, "by": key, "key": key, "score": score} for name, score in scores.items()]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"of": {"trials": sorted(names), "processor": processor()}}
+    known["costs"] = {name: {"ms": 1.0 + i} for i, name in enumerate(names)}
+    (tmp_path / "frontier.json").write_text(json.dumps(known))
+    found, _ = frontier.measured(Trials(tmp_path, trials, key), rows[::-1])
+    assert [(row["number"], row["frontier"]) for row in found[::-1]] == list(enumerate(holds, 1))
 
 
 STUDENTS = "student={model: resnet10t, args: {width: 3}},{model: lcnet_050}"
