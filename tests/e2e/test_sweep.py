@@ -17,7 +17,7 @@ from pieces import base
 
 import kd
 
-AXES = ("losses.0.temperature=1,2", "optimizer.lr=5e-3,1e-6")
+AXES = ("optimizer.lr=5e-3,1e-6",)
 PATIENCE = 1200.0
 """Seconds: on a machine that does much else a process takes minutes to start."""
 
@@ -63,9 +63,9 @@ def test_killed_three_times_the_table_is_the_same(photos, tmp_path):
         if name == "killed":
             killed_when(folder, lambda sweep: list(sweep.glob("*/checkpoints/step_*")))
             assert not lines(folder / "runs" / "tiny_sweep")
-            killed_when(folder, lambda sweep: len(lines(sweep)) == 2 and len(list(sweep.glob("*/metrics.jsonl"))) == 3)
-            killed_when(folder, lambda sweep: len(lines(sweep)) == 4 and list(sweep.glob("*/metrics.jsonl"))[4:])
-            assert len(lines(folder / "runs" / "tiny_sweep")) == 4
+            killed_when(folder, lambda sweep: len(lines(sweep)) == 1 and len(list(sweep.glob("*/metrics.jsonl"))) == 2)
+            killed_when(folder, lambda sweep: len(lines(sweep)) == 2 and list(sweep.glob("*/metrics.jsonl"))[2:])
+            assert len(lines(folder / "runs" / "tiny_sweep")) == 2
         process = started(folder, AXES)
         assert process.wait(PATIENCE) == 0, (folder / "out.txt").read_text()
         outs.append(folder / "runs" / "tiny_sweep")
@@ -77,13 +77,13 @@ def test_killed_three_times_the_table_is_the_same(photos, tmp_path):
     assert len(list((calm.parent / "caches").iterdir())) == 3
     assert len([one for one in (calm.parents[1] / "teachers").iterdir() if one.is_dir()]) == 1
     by_values = {tuple(row["values"].values()): row for row in lines(calm)}
-    assert len(by_values["1", "0.005"]["interval"]) == 2
+    assert len(by_values["0.005",]["interval"]) == 2
     tested = [
         json.loads((run / "scored.json").read_text())["split"]
         for run in calm.glob("*_*")
         if (run / "scored.json").is_file()
     ]
-    assert sorted(tested) == ["test"] * 3 + ["val"] * 3  # the best, and the two fresh runs
+    assert sorted(tested) == ["test"] * 3 + ["val"]  # the best and the two fresh runs; the other trial
     assert "On test images, which chose nothing, the best has" in (calm / "sweep.md").read_text()
     best = kd.load_config(calm / "best.yaml")
     assert (best.run.name, best.run.folder, best.optimizer.lr) == ("tiny_best", "runs", 5e-3)

@@ -294,26 +294,6 @@ def test_without_a_compiler(written, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_libraries_that_cannot_be_loaded_are_compiled_anew(written, tmp_path):
-    """Cut short behind their first bytes; those that a killed linker leaves are found before, in test_compiled.py."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    argv = [sys.executable, "-m", "kd.cli", "train", written(), "teacher.compile=on", "run.steps=1"]
-    for start in range(2):
-        done = subprocess.run(
-            [*argv, f"run.name=start-{start}"], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        libraries = list((tmp_path / "cache").rglob("*.main.so"))
-        assert all(library.stat().st_size > 100 for library in libraries)
-        for library in libraries:
-            os.truncate(library, 100)
-    assert libraries
-    assert "compiled again" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_compiled_runs_agree_with_plain_ones_and_with_each_other(built):
     plain, _, _ = built()
     compiled, facts, out = built("teacher.compile=on", "student.compile=on")
