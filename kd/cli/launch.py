@@ -17,6 +17,7 @@ from kd.files.json_file import read_json
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
+HERE = {"config", "overrides", "local", "backend", "dry_run"}  # options of --local
 MOST_HOURS = 28 * 24  # hours of SageMaker's longest job
 
 
@@ -45,8 +46,11 @@ def _train(argv: Sequence[str]) -> int:
     _add_account_options(parser, "KD_TRAIN_IMAGE", "Dockerfile.train")
     options = parser.read(argv)
     if options.local:
-        if options.profiler or options.view_ms:
-            parser.error("--profiler and --view-ms are for jobs on SageMaker, not for --local")
+        if given := [
+            name for name in vars(options).keys() - HERE if getattr(options, name) != parser.get_default(name)
+        ]:
+            names = (f"--{'no-' * (name == 'follow')}{name.replace('_', '-')}" for name in sorted(given))
+            parser.error(f"{', '.join(names)}: for jobs on SageMaker, not for --local")
         return _train_here(options)
 
     def command() -> None:
@@ -101,6 +105,8 @@ def _train_here(options: argparse.Namespace) -> int:
         argv = [options.config, *options.overrides]
         if any(name.startswith("data") for name in options.local):
             argv.append("data.loader=ray")
+        if options.backend:
+            argv.append(f"backend.kind={options.backend}")
         config.load(options.config, argv[1:], cluster=False)  # the hosts start it
         if options.dry_run:
             print(f"the configuration is valid; without --dry-run these groups start here: {options.local}")

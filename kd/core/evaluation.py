@@ -24,6 +24,7 @@ class Split:
 
     loader: Loader
     plan: Plan  # of ascending ids, padded with weight 0
+    name: str = "validation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Evaluation:
     agreement: Callable[[Outputs, Outputs], Tensor] | None = None  # (student, teacher) -> cosine [B]
     projected: Callable[[Outputs], Tensor | None] | None = None  # the student's vectors in the teacher's space
     members: int = 1  # number of teachers
+    partly: bool = False  # whether only some training images have a label
 
 
 class Evaluator(Protocol):
@@ -63,7 +65,10 @@ class Evaluator(Protocol):
         return 0.0
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return scores [B] of a training batch beside the loss terms."""
+        """Return scores [B] of a training batch beside the loss terms.
+
+        With `labelled`, 1 for each image with a label, `accuracy` is logged as a share of those.
+        """
         return {}
 
 

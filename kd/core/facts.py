@@ -61,6 +61,7 @@ class SifterFacts:
 
     by_class: bool = False  # it reads each image's class
     delay: int = 0  # first steps of a run, in which it visits all images
+    each_epoch: bool = False  # whether the delay is at the start of each epoch
     answers: bool = False  # it reads the logits that the teacher's cache stores
 
 

@@ -72,6 +72,11 @@ def around(value: float, replicates: Sequence[float] | np.ndarray, images: int =
     return centre - half, centre + half
 
 
+def within(low: float, high: float) -> tuple[float, float]:
+    """Return the ends of a share's interval within 0 to 1."""
+    return min(1.0, max(0.0, low)), min(1.0, max(0.0, high))
+
+
 def verdict(low: float, high: float) -> str:
     """Return the verdict of a difference's interval on the first model: better, worse or undecided."""
     return "better" if low > 0 else "worse" if high < 0 else "no difference shown"
@@ -86,6 +91,7 @@ class Samples:
     replicates: np.ndarray | None = None  # for any other score: its values on bootstrap samples, see `resampled`
     images: int = 0  # number of images behind `replicates`; 0: many
     ends: tuple[float, float] | None = None  # ends of its interval, if only they were recorded
+    share: bool = True  # whether the score is a share: its interval ends at 0 and 1
 
     def interval(self) -> tuple[float, float]:
         if self.ends is not None:
@@ -93,7 +99,8 @@ class Samples:
         if self.right is not None:
             return wilson(self.value, len(self.right))
         assert self.replicates is not None
-        return around(self.value, self.replicates, self.images)
+        ends = around(self.value, self.replicates, self.images)
+        return within(*ends) if self.share else ends
 
     def minus(self, other: Samples) -> tuple[float, float, float]:
         """Return the difference from another model's score on the same images, with the ends of its interval."""
@@ -111,7 +118,8 @@ class Samples:
             return {"value": self.value, "images": len(self.right), "right": np.packbits(self.right).tobytes().hex()}
         assert self.replicates is not None
         drawn = [round(float(one), 6) for one in self.replicates]
-        return {"value": self.value, "images": self.images, "replicates": drawn}
+        other = {} if self.share else {"share": False}
+        return {"value": self.value, "images": self.images, "replicates": drawn, **other}
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Samples:
@@ -119,4 +127,5 @@ class Samples:
             bits = np.unpackbits(np.frombuffer(bytes.fromhex(recorded["right"]), np.uint8), count=recorded["images"])
             return cls(recorded["value"], right=bits.astype(bool))
         drawn = np.array(recorded["replicates"], np.float64)
-        return cls(recorded["value"], replicates=drawn, images=recorded["images"])
+        share = recorded.get("share", True)
+        return cls(recorded["value"], replicates=drawn, images=recorded["images"], share=share)

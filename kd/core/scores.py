@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kd.core.intervals import Samples, verdict
+from kd.core.intervals import Samples, verdict, within
 from kd.core.text import percent
 
 TITLES = {"test": "test", "val": "validation"}  # names of splits as text
@@ -31,7 +31,7 @@ class Column:
         """Return the value with its unit, and its 95 % interval if it is known: `71.6 % (69.0 to 74.1)`."""
         text = percent(value) if self.unit == "%" else f"{value:.4f} {self.unit}".rstrip()
         ends = () if samples is None else samples.interval()
-        ends = [min(1.0, max(0.0, end)) for end in ends] if self.unit == "%" else ends
+        ends = within(*ends) if ends and self.unit == "%" else ends
         return text + (f" ({' to '.join(self.text(end).removesuffix(' %') for end in ends)})" if ends else "")
 
     def with_title(self, value: float, samples: Samples | None = None) -> str:
@@ -206,10 +206,11 @@ class GraphScores:
     """Predictions of an exported graph beside PyTorch's, on the same images."""
 
     facts: dict[str, float]  # values by name, for manifest.json of an export
-    selection_metric: str  # name in `facts` of the score that a quantized graph may lower a little
-    title: str  # interval of that score
+    score: float  # the deciding score, which a quantized graph may lower a little
+    title: str  # of that score
     summary: str  # as text: `same top-1 on 200 of 200 validation images`
     others: int = 0  # number of images with another prediction
+    share_of: int = 0  # number of images of which the score is a share; 0: it is no share
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from html import escape
 from typing import Any
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of cells that spreadsheets run as formulas
+
 
 def percent(share: float) -> str:
     """Return 0.934 as `93.4 %`."""
@@ -28,8 +30,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [aligned[0], rule, *aligned[1:]])
 
 
+AS_TRAINED = "as trained"  # title of the share of images with PyTorch's prediction
+
+
 def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the measurements of `kd-export --compare` as rows of a table, the fastest on one thread first."""
+    """Return the measurements of `kd-export --compare` as rows of a table, the fastest on one thread first.
+
+    A score with the title `AS_TRAINED`, of images without labels, has one column.
+    """
     rows, found = [], manifest.get("variants", {})
     for file, one in sorted(found.items(), key=lambda item: item[1]["speed"]["1"]["p50_ms"]):
         mark = " (accepted)" if file == manifest.get("pick") else ""
@@ -46,7 +54,7 @@ def variant_rows(manifest: Mapping[str, Any]) -> list[dict[str, str]]:
                     "memory MB": f"{speed['memory_mb']:.0f}",
                     one["title"]: show(one["score"]),
                     "95 %": f"{show(one['interval'][0])} to {show(one['interval'][1])}",
-                    "as trained": show(one["agreement"]),
+                    AS_TRAINED: show(one["agreement"]),
                 }
             )
     return rows
@@ -89,6 +97,26 @@ def clock(seconds: float) -> str:
 def nfc(name: str) -> str:
     """Return the normalized form (NFC) in which names are compared: macOS writes é as two characters."""
     return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+JOINERS = "\u200c\u200d"  # inside words of Persian and in emoji
+
+
+def one_line(text: str) -> bool:
+    """Return whether a text is one line without control characters; it may have wide spaces such as U+3000."""
+    return text.isprintable() or all(
+        one.isprintable() or unicodedata.category(one) == "Zs" or one in JOINERS for one in text
+    )
+
+
+def printed(text: str) -> str:
+    """Return a stranger's text as one line for terminals, with "?" for each character that is not printed."""
+    return text if text.isprintable() else "".join(one if one_line(one) else "?" for one in text)
+
+
+def table_cell(text: str) -> str:
+    """Return a text for a CSV cell: a spreadsheet runs one such as =A1 as a formula, unless an apostrophe precedes."""
+    return f"'{text}" if text.startswith(FORMULA) and not text[1:].isdecimal() else text
 
 
 def class_order(names: Iterable[str]) -> list[str]:

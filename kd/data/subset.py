@@ -109,7 +109,13 @@ def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
     if tested.all() or not tested.any():
         wrong = f"is {fraction:g}, which leaves one split of {len(val)} validation images empty"
         raise DataError("data.test_fraction", wrong, "Some images for each", "Change it, or add validation images")
-    return subset(val, np.flatnonzero(~tested)), subset(val, np.flatnonzero(tested))
+    parts = subset(val, np.flatnonzero(~tested)), subset(val, np.flatnonzero(tested))
+    known = [any(np.max(part.label(id)) >= 0 for id in range(len(part))) for part in parts]
+    if any(known) and not all(known):
+        split, part = ("validation", parts[0]) if known[1] else ("test", parts[1])
+        wrong = f"is {fraction:g}, and none of the {len(part)} images of the {split} split has a label"
+        raise DataError("data.test_fraction", wrong, "A label in each", "Change it, or label more validation images")
+    return parts
 
 
 def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:

@@ -56,6 +56,10 @@ class Meter:
         skipped, in_a_row = 0, 0
         if not all(map(math.isfinite, means)):
             values, skipped, in_a_row = self._applied()
+        labelled = values.pop("labelled", 1.0)  # only if some images have no label; see `Evaluator.training`
+        if labelled != 1 and "accuracy" in values:
+            accuracy = values.pop("accuracy")
+            values |= {"accuracy": accuracy / labelled} if labelled else {}
         in_all = state.skipped_in_all + skipped
         cpu = state.cpu_seconds + cpu * self.run.backend.world_size
         state = replace(state, seconds=state.seconds + seconds, cpu_seconds=cpu)

@@ -76,15 +76,20 @@ class EMA:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         # The parameters themselves, not state_dict(): ZeRO replaces their storage later.
-        live = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        named = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+        live = dict(named)
         self._live = {name: live[name] for name in module.state_dict() if live[name].is_floating_point()}
-        self.average = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        # A shared tensor (tied weights) has several names, and is averaged under one of them.
+        self._once = [*{id(tensor): name for name, tensor in self._live.items()}.values()]
+        made = {id(self._live[name]): self._live[name].detach().clone() for name in self._once}
+        self.average = {name: made[id(tensor)] for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average after optimizer step number `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1 - decay)
+        averages, weights = ([tensors[name] for name in self._once] for tensors in (self.average, self._live))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -54,11 +54,14 @@ def check(recipe: Recipe) -> Checked:
 
         find(name)
     data = listed = open_sources(section)
-    split = split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.train))
-    if recipe.baseline is not None:  # it trains on labelled images only
-        split_batch(section, int(os.environ.get("WORLD_SIZE", "1")), len(data.with_labels().train))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    split = split_batch(section, ranks, len(data.train))
     folders = fit_folders(plan, data.fingerprint).items()
     fits = {f"the fit of {where}": fit for where, (fit, target) in folders if not is_fitted(target)}
+    alone = [(fit.data, "teacher.fit.batch_size") for fit in fits.values()]  # these train on labelled images only
+    alone += [(section, "data.batch_size")] if recipe.baseline is not None else []
+    for own, key in alone:
+        split_batch(own, ranks, len(data.with_labels().train), key, "labelled " if section.labels == "some" else "")
     phases = {"distillation": recipe, **fits}
     for phase in (*fits.values(), recipe):
         if phase.student.kind == "timm":
@@ -66,9 +69,9 @@ def check(recipe: Recipe) -> Checked:
 
             require_weights(student_spec(phase.student, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
-    data, alone = teachers.data, Teachers(None, teachers.data)
+    data, untaught = teachers.data, Teachers(None, teachers.data)
     modules = {
-        name: build_distillation(phase.student, teachers if phase is recipe else alone, meta=True)
+        name: build_distillation(phase.student, teachers if phase is recipe else untaught, meta=True)
         for name, phase in phases.items()
     }
     cache = ""

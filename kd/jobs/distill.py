@@ -186,10 +186,10 @@ def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> 
 
 
 def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Refuse to resume a run on other data or with another teacher."""
+    """Refuse to resume a run on other data, with another teacher or another criterion."""
     if key in known and key in facts and known[key] != facts[key]:
         wrong = f"this run was started with another {key} (its content hash differs)"
-        allowed = "Data and teacher must be unchanged on resume"
+        allowed = "Data, teacher and losses must be unchanged on resume"
         raise RunError("run.name", wrong, allowed, "Choose another run.name, or restore the earlier one")
 
 

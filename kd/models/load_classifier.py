@@ -223,7 +223,7 @@ def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
         _check_count(f"{spec.where}.model", count, classes)
         if names:
             check_classes(f"{spec.where}.model", names, classes)
-    elif (names and list(names) != list(classes)) or (count is not None and count != len(classes)):
+    elif (names and [*map(nfc, names)] != [*map(nfc, classes)]) or (count is not None and count != len(classes)):
         for name, tensor in network.state_dict().items():
             if name in _head_names(network):
                 tensor.zero_()
@@ -277,7 +277,7 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
     if not spec.exact_head and spec.logits:  # weights with other classes: the student gets a zero head
         tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
         fresh = {name: torch.zeros_like(own[name]) for name in heads if name in own}
-        same = names is None or list(names) == list(classes)
+        same = names is None or [*map(nfc, names)] == [*map(nfc, classes)]
         tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
     with without_meta_warnings():
         network.load_state_dict(tensors)

@@ -130,6 +130,7 @@ def build_run(
         teacher=report.live.validation() if scored else None,
         num_classes=len(data.classes),
         labelled=data.labelled,
+        partly=data.plan.labels == "some",
         bank=partial(shown_split, setting, bank, torch.tensor(evenly_spaced(len(bank), BANK))),
         bank_teacher=report.live,
         agreement=distillation.criterion.agreement,
@@ -174,7 +175,7 @@ def test_evaluator(setting: Setting, task: Task, evaluation: Evaluation, live: L
     """Return the evaluator of the test split, built at the end of a run."""
     source = setting.data.test
     assert source is not None
-    split = shown_split(setting, source, torch.arange(len(source)))
+    split = replace(shown_split(setting, source, torch.arange(len(source))), name="test")
     teacher = live.validation(test=True) if evaluation.teacher is not None else None
     return task.evaluator(replace(evaluation, val=split, teacher=teacher))
 
@@ -221,11 +222,14 @@ def sifter_alone(loop: LoopPlan, data: Data, split: BatchSplit) -> Sifter:
 def sifter_of(loop: LoopPlan, context: SiftContext) -> tuple[Sifter, str]:
     """Build the sifter of a context; also return a warning if its delay exceeds the run."""
     section, length, line = loop.sifter, loop.length, ""
-    delay = registry.facts("sifters", section.kind, section.options, "sifter.kind").delay
-    steps = length.steps or length.epochs * (context.num_images // length.batch_size)
+    facts = registry.facts("sifters", section.kind, section.options, "sifter.kind")
+    in_epoch, delay = context.num_images // length.batch_size, facts.delay
+    steps, where = length.steps or length.epochs * in_epoch, "the run"
+    if facts.each_epoch and in_epoch < steps:
+        steps, where = in_epoch, "an epoch"
     kind, options = section.kind, section.options
     if steps <= delay:
-        line = f"sifter '{kind}' waits for {delay} steps and the run has {steps}: everything is visited"
+        line = f"sifter '{kind}' waits for {delay} steps and {where} has {steps}: everything is visited"
         line += ". Lower sifter.sift_delay"
         kind, options = "none", registry.default_options("sifters", "none")
     return registry.build("sifters", kind, options, "sifter.kind", context=context), line

@@ -16,7 +16,7 @@ from kd.config.schema import Augment, DataSection
 from kd.core.contracts import Backend, Dataset, HasWarnings, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
-from kd.core.text import class_order
+from kd.core.text import class_order, one_line
 from kd.data.loader import LocalLoader, Share
 from kd.data.views import FORMAT, EvalTransform, MixupCutmix, TrainTransform, Views, build_policy
 from kd.data.workers import require_shared_memory
@@ -35,6 +35,7 @@ class DataPlan(DataSection):
 
     seed: int = 0  # the run's seed; views and order depend on it
     folder: str = ""  # `run.folder`, which contains stores and caches
+    named: bool = True  # whether the classes' names are the labels of an export
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,8 @@ def open_sources(plan: DataPlan) -> Data:
         wrong = f"the training split has {len(train.classes)} class ({', '.join(train.classes)})"
         remedy = "Check that each class has a folder of its own; without labels, set data.labels=none"
         raise DataError("data.kind", wrong, "At least two classes", remedy)
+    if plan.named:
+        _require_printable(train.classes)
     if list(val.classes) != list(train.classes):
         raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
     named = registry.facts("datasets", plan.kind, plan.options, "data.kind").test
@@ -184,6 +187,13 @@ def open_sources(plan: DataPlan) -> Data:
 
         return Data(plan, train, *set_aside(val, plan.test_fraction))
     return Data(plan, train, val, splits.get("test"))
+
+
+def _require_printable(classes: Sequence[str]) -> None:
+    """Refuse a class name that no export could have as a label: logs and responses repeat it."""
+    if odd := [name for name in classes if not one_line(name)]:
+        wrong = f"the class {odd[0]!a:.200} has a control character or a line break"
+        raise DataError("data.kind", wrong, "Class names that are printed as one line", "Rename it")
 
 
 def _of_bits(source: Any, plan: DataPlan) -> Source:
@@ -246,8 +256,10 @@ class BatchSplit:
         return f"{self.batch_size} images = {self.world_size} ranks x {self.accumulate} micros x {self.micro_batch}"
 
 
-def split_batch(section: DataSection, world_size: int, num_images: int) -> BatchSplit:
-    """Divide the global batch over ranks and micro-batches."""
+def split_batch(
+    section: DataSection, world_size: int, num_images: int, key: str = "data.batch_size", kind: str = ""
+) -> BatchSplit:
+    """Divide the global batch over ranks and micro-batches; errors name its key and the `kind` of images."""
     batch_size = section.batch_size
     share, rest = divmod(batch_size, world_size)
     micro = section.micro_batch or share
@@ -255,11 +267,11 @@ def split_batch(section: DataSection, world_size: int, num_images: int) -> Batch
         near = max(1, round(batch_size / (world_size * micro or 1))) * world_size * (micro or 1)
         wrong = f"{batch_size} images cannot be divided into {world_size} ranks x micro-batches of {micro}"
         allowed = "batch_size = ranks x micros x micro_batch, all whole"
-        raise ConfigError("data.batch_size", wrong, allowed, f"Set data.batch_size={near}, or change data.micro_batch")
+        raise ConfigError(key, wrong, allowed, f"Set {key}={near}, or change data.micro_batch")
     if num_images < batch_size:
-        wrong = f"is {batch_size}, but the training split has {num_images} images"
-        remedy = f"Set data.batch_size={max(world_size, num_images // world_size * world_size)}"
-        raise ConfigError("data.batch_size", wrong, "At most the size of the training split", remedy)
+        wrong = f"is {batch_size}, but the training split has {num_images} {kind}images"
+        remedy = f"Set {key}={max(world_size, num_images // world_size * world_size)}"
+        raise ConfigError(key, wrong, "At most the size of the training split", remedy)
     return BatchSplit(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
 
 

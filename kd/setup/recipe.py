@@ -134,7 +134,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     return Recipe(
         record=record,
         backend=config.backend,
-        data=DataPlan(**{**values_of(data), "views": views}, seed=run.seed, folder=run.folder),
+        data=DataPlan(**{**values_of(data), "views": views}, seed=run.seed, folder=run.folder, named=bool(task.logits)),
         teacher=teacher,
         student=StudentPlan(
             **values_of(config.student),

@@ -115,6 +115,12 @@ def _form(value: Any, size: int, where: str) -> Any:
     if not isinstance(value, (list, tuple)):
         raise _unable(value, where)
     columns = [_length(item) == size for item in value]
+    if len(value) == size > 1 and all(columns):
+        wrong = f"holds {size} samples, or {size} features of {size} samples"
+        remedy = (
+            "Choose another batch size, stack samples or features in a tensor, or pass your own SiftingBatchTransform"
+        )
+        raise UnsupportedDataFormatException(where, wrong, "A list that can be read in one way", remedy)
     if len(value) == size and not all(columns):
         return ROWS
     if not any(columns):

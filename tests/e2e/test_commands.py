@@ -224,7 +224,9 @@ def test_a_baseline_of_the_named_length_gives_a_verdict_at_equal_cost(fitted, wr
     steps = re.search(r"`run.baseline_steps=(\d+)` gives a verdict", first.out)
     assert steps is not None
     few = ("data.labels_per_class=2", "teacher.fit.batch_size=4", "--check")
-    assert refused("train", path, *few).startswith("data.batch_size: is 8, but the training split has 6 images")
+    assert refused("train", path, *few).startswith(
+        "data.batch_size: is 8, but the training split has 6 labelled images"
+    )
     assert command("report", run / "labels_only").code == 0  # a baseline's own configuration can be read
     many = 4 * int(steps[1])  # in so short a run the first steps weigh too much
     again = command("train", path, f"run.baseline_steps={many}")

@@ -193,3 +193,7 @@ def test_unlabelled_images_count_where_the_teacher_alone_is_compared():
     each = share * (share / own).log() + (1 - share) * ((1 - share) / (1 - own)).log()
     assert found["kl"] == pytest.approx(each.sum(1).mean().item(), rel=1e-5)
     assert found["map"] == pytest.approx(score(student[:2].double(), label[:2] > 0)["map"])
+    counted = label_sets.build(label_sets.Options()).graph_scores
+    assert counted(student, teacher, label).score == pytest.approx(found["map"])
+    same = int((student.argmax(1) == teacher.argmax(1)).sum())
+    assert counted(student, teacher, label[2:].expand(2, -1).repeat(2, 1)).facts == {"same_top1": same}

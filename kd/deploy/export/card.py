@@ -154,10 +154,12 @@ def _graphs(facts: Facts) -> list[str]:
         cells |= {"max abs. difference": f"{graph['max_difference']:.1e}", "CPU ms per image": f"{graph['cpu_ms']:.2f}"}
         rows.append(cells)
     measured, machine = variant_rows(facts), plain(facts["environment"]["machine"]["processor"])
+    labelled = next(iter(facts["parity"].values())).get("labelled", 0)
+    which = f"; {score.title} on the {labelled:,} of them that have a label" if labelled else ""
     return [
         *table(rows).split("\n"),
         "",
-        f"Compared on validation images. CPU time: one thread, one image, {machine}, interleaved with PyTorch, "
+        f"Compared on validation images{which}. CPU time: one thread, one image, {machine}, interleaved with PyTorch, "
         f"which took {facts['eager_ms']:.2f} ms.",
         "",
         *([f"Of these, {accepted_line(facts['accepted'])}.", ""] if "accepted" in facts else []),

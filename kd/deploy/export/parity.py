@@ -63,15 +63,14 @@ class GraphOutputs:
 
     def score(self, name: str, task: Task, picks: Any = slice(None)) -> float:
         """Return the selection metric on all images or on the picked ones."""
-        found = task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks])
-        return found.facts[found.selection_metric]
+        return task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks]).score
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of the selection metric: Wilson for shares, else the bootstrap."""
-        value, images = self.score(name, task), len(self.labels)
-        if "correct" in self.scores(name, task).facts:
-            return wilson(value, images)
-        return around(value, resampled(lambda picks: self.score(name, task, picks), images))
+        found = self.scores(name, task)
+        if found.share_of:
+            return wilson(found.score, found.share_of)
+        return around(found.score, resampled(lambda picks: self.score(name, task, picks), len(self.labels)))
 
     def drop(self, name: str, task: Task, picks: Any = slice(None)) -> float:
         """Return PyTorch's selection metric minus the graph's."""
@@ -79,13 +78,12 @@ class GraphOutputs:
 
     def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of `drop`: from the images whose prediction changed, or by the bootstrap."""
-        images = len(self.labels)
-        if "correct" in self.scores(name, task).facts:
+        if images := self.scores(name, task).share_of:
             expected = self.outputs[EAGER].argmax(1)
-            label = torch.where(self.labels < 0, expected, self.labels)
+            label = self.labels if bool((self.labels >= 0).any()) else expected
             was, now = expected == label, self.outputs[name].argmax(1) == label
             return paired(int((was & ~now).sum()), int((now & ~was).sum()), images)
-        return around(self.drop(name, task), resampled(lambda picks: self.drop(name, task, picks), images))
+        return around(self.drop(name, task), resampled(lambda picks: self.drop(name, task, picks), len(self.labels)))
 
     def facts(self, name: str, task: Task) -> dict[str, Any]:
         """Return a graph's entry in manifest.json: accuracy, distance from PyTorch, and cost."""

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from kd.core.evaluation import Task
+from kd.core.intervals import within
 from kd.deploy.export import parity
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
@@ -43,14 +44,15 @@ def size(path: Path) -> int:
 def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
     """Return a graph's accuracy as JSON values; `drop` and `agreement` are relative to the student as trained."""
     scores = outputs.scores(name, task)
-    value, images = scores.facts[scores.selection_metric], len(outputs.labels)
+    units, images = {one.title: one.unit for one in task.scores.own}, len(outputs.labels)
+    unit, ends = "%" if scores.share_of else units.get(scores.title, ""), outputs.interval(name, task)
     return {
         "title": scores.title,
-        "unit": next((one.unit for one in task.scores.own if one.title == scores.title), ""),
-        "score": value,
-        "interval": outputs.interval(name, task),
+        "unit": unit,
+        "score": scores.score,
+        "interval": within(*ends) if unit == "%" else ends,
         "drop": outputs.drop(name, task),
-        "agreement": scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else value,
+        "agreement": scores.facts["same_top1"] / max(1, images) if "same_top1" in scores.facts else scores.score,
         "images": images,
         "cpu_ms": outputs.cpu_ms[name],
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kd.core.errors import DataError, FolderInUse, RunError, needed
+from kd.core.text import FORMULA, table_cell
 from kd.deploy.predict.image_list import ImageList
 from kd.deploy.predict.rows import ASKED, BY, MEASURES, SECOND, STAMP, Row
 from kd.files.storage import REMEDY, atomic_file, disk_error, on_disk, recover, take_lock
@@ -24,7 +25,6 @@ from kd.files.storage import REMEDY, atomic_file, disk_error, on_disk, recover, 
 WHERE = "--to"
 SHOWN = 10  # most unreadable images in a message
 ROWS = 65_536  # rows per Parquet row group
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of cells that spreadsheets run as formulas
 
 
 class Journal:
@@ -165,7 +165,7 @@ def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more
     """Write image, label, score, label_2, score_2, ..., error, the keys `more`, and the score of each of `scored`.
 
     `top` 0: all labels in one cell, joined by "|", as `data.kind: multilabel` reads them. A name that a spreadsheet
-    would run as a formula becomes ./NAME, the same file.
+    would run as a formula becomes ./NAME, the same file, and a label 'LABEL.
     """
     suffixes = ["", *(f"_{i}" for i in range(2, top + 1))]
     names = [f"{name}{suffix}" for suffix in suffixes for name in ("label", "score")] if top else ["labels", "scores"]
@@ -173,9 +173,11 @@ def _csv(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more
         columns = ["image", *names, "error", *more, *(f"score:{label}" for label in scored)]
         csv.writer(file, lineterminator="\n").writerow(columns)
         for row in rows:
-            values = [answer[key] for answer in row.get("top", [])[:top] for key in ("label", "score")]
+            pairs = ((table_cell(answer["label"]), answer["score"]) for answer in row.get("top", [])[:top])
+            values = [value for pair in pairs for value in pair]
             if "labels" in row:
-                values = ["|".join(str(answer[key]) for answer in row["labels"]) for key in ("label", "score")]
+                joined = ("|".join(str(answer[key]) for answer in row["labels"]) for key in ("label", "score"))
+                values = [*map(table_cell, joined)]
             scores = {answer["label"]: answer["score"] for answer in row.get("top", [])}
             cells = [f"./{row['image']}" if row["image"].startswith(FORMULA) else row["image"]]
             cells += [*(values or [""] * len(names)), row.get("error", ""), *(_cell(row.get(key)) for key in more)]

@@ -12,6 +12,7 @@ from PIL import Image
 
 from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
 from kd.core.host import cores
+from kd.core.text import one_line
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
 from kd.deploy.serve.engines import WHERE, Engine, require_version
@@ -23,6 +24,7 @@ from kd.files.manifest import MANIFEST, unchanged
 from kd.parts import registry
 
 CONFIG = "config.json"
+SEVERAL = "multi_label_classification"  # the `problem_type` of models with several labels per image
 log = logging.getLogger("kd.serve")
 MAX_SIZE = 4096  # pixels per side: 50 MB per image; 10^9 would exhaust the memory at the warm-up
 MIN_CROP = 0.01  # smallest share of the shorter side: no training crop is smaller
@@ -134,6 +136,8 @@ def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, .
     if not 0 < len(labels) <= MAX_WIDTH or len(set(labels)) < len(labels):
         raise ValueError(f"label_names has {len(labels)} labels, or one twice")
     limits = found.get("thresholds", {})
+    if not limits and config.get("problem_type") == SEVERAL:
+        raise ValueError("output.thresholds is missing, and an image may have several labels")
     thresholds = tuple(_number(limits[label]["threshold"], 0, 1, "thresholds") for label in labels) if limits else ()
     unsure = bands(found, labels)
     if not all(-1 <= low <= high <= 1 for low, high in unsure):  # false for NaN
@@ -145,7 +149,7 @@ def _output(found: dict[str, Any], config: dict[str, Any]) -> tuple[tuple[str, .
 
 def _text(value: Any, key: str) -> str:
     """Require valid one-line UTF-8 text, for log lines and headers too."""
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not value.isprintable():
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT or not one_line(value):
         raise ValueError(f"{key} is {value!r:.60}, and no line of text")
     return value
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kd.core.text import table_cell
 from kd.deploy.serve.limits import Problem
 
 JSON, CSV = "application/json", "text/csv"
@@ -119,7 +120,8 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     """Write one prediction per image: JSON, or CSV without a header.
 
     A row of CSV is label, score, label, score, ..., best first (or those above their threshold, for several labels per
-    image); or the embedding. The last cell is `true` or `false` if the export has a rule for `sure`.
+    image); or the embedding. The last cell is `true` or `false` if the export has a rule for `sure`. A label that a
+    spreadsheet would run as a formula becomes 'LABEL.
     """
     if kind == JSON:
         return json.dumps({"predictions": answers, "model": model, "version": version}).encode()
@@ -128,5 +130,6 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     for answer in answers:
         pairs = answer.get("labels", answer.get("top", ()))
         flag = [str(answer["sure"]).lower()] if "sure" in answer else []
-        writer.writerow(answer.get("embedding", [*(pair[key] for pair in pairs for key in ("label", "score")), *flag]))
+        cells = [cell for pair in pairs for cell in (table_cell(pair["label"]), pair["score"])]
+        writer.writerow(answer.get("embedding", [*cells, *flag]))
     return text.getvalue().encode()

@@ -34,6 +34,7 @@ losses differ by 3 standard deviations of sqrt(20), 14."""
 ALIKE, SLOWER, HOPELESS = 1.5, 4.0, 100.0
 """Multiples of the claimed cost that are right, that are wrong on the same idle processor, and that are wrong anywhere:
 a server of 0.42 ms was seen at 39.5 ms beside other work. Chosen; a lower cost is never wrong."""
+NEAR, OVERFLOWED = 3.0, 10.0  # largest ratio of claimed and found difference that is right; that is open elsewhere
 ABSENT = "nothing"
 HASH = 64  # digits of a sha256
 Path = tuple[str, ...]
@@ -93,7 +94,9 @@ def _rate(claimed: Any, found: Any, known: "Claims") -> bool | None:
 
 
 def _difference(claimed: Any, found: Any, known: "Claims") -> bool | None:
-    return found <= 3 * claimed + 1e-4
+    """Compare largest differences from PyTorch: without VNNI an int8 graph's is 4.9 times as large (`self_check_*`)."""
+    low, high = sorted((claimed, found))
+    return True if high <= NEAR * low + 1e-4 else None if known.elsewhere and high <= OVERFLOWED * low else False
 
 
 def _tally(claimed: Any, found: Any, known: "Claims") -> bool | None:
@@ -122,7 +125,7 @@ TABLE = (
     Claim("output/thresholds/**", (IMAGES,), _near),
     Claim("output/defer/stated/GRAPH/**", (IMAGES,), _near),
     Claim("output/defer/rule|threshold|chosen_on|labels/**", (IMAGES,), _near),
-    Claim("parity/GRAPH/images", (EXPORT,)),
+    Claim("parity/GRAPH/images|labelled", (EXPORT,)),
     Claim("parity/GRAPH/accuracy", (MANIFEST,)),
     Claim("parity/GRAPH/correct|same_top1|mAP|cosine|ece", (IMAGES,), _flips(FLIPS), "another processor"),
     Claim("parity/GRAPH/max_difference", (IMAGES,), _difference),
@@ -138,8 +141,7 @@ TABLE = (
     Claim("accepted/sentence|file", (MANIFEST,)),
     Claim("accepted/threads", (IMAGES,), None, "no time is measured"),
     Claim("accepted/found/mb", (EXPORT,)),
-    Claim("accepted/found/drop|teacher-drop", (MANIFEST,)),
-    Claim("accepted/found/ece", (MANIFEST,)),
+    Claim("accepted/found/drop|teacher-drop|ece", (MANIFEST,)),
     Claim("accepted/found/ms", (IMAGES,), _cost, "times vary"),
     Claim("validation/GRAPH/**", (IMAGES,), _tally, "another processor"),
     Claim("calibration/images", (IMAGES,)),

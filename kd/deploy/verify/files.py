@@ -1,7 +1,7 @@
 """Checks on the files of an export and the consistency of its numbers: no graph is run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kd.core.evaluation import Task
-from kd.core.host import versions
 from kd.core.intervals import wilson
 from kd.deploy.export import variants
 from kd.deploy.export.card import card
@@ -20,6 +19,7 @@ from kd.deploy.export.parity import IMAGES as IMAGES_FILE
 from kd.deploy.export.receipt import NAMED, OWN
 from kd.deploy.serve.self_check import FILE as SELF_CHECK
 from kd.deploy.verify.claims import EXPORT, MANIFEST, Claims
+from kd.deploy.verify.images import Line
 from kd.files.manifest import DIGITS, checksum, sha256
 from kd.files.manifest import MANIFEST as MANIFEST_FILE
 from kd.files.pixels import MARGIN
@@ -68,18 +68,16 @@ def show_manifest(known: Claims, manifest: Mapping[str, Any], readme: str) -> No
     line, other = next((pair for pair in zip_longest(drawn, told, fillvalue=ENDED) if pair[0] != pair[1]), ("", ""))
     if drawn != told:
         known.claimed["README.md"] = other
-    here = versions("kd")["kd"]
-    if drawn == told or here == manifest["environment"]["packages"]["kd"]:
-        known.show(EXPORT, {"README.md": "drawn from manifest.json" if drawn == told else line})
-    else:
-        known.reasons["README.md"] = f"kd {here} draws another one"
+    known.show(EXPORT, {"README.md": "drawn from manifest.json" if drawn == told else line})
 
 
 def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
     parity, defer, own = told["parity"], told["output"].get("defer", {}), told["chain"]["student"]
     first = parity.get(variants.ONNX, {})
     found: dict[str, Any] = {
-        "parity": {name: {"accuracy": _share(one)} for name, one in parity.items() if "correct" in one},
+        "parity": {
+            name: {"accuracy": _correct(one)} for name, one in parity.items() if {"correct", "accuracy"} & one.keys()
+        },
         "variants": {
             name: _variant(one, parity[name], first)
             for name, one in told.get("variants", {}).items() if name in parity
@@ -102,18 +100,34 @@ def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
     return found
 
 
-def _share(one: Mapping[str, Any]) -> float:
-    return one["correct"] / max(1, one["images"])
+def _labelled(one: Mapping[str, Any]) -> int:
+    return one.get("labelled", one["images"])
+
+
+def _correct(one: Mapping[str, Any]) -> float:
+    return one.get("correct", 0) / _labelled(one) if _labelled(one) else 0.0
+
+
+def _is_share(one: Mapping[str, Any]) -> bool:
+    return "correct" in one or "labelled" in one
+
+
+def _share(one: Mapping[str, Any]) -> tuple[float, int]:
+    """Return the deciding share and the number of its images: correct predictions, without labels PyTorch's."""
+    if "correct" in one:
+        return _correct(one), _labelled(one)
+    return one["same_top1"] / max(1, one["images"]), one["images"]
 
 
 def _variant(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    value = next(one[key] for key in ("accuracy", "mAP", "cosine") if key in one)
-    same = one["same_top1"] / max(1, one["images"]) if "same_top1" in one else value
+    same = one["same_top1"] / max(1, one["images"]) if "same_top1" in one else one.get("cosine")
+    value = next((one[key] for key in ("accuracy", "mAP", "cosine") if key in one), same)
     near = told["cpu_ms"] if round(told["cpu_ms"], 3) == one["cpu_ms"] else one["cpu_ms"]
     speed = {key: {"p99_ms": max(each["p99_ms"], each["p50_ms"])} for key, each in told["speed"].items()}
     found = {"score": value, "agreement": same, "images": one["images"], "cpu_ms": near, "speed": speed}
-    if "correct" in one:
-        found |= {"interval": wilson(value, one["images"]), "drop": _share(first) - _share(one)}
+    if _is_share(one):
+        share = _share(one)
+        found |= {"interval": wilson(*share), "drop": _share(first)[0] - share[0]}
     return found
 
 
@@ -140,8 +154,8 @@ def _accepted(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[st
         return {"sentence": str(error), "file": told["file"]}
     wrong = [f"{word}: not measured" for word in wanted if word not in told["found"]] + misses(told["found"], wanted)
     found: dict[str, float] = {"ece": round(100 * one["ece"], 4)} if "ece" in told["found"] else {}
-    if "correct" in one:
-        lost = 100 * (_share(first) - _share(one))
+    if _is_share(one):
+        lost = 100 * (_share(first)[0] - _share(one)[0])
         found |= {"drop": round(lost, 4)} if "drop" in told["found"] else {}
         if "teacher-drop" in told["found"] and "columns" in scores:
             key = scores["columns"]["own"][0]["key"]
@@ -167,7 +181,11 @@ def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
             "version": digest[:DIGITS] + ("-index" if told["output"].get("space") else ""),
             "chain": {"student": {"exported": digest}},
             **({} if known.old else {"scores": {"columns": task.scores.record()}}),
-            "output": {"name": runtimes.EMBEDDING if embeds else runtimes.LOGITS, "layout": layout},
+            "output": {
+                "name": runtimes.EMBEDDING if embeds else runtimes.LOGITS,
+                "layout": layout,
+                **_thresholds(told["output"].get("thresholds", {}), labels if task.logits == "sigmoid" else ()),
+            },
             "input": {
                 "name": runtimes.INPUT,
                 "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
@@ -179,6 +197,12 @@ def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
         },
     )
     return _network(known, folder, labels, task, tensors) if isinstance(config["architecture"], str) else None
+
+
+def _thresholds(stated: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Return the stated thresholds, of exactly these classes: images show their values."""
+    found = {name: stated.get(name, "a threshold") for name in classes}
+    return {"thresholds": found} if found or stated else {}
 
 
 def _by_name(told: Mapping[str, Any]) -> dict[str, str]:
@@ -206,15 +230,15 @@ def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors
     return network
 
 
-def show_graphs(known: Claims, folder: Path, lines: int | None) -> None:
-    """Compare each graph's size, hash, type of weights, and number of compared images."""
+def show_graphs(known: Claims, folder: Path, lines: Sequence[Line] | None) -> None:
+    """Compare each graph's size, hash, type of weights, and numbers of compared and of labelled images."""
     found: dict[str, Any] = {"chain": {"graphs": {}}, "parity": {}, "variants": {}, "weights": {}, "accepted": {}}
     known.claimed["weights"] = {}
     for name in known.graphs:
         path = folder / name
         found["chain"]["graphs"][name] = sha256(path)
         if lines is not None:
-            found["parity"][name] = {"images": lines}
+            found["parity"][name] = _counted(known, known.claimed["parity"].get(name, {}), lines)
         if not (graph := registry.graphs()[name]).code:
             precision = graph.precision
             facts = {"runtime": graph.runtime, "precision": precision, "bytes": variants.size(path)}
@@ -226,3 +250,10 @@ def show_graphs(known: Claims, folder: Path, lines: int | None) -> None:
             if name == accepted.get("file") and "mb" in accepted["found"]:
                 found["accepted"] = {"found": {"mb": round(facts["bytes"] / 1e6, 4)}}
     known.show(EXPORT, found)
+
+
+def _counted(known: Claims, one: Mapping[str, Any], lines: Sequence[Line]) -> dict[str, int]:
+    """Return the numbers of images and, where a graph's entry needs it, of images with a label."""
+    labelled = sum(names is not None for *_, names in lines)
+    some = labelled < len(lines) and "correct" in one and not known.old
+    return {"images": len(lines), **({"labelled": labelled} if some or "labelled" in one else {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,9 @@ def lines_of(folder: Path) -> list[Line] | None:
     if not file.is_file():
         return None
     try:
-        lines = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))
+        lines = list(csv.reader(io.StringIO(file.read_text(encoding="utf-8"), newline="")))
+        if not lines:
+            raise ValueError("it is empty")
         return [(int(a, 16), int(b, 16), names if known == "1" else None) for a, b, known, *names in lines]
     except (csv.Error, ValueError) as error:
         raise ModelError(f"export.{file.name}", f"is no list of images ({error})", "", "Export it anew") from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kd.core.errors import KdError, ModelError, named
+from kd.core.errors import DataError, KdError, ModelError, named
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.core.text import table
@@ -128,12 +128,15 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         lines = lines_of(folder)
         known.claimed["images.csv"] = {"images": 0 if lines is None else len(lines), "choice": "the run's"}
         known.show(EXPORT, {"images.csv": {"images": 0 if lines is None else len(lines)}})
+    if options.data and not (folder / "images.csv").is_file():
+        wrong = f"'{folder}' has no images.csv, the list of the images behind its numbers, so nothing is compared"
+        raise DataError("--data", wrong, "", "Without --data they are not checked")
     network: Classifier | None = None
     with known.reading("model.safetensors"):
         task = _task(known)
         network = show_weights(known, folder, task)
     with known.reading("graphs"):
-        show_graphs(known, folder, None if lines is None else len(lines))
+        show_graphs(known, folder, lines)
     served = False
     with known.reading("what kd-serve reads"):
         served = all(registry.graphs()[name].code for name in known.graphs) or bool(describe(folder))

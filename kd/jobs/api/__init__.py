@@ -1,5 +1,6 @@
 """The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules and datasets of your own."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,15 @@ from kd.engine.loop import train as engine_train
 from kd.engine.monitor.timeline import Timeline
 from kd.engine.run import Run
 from kd.files.run_dir import Memory, RunDir
-from kd.jobs.api.arguments import Arguments, batch_of, count_classes, known_labels, own_words
+from kd.jobs.api.arguments import (
+    Arguments,
+    batch_of,
+    count_classes,
+    fingerprint_of,
+    in_own_words,
+    known_labels,
+    own_words,
+)
 from kd.jobs.api.result import Distilled, Result
 from kd.jobs.distill import require_same
 from kd.jobs.observe import clock_of, where_the_time_went
@@ -33,8 +42,7 @@ from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
 from kd.models.live_teacher import LiveTeacher
-from kd.parts import registry
-from kd.setup.build import distributed, settings_of, sift_context
+from kd.setup.build import distributed, settings_of, sift_context, sifter_of
 from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, Record
 from kd.setup.student import build_criterion
@@ -146,6 +154,17 @@ def _opened(record: Record, folder: str | Path | None, rank: int) -> AbstractCon
     return nullcontext(Memory()) if folder is None else open_run(replace(record, path=Path(folder)), rank)
 
 
+def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
+    """Return the caller's terms, or those of the recipe, for the share of the training images with a label."""
+    assert dims.labels is not None
+    labelled = (dims.labels() >= 0).float().mean().item() if arguments.labels == "some" else 1.0
+    if not isinstance(arguments.losses, Criterion):
+        return build_criterion(recipe.student.losses, [dims], recipe.loop.seed, labelled=labelled)
+    criterion = copy.copy(arguments.losses)
+    criterion.labelled = min(criterion.labelled, labelled)
+    return criterion
+
+
 def _run(
     recipe: Recipe, arguments: Arguments, image: Tensor, world: Backend, sink: Memory | RunDir, console: Console
 ) -> tuple[Run, list[str]]:
@@ -161,23 +180,20 @@ def _run(
     shares = [1.0] * len(teachers)
     model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
-    criterion, sifter = arguments.losses, arguments.sifter
-    known = partial(known_labels, train, labels, num_classes)
-    if not isinstance(criterion, Criterion):
-        labelled = (known() >= 0).float().mean().item() if labels == "some" else 1.0
-        dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
-        criterion = build_criterion(recipe.student.losses, [dims], seed, labelled=labelled)
+    sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
+    criterion = _criterion(recipe, arguments, Dims(num_classes, 0, 0, classes=tuple(classes), labels=known))
     distillation = StudentWithLoss(student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
-        kind, options = recipe.loop.sifter.kind, recipe.loop.sifter.options
-        sifter = registry.build("sifters", kind, options, "sifter", context=context)
+        sifter, line = sifter_of(recipe.loop, context)
+        console.info(in_own_words(line))
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
-    evaluator = task.evaluator(Evaluation(world, val, live, num_classes, labelled=labels != "none"))
+    evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
     if isinstance(sink, RunDir):
         shapes = {name: list(tensor.shape) for name, tensor in student.network.state_dict().items()}
         facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
+        facts["criterion"] = fingerprint_of(criterion)
         for key in facts:
             require_same(key, sink.manifest(), facts)
         world.barrier()  # wait until every rank has read the manifest
@@ -200,7 +216,7 @@ def _run(
         teacher=live,
         loader=train_loader,
         sifter=sifter,
-        evaluator=evaluator,
+        evaluator=task.evaluator(evaluation),
         store=sink,
         logger=console,
         **settings_of(recipe.loop, distillation, world),

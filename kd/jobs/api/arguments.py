@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
@@ -44,10 +44,14 @@ def own_words() -> Iterator[None]:
 def _renamed(error: KdError) -> KdError:
     if isinstance(error, ConfigErrors):
         return ConfigErrors([_renamed(one) for one in error.errors])
-    texts = [error.where, error.wrong, error.allowed, error.remedy]
+    return type(error)(*map(in_own_words, (error.where, error.wrong, error.allowed, error.remedy)))
+
+
+def in_own_words(text: str) -> str:
+    """Return a text with arguments of `kd.distill` in place of configuration keys."""
     for pattern, name in OWN_WORDS:
-        texts = [re.sub(pattern, name, text) for text in texts]
-    return type(error)(*texts)
+        text = re.sub(pattern, name, text)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class Arguments:
         if not self.teachers:
             raise ConfigError("teacher", "is an empty list", "One module, or several", "Pass a teacher")
         _require_trainable(self.student)
+        if self.labels == "none" and isinstance(self.losses, Criterion):
+            _require_unlabelled(self.losses)
         for where in ("train", "val"):
             _require_items(where, getattr(self, where))
         if isinstance(self.train, DataLoader) and self.sifter not in ("none", {"kind": "none"}):
@@ -142,6 +148,10 @@ class Arguments:
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
+        if where == "val" and isinstance(
+            items.sampler, (RandomSampler, SubsetRandomSampler)
+        ):  # the teacher's outputs are kept by position
+            raise ConfigError(where, "is a DataLoader that shuffles", "One order in every pass", "Set shuffle=False")
         num_images = drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
@@ -151,6 +161,18 @@ class Arguments:
         size = batch_of(self.train, 1)
         batches = BatchLoader(self.train, size, "train", "none").epoch(evaluation_plan(size, size), 0)
         return next(batches).image[0]
+
+
+def fingerprint_of(criterion: Criterion) -> str:
+    """Return a hash of a criterion's terms: name, weight, and the numbers and texts that each loss was built with."""
+    found = []
+    for name, term in zip(criterion.names, criterion.all, strict=True):
+        loss = term.loss
+        options = {k: v for k, v in vars(loss).items() if isinstance(v, (int, float, str)) and k != "training"}
+        learned = loss.state_dict()
+        fixed = {k: v.tolist() for k, v in loss.named_buffers() if k not in learned}
+        found.append((name, term.weight, term.teacher, type(loss).__qualname__, sorted(options.items()), fixed))
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def batch_of(items: Any, otherwise: int) -> int:
@@ -220,6 +242,13 @@ def _require_trainable(student: nn.Module) -> None:
         wrong = f"has weights in {str(small.pop()).removeprefix('torch.')}, which lose small updates"
         allowed = "float32; backend={'precision': 'bf16'} computes in bfloat16"
         raise ConfigError("student", wrong, allowed, "Call student.float()")
+
+
+def _require_unlabelled(losses: Criterion) -> None:
+    for name, term in zip(losses.names, losses.all, strict=True):
+        if term.facts.labels:
+            wrong = f"'{name}' learns from labels, but labels='none'"
+            raise ConfigError("losses", wrong, "Terms on the teacher's outputs", "Drop it")
 
 
 def _require_items(where: str, items: Any) -> None:

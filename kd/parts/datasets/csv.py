@@ -45,6 +45,9 @@ class Options:
 
     def __post_init__(self) -> None:
         Lists(self, "list")
+        given = [one for one in (self.train_list, self.val_list, self.test_list) if one]
+        if len({one.lower().endswith(".txt") for one in given}) > 1:
+            raise ValueError(f"{', '.join(given)} differ in kind: either all end in .txt, or all are tables")
         if not self.image_key or not self.label_key or self.image_key == self.label_key:
             raise ValueError("image_key and label_key must name two different columns")
 

@@ -76,6 +76,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         _check_inside(files, class_of)
     if labels == "some":
         unlabelled = f"{options.unlabelled}/"
+        _check_unlabelled(options.unlabelled, class_of.texts)
         class_of = class_of._replace(texts=["" if f"{one}/".startswith(unlabelled) else one for one in class_of.texts])
     try:
         own = class_order({*map(nfc, class_of.texts)} - {""})
@@ -101,6 +102,15 @@ def _split_folder(options: Options, split: str, root: str) -> str:
         " where the class folders lie directly in data.root" if split != "test" else ""
     )
     raise DataError(WHERE, wrong, did_you_mean(name, there) or near, remedy)
+
+
+def _check_unlabelled(name: str, folders: Sequence[str]) -> None:
+    # Else `unlabeled` or `Unlabelled` would become a class without an error.
+    meant = {name.casefold(), "unlabelled", "unlabeled"}
+    for top in sorted({one.partition("/")[0] for one in folders} - {name}):
+        if top.casefold() in meant:
+            wrong = f"is '{name}', and the folder '{top}' would be a class"
+            raise DataError("data.unlabelled", wrong, "The folder of the images without a label", f"Set it to {top}")
 
 
 def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:

@@ -1,7 +1,8 @@
 """Images with several labels each, or none: a folder of images, and a CSV, TSV or JSON file that names their labels.
 
 A table with two columns: `file,labels`, the labels joined by `|`. With more: `file,CLASS,CLASS,...`, each cell 0 or 1.
-JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a table names its columns, whatever the names.
+JSON: `{"a.jpg": ["rice", "egg"], "b.jpg": []}`. The first line of a table names its columns, whatever the names. With
+data.labels=some an image whose cells are empty is unlabelled; of two columns, an empty cell says "no class" otherwise.
 """
 
 import json
@@ -56,7 +57,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     """List the images of a split."""
     lists, root = Lists(options, "labels"), find_root(options.root)
     where, columns = lists.key(split), dict[str, list[str]]()
-    found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns))
+    found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns, labels=labels))
     if not found:
         raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
     own = columns[where] or class_order({label for one in found.values() for label in one.entry.label or ()})
@@ -92,15 +93,17 @@ def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str
     return sets
 
 
-def _read(path: str, where: str, options: Options, root: str, columns: dict[str, list[str]]) -> list[Entry]:
+def _read(
+    path: str, where: str, options: Options, root: str, columns: dict[str, list[str]], labels: str
+) -> list[Entry]:
     """Return the images of a file with their sets (None: no entry); add the file's classes."""
     is_json = path.lower().endswith(".json")
-    read = _json if is_json else partial(_table, path=path, root=root, separator=options.separator)
+    read = _json if is_json else partial(_table, path=path, root=root, separator=options.separator, labels=labels)
     columns[where], entries = content(path, where, [*DELIMITERS, ".json"], FORM, read)
     return entries
 
 
-def _table(content: str, path: str, root: str, separator: str) -> tuple[list[str], list[Entry]]:
+def _table(content: str, path: str, root: str, separator: str, labels: str) -> tuple[list[str], list[Entry]]:
     (first, *written), rows = table(content, path)
     if first and any(
         os.fsencode(name.lower()).endswith(ENDINGS) for name in glob(os.path.join(escape(root), escape(first) + ".*"))
@@ -114,7 +117,8 @@ def _table(content: str, path: str, root: str, separator: str) -> tuple[list[str
     if len(classes) > 1:
         return classes, [Entry(name, _wide(more, classes, number), number) for number, name, more in cells]
     _check_pairs([more[0] for _, _, more in cells], classes[0], separator)
-    return [], [Entry(name, _names(more[0].split(separator)), number) for number, name, more in cells]
+    named = [(name, None if labels == "some" and not more[0] else more[0], number) for number, name, more in cells]
+    return [], [Entry(name, None if text is None else _names(text.split(separator)), n) for name, text, n in named]
 
 
 def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> set[str] | None:

@@ -136,6 +136,7 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     # the shards would save this but could be stale.
     where = f"data.{split}"
     shards = find(getattr(options, split), where, options.copies)
+    _check_disjoint(options, split, shards)
     index = _Index(shards, partial(_index, options=options, where=where, labels=labels))
     if not len(index.names):
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
@@ -151,6 +152,18 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         class_of, own = images.name_labels(index.labels, ())
     order, label = images.label_images(class_of, [name for name in own if name], classes, where, split, labels)
     return WebDataset(index, label, order, where)
+
+
+def _check_disjoint(options: Options, split: str, shards: Sequence[Shard]) -> None:
+    # Scores on images of training would be too high, and nothing later would reveal it.
+    order = ("train", "val", "test")
+    for other in order[: order.index(split)]:
+        same = {one.origin for one in shards} & {
+            one.origin for one in find(getattr(options, other), f"data.{other}", options.copies)
+        }
+        if same:
+            wrong = f"'{min(same)}' is also a shard of data.{other}"
+            raise DataError(f"data.{split}", wrong, "Shards of one split", "Name each shard in one split")
 
 
 def _index(shard: str, options: Options, where: str, labels: str) -> tuple[list[_Image], Counter[str]]:

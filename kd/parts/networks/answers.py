@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kd.core.contracts import Source
 from kd.core.errors import ModelError
 from kd.core.facts import file_key
+from kd.core.text import nfc
 from kd.core.types import Outputs
 from kd.models.answer_table import AnswerTable, below, read
 from kd.models.spec import DatasetSpec, Spec
@@ -106,6 +107,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         values = torch.cat([values, table.val_values[None].expand(len(values), -1, -1)], 1)
     rows = {name: row for row, name in enumerate(names[: len(table.names)])}
     val_rows = {**rows, **{name: row for row, name in enumerate(names) if row >= len(rows)}}
+    rows, val_rows = ({nfc(name): row for name, row in one.items()} | one for one in (rows, val_rows))
     splits = {"training": images.train, "validation": images.val, "test": images.test}
     shown = {name: source for name, source in splits.items() if source is not None}
     found = [_rows(where, rows if name == "training" else val_rows, one, name) for name, one in shown.items()]
@@ -146,7 +148,7 @@ def _unseen(table: AnswerTable, images: DatasetSpec) -> tuple[str, ...]:
 
 
 def _rows(where: str, rows: Mapping[str, int], source: Source, split: str) -> Tensor:
-    found = [rows.get(source.name(id), -1) for id in range(len(source))]
+    found = [rows.get(source.name(id), rows.get(nfc(source.name(id)), -1)) for id in range(len(source))]
     missing = [id for id, row in enumerate(found) if row < 0]
     if missing:
         there = next(iter(rows), "nothing")

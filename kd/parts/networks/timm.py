@@ -41,7 +41,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     made = load(replace(spec, classes=None), image_size, features)
     if spec.classes and made.classes == tuple(spec.classes):  # it was fitted on the data's classes
         return made
-    own = () if made.classes[0] == "class_0" else made.classes  # its outputs have no names
+    own = () if made.classes[0] == "class_0" and wrong is None else made.classes  # its outputs have no names
     names, pick = named(spec, made.num_classes, own, options.classes)
     head = made.network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):

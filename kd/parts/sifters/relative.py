@@ -178,7 +178,7 @@ class Relative:
 
 def facts(options: Options) -> SifterFacts:
     """Return the sifter's facts."""
-    return SifterFacts(delay=options.sift_delay)
+    return SifterFacts(delay=options.sift_delay, each_epoch=options.repeat_delay_per_epoch)
 
 
 def build(options: Options, context: SiftContext) -> Relative:

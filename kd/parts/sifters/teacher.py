@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from kd.core.facts import SifterFacts
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
-from kd.parts.sifters._table import Limits, Remembering
+from kd.parts.sifters._table import NEVER, Limits, Remembering
 from kd.parts.sifters._window import inclusion, systematic
 
 READ = 4096  # images with outputs in memory at once
 LEAST = 0.15  # smallest probability relative to the largest, so no weight is larger than 1 / 0.15
+STORED = -torch.inf  # in place of the score of a stored output that was not read yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,15 +44,16 @@ class Options(Limits):
 class ByAnswers(Remembering):
     """Sifts by a score of the teacher's stored output for the epoch's view.
 
-    Views without a stored output are always visited. Each view is scored once and scores are part of the state, so a
-    resumed epoch selects the same images even if more outputs were stored meanwhile. Each rank reads only its share.
+    Views without a stored output are always visited. Each view is scored once. Stored are the outputs found before the
+    first epoch, and those of images trained on since. Both are part of the state, so a resumed run selects the same
+    images: before it was killed it may have stored more. Each rank reads only its share.
     """
 
     def __init__(self, options: Options, context: SiftContext) -> None:
         super().__init__(options, context)
         self.options = options
         self.score_VN = torch.full((max(1, context.views), context.num_images), torch.nan)
-        """Score of each view: higher is harder, NaN if unknown. For `learnable`, the teacher's loss."""
+        """Score of each view: higher is harder, NaN if nothing is stored. For `learnable`, the teacher's loss."""
 
     @property
     def view(self) -> int:
@@ -66,9 +68,28 @@ class ByAnswers(Remembering):
         )
         return first or super().is_full(epoch, progress)
 
+    def _fold(self) -> None:
+        if self.epoch == NEVER:
+            self._find()
+        else:
+            new_N = self.score_VN[self.view].isnan() & ~self.fresh_N.isnan()
+            self.score_VN[self.view, new_N] = STORED
+        super()._fold()
+
+    def _find(self) -> None:
+        """Find the outputs that are stored before the first epoch; equal on all ranks."""
+        answers, found = self.context.answers, torch.zeros_like(self.score_VN)
+        if answers is None:
+            return
+        own = torch.arange(self.context.rank, self.context.num_images, self.context.world_size)
+        for view, found_N in enumerate(found):
+            for ids in own.split(READ):
+                found_N[ids] = answers(view, ids.tolist())[1].float()
+        self.score_VN[self.context.reduce_sum(found) > 0] = STORED
+
     def look(self) -> None:
         """Score views with newly stored outputs; equal on all ranks."""
-        missing = self.score_VN[self.view].isnan().nonzero()[:, 0]
+        missing = (self.score_VN[self.view] == STORED).nonzero()[:, 0]
         found = torch.zeros(2, self.context.num_images)
         for ids in missing[self.context.rank :: self.context.world_size].split(READ):
             score, known = self._read(ids)
@@ -93,13 +114,14 @@ class ByAnswers(Remembering):
             mean_KC = torch.zeros_like(log_KC)
             for view in range(len(self.score_VN)):
                 other_KC, there_K = answers(view, asked)
-                mean_KC, known_K = mean_KC + other_KC.float().softmax(1) / len(self.score_VN), known_K & there_K
+                mean_KC = mean_KC + other_KC.float().softmax(1) / len(self.score_VN)
+                known_K = known_K & there_K & ~self.score_VN[view, ids].isnan()
             return (log_KC.exp() * (log_KC - mean_KC.clamp(min=1e-12).log())).sum(1), known_K
         return F.nll_loss(log_KC, self.context.labels()[ids], reduction="none"), known_K
 
     def unknown(self) -> Tensor:
-        """Return the images without a stored output for this view, or never seen by the student."""
-        return self.score_VN[self.view].isnan() | super().unknown()
+        """Return the images without a score for this view, or never seen by the student."""
+        return ~self.score_VN[self.view].isfinite() | super().unknown()
 
     def choose(self, rest: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Return the chosen images and their weights."""

@@ -47,6 +47,7 @@ class LogitsEvaluator(Evaluator):
         self.backend, self.val, self.loader = setting.backend, setting.val, setting.val.loader
         self.teacher, self.num_classes, self.labelled = setting.teacher, setting.num_classes, setting.labelled
         self.selection_metric = scores.selection_metric(self.labelled).key
+        self.partly = setting.partly
         self.chance = 1 / max(1, self.num_classes)
         self._answers = Answers(_logits_of(self.teacher), self.backend)
         self._last: list[dict[str, Tensor]] = []
@@ -110,11 +111,11 @@ def gathered(rows: Sequence[Mapping[str, Tensor]], split: Split, backend: Backen
     return found
 
 
-def require_images(images: int, labelled: int | None = None) -> None:
+def require_images(split: Split, images: int, labelled: int | None = None) -> None:
     """Require at least one image, and at least one label (None: no score reads labels)."""
     if images == 0:
-        wrong = "no image of the validation split could be decoded: there is nothing to evaluate"
-        raise DataError("data", wrong, "At least one image", "Check the validation images; see data.on_corrupt")
+        wrong = f"no image of the {split.name} split could be decoded: there is nothing to evaluate"
+        raise DataError("data", wrong, "At least one image", f"Check the {split.name} images; see data.on_corrupt")
     if labelled == 0:
-        wrong = "no image of the validation split that could be decoded has a label"
+        wrong = f"no image of the {split.name} split that could be decoded has a label"
         raise DataError("data.labels", wrong, "At least one", "Label some, or set data.labels=none")

@@ -63,7 +63,7 @@ class Embedding(Task):
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
         cosine = (outputs * reference).sum().item() / max(1, len(outputs))
         summary = f"mean cosine {cosine:.6f} on {len(outputs)} validation images"
-        return GraphScores({"cosine": cosine}, "cosine", "the mean cosine with PyTorch's vectors", summary)
+        return GraphScores({"cosine": cosine}, cosine, "the mean cosine with PyTorch's vectors", summary)
 
 
 def build(options: Options) -> Embedding:
@@ -143,7 +143,7 @@ class EmbeddingEvaluator(Evaluator):
             queries.append(vectors_of(batch, vectors))
             backend.end_step()
         total, images = backend.reduce_sum(sums).tolist()
-        require_images(int(images))
+        require_images(self.val, int(images))
         scores = {} if self.bank is None else self._search(student, self.bank, self._gathered(queries, self.val), stop)
         return {"agreement": total / images, **scores} if self.bank is None or scores else {}
 
@@ -170,7 +170,7 @@ class EmbeddingEvaluator(Evaluator):
         student_ND = bank.pop("")
         self._searched = self._searched or bank
         use_N, use_M, scores = label_N >= 0, wanted_M >= 0, {}
-        require_images(len(use_M), int(use_M.sum()))
+        require_images(self.val, len(use_M), int(use_M.sum()))
         if not use_N.any():
             wrong = f"none of the {len(use_N)} training images that an evaluation searches has a label"
             raise DataError("data.labels", wrong, "At least one", "Label more, or set data.labels=none")

@@ -16,6 +16,7 @@ from kd.core.evaluation import Evaluation
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples, resampled
 from kd.core.scores import Column, GraphScores, Scores
+from kd.core.text import AS_TRAINED
 from kd.core.types import Batch
 from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
 
@@ -61,14 +62,13 @@ class LabelSets:
         return answer_BC.logit(1e-6)
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Count equal largest logits; the mean average precision is over the images with labels."""
-        # Where none has labels, PyTorch is right.
-        images, same = len(outputs), int((outputs.argmax(1) == reference.argmax(1)).sum())
-        known = are_known(label)
-        answers, truth = (outputs[known], label[known]) if known.any() else (outputs, reference)
-        precision = score(answers, truth > 0)["map"]
+        """Count equal largest logits; average precision is of the labelled images. If none is, equal ones decide."""
+        images, same, known = len(outputs), int((outputs.argmax(1) == reference.argmax(1)).sum()), are_known(label)
         summary = f"same top-1 on {same} of {images} validation images"
-        return GraphScores({"same_top1": same, "mAP": precision}, "mAP", "mAP", summary, images - same)
+        if not known.any():
+            return GraphScores({"same_top1": same}, same / max(1, images), AS_TRAINED, summary, images - same, images)
+        precision = score(outputs[known], label[known] > 0)["map"]
+        return GraphScores({"same_top1": same, "mAP": precision}, precision, "mAP", summary, images - same)
 
     def thresholds(self, logits_NC: Tensor, label: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
         known = are_known(label)
@@ -112,7 +112,7 @@ class LabelSetsEvaluator(LogitsEvaluator):
         seen = found["seen"][:, 0] > 0
         label = found["label"][seen] if self.labelled else torch.zeros(int(seen.sum()), 0)
         known = (label >= 0).all(1)
-        require_images(len(label), int(known.sum()) if self.labelled else None)
+        require_images(self.val, len(label), int(known.sum()) if self.labelled else None)
         student, values = found["student"][seen].double(), {}
         self._known = (label[known] > 0, student[known]) if self.labelled else ()
         if self.labelled:

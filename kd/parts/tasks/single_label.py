@@ -14,6 +14,7 @@ from kd.core.evaluation import Evaluation, Task
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
 from kd.core.scores import Column, GraphScores, Scores
+from kd.core.text import AS_TRAINED
 from kd.core.types import Batch
 from kd.parts.tasks._logits import LogitsEvaluator, gathered, require_images
 
@@ -50,13 +51,15 @@ class SingleLabel(Task):
         return answer_BC.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def graph_scores(self, outputs: Tensor, reference: Tensor, label: Tensor) -> GraphScores:
-        """Count equal and correct predictions; for unlabelled images PyTorch's prediction is the truth."""
-        answer_N, expected_N = outputs.argmax(1), reference.argmax(1)
-        images, same = len(outputs), int((answer_N == expected_N).sum())
-        correct = int((answer_N == torch.where(label < 0, expected_N, label)).sum())
-        facts = {"same_top1": same, "correct": correct, "accuracy": correct / max(1, images)}
+        """Count equal predictions, and correct ones of the labelled images; if none is labelled, equal ones decide."""
+        answer_N, images, labelled = outputs.argmax(1), len(outputs), int((label >= 0).sum())
+        same, correct = int((answer_N == reference.argmax(1)).sum()), int((answer_N == label).sum())
+        facts: dict[str, float] = {"same_top1": same, **({"labelled": labelled} if labelled < images else {})}
         summary = f"same top-1 on {same} of {images} validation images"
-        return GraphScores(facts, "accuracy", "accuracy", summary, images - same)
+        if not labelled:
+            return GraphScores(facts, same / max(1, images), AS_TRAINED, summary, images - same, images)
+        facts |= {"correct": correct, "accuracy": correct / labelled}
+        return GraphScores(facts, correct / labelled, "accuracy", summary, images - same, labelled)
 
 
 def build(options: Options) -> SingleLabel:
@@ -76,7 +79,10 @@ class SingleLabelEvaluator(LogitsEvaluator):
     _counted = 0  # images behind the selection metric of the last row
 
     def training(self, logits_BC: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {"accuracy": (logits_BC.argmax(-1) == batch.label).float()} if self.labelled else {}
+        if not self.labelled:
+            return {}
+        correct_B = (logits_BC.argmax(-1) == batch.label).float()
+        return {"accuracy": correct_B, **({"labelled": (batch.label >= 0).float()} if self.partly else {})}
 
     def standard_error(self, value: float) -> float:
         return math.sqrt(value * (1 - value) / self._counted) if self._counted else 0.0
@@ -117,7 +123,7 @@ class SingleLabelEvaluator(LogitsEvaluator):
         parts = torch.split(total, [value.numel() for value in rows[0].values()])
         by_name = dict(zip(rows[0], parts, strict=True))
         images, labelled = by_name.pop("images"), by_name.pop("labelled")
-        require_images(int(images), int(labelled) if self.labelled else None)
+        require_images(self.val, int(images), int(labelled) if self.labelled else None)
         self._counted = int(labelled if self.labelled else images)
         values = {}
         for name, value in by_name.items():

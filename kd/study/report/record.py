@@ -182,9 +182,8 @@ class RunRecord:
     @property
     def at_hand(self) -> float | None:
         """Cost of stored outputs of earlier runs, likewise."""
-        found = self.manifest.get("at_hand", {"cpu_seconds": 0.0})
-        known = found["cpu_seconds"] == 0 or on_cpu(self.manifest)
-        return found["cpu_seconds"] if known else None
+        seconds = self.manifest.get("at_hand", {"cpu_seconds": 0.0})["cpu_seconds"]
+        return seconds if seconds == 0 or on_cpu(self.manifest) else None
 
     @property
     def spent_in_all(self) -> float | None:
@@ -266,12 +265,13 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Return groups of two or more runs that differ only in the seed and are scored on the same split."""
-    groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
+    """Return groups of runs that differ only in the seed and are scored on the same split; the first of each seed."""
+    groups: dict[tuple[tuple[str, str], ...], dict[Any, RunRecord]] = {}
     for run in runs:
         keys = run.keys.keys() - {"run.name", "run.folder", "run.seed"}
-        groups.setdefault((("", run.split), *((key, str(run.keys[key])) for key in sorted(keys))), []).append(run)
-    return [group for group in groups.values() if len({run.keys.get("run.seed") for run in group}) > 1]
+        group = groups.setdefault((("", run.split), *((key, str(run.keys[key])) for key in sorted(keys))), {})
+        group.setdefault(run.keys.get("run.seed"), run)
+    return [[*group.values()] for group in groups.values() if len(group) > 1]
 
 
 def mean_cells(runs: Sequence[RunRecord]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from kd import config
 from kd.core.errors import RunError, named
 from kd.core.references import redact
-from kd.core.text import table
+from kd.core.text import printed, table
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
@@ -112,7 +112,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
         for one in run.findings:
             change = f"{one['key']}={one['value']}"
             advice = one["advice"].replace(change, f"`{change}`")
-            lines.append(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}")
+            lines.append(printed(f"- **{one['rule']}** ({one['severity']}): {one['evidence']}. {advice}"))
         lines += [""] if run.findings else []
         if drawn := chain_lines(run.exported):
             lines += ["Where the export comes from:", "", "```", *drawn, "```", ""]
@@ -130,4 +130,4 @@ def summary(runs: Sequence[RunRecord]) -> str:
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
         rows = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
         lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
-    return "\n".join(lines)
+    return "\n".join(map(printed, "\n".join(lines).split("\n")))  # names and values are a stranger's too

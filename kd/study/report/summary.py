@@ -6,7 +6,7 @@ from typing import Any
 
 from kd.core.intervals import Samples
 from kd.core.scores import TITLES, Scored, Scores, skipped_text
-from kd.core.text import clock, table
+from kd.core.text import clock, printed, table
 from kd.files.manifest import DIGITS, served_first
 from kd.setup.open_cache import CHECKED
 from kd.study.report.record import RunRecord, on_cpu, total
@@ -153,7 +153,7 @@ def chain_lines(facts: Mapping[str, Any]) -> list[str]:
         same = f"the same prediction on {one['same_top1']} of " if "same_top1" in one else ""
         lines += [f"  | compared: {same}{one['images']} images, largest difference {one['max_difference']:.1e}"]
         lines += [f"graph  {name} {_short(chain['graphs'][name])}"]
-    return ["".join(one if one.isprintable() else "?" for one in line.replace("`", "'")) for line in lines]
+    return [printed(line.replace("`", "'")) for line in lines]
 
 
 def _against_teacher(facts: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from kd.config.reads import build_task
 from kd.core.errors import ConfigError, Interrupted, KdError, RunError
 from kd.core.host import end_with
+from kd.core.intervals import within
 from kd.core.scores import Column, Scored
 from kd.files.json_file import DAMAGE
 from kd.files.run_dir import RunDir
@@ -207,14 +208,17 @@ def _of_column(scored: Scored, key: str) -> dict[str, Any]:
 
 def _score(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
     """Check the same in a row that was read; raises one of `DAMAGE` for other values."""
-    numbers = [row["score"], *row.get("interval", ())]
-    low, high = (0.0, 1.0) if column.unit == "%" else (-math.inf, math.inf)
-    for number in numbers:
-        if type(number) not in (int, float) or not math.isfinite(number) or not low <= number <= high:
+    score, *ends = row["score"], *row.get("interval", ())
+    share = column.unit == "%"
+    for number in (score, *ends):
+        if type(number) not in (int, float) or not math.isfinite(number) or (share and not 0 <= score <= 1):
             raise ValueError(f"{str(number)[:40]} is no {column.title}")
-    if len(numbers) not in (1, 3) or not isinstance(row.get("data", ""), str):
+    if len(ends) not in (0, 2) or not isinstance(row.get("data", ""), str):
         raise ValueError("interval or data is not what kd writes")
-    return {key: row[key] for key in ("score", "data", "interval") if key in row}
+    known = {key: row[key] for key in ("score", "data") if key in row}
+    if ends:  # earlier versions wrote ends below 0 and above 1
+        known["interval"] = list(within(*ends)) if share else ends
+    return known
 
 
 def _in_use(folder: Path) -> bool:

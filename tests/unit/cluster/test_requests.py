@@ -134,6 +134,21 @@ def test_the_profiler_is_configured_as_documented(food, command, refused, tmp_pa
     )
 
 
+def test_a_trial_on_this_machine_takes_no_option_of_a_job(food, refused, command, tmp_path):
+    """All but two were ignored in silence."""
+    local = ("launch", food, "--local", "dnn=1", "--dry-run")
+    for words in (
+        *(["--instance", "ml.g5.xlarge"], ["--count", "2"], ["--data-group", "ml.c5.large:2"], ["--spot"]),
+        *(["--hours", "2"], ["--volume", "50"], ["--view-ms", "3"], ["--images-per-second", "9"], ["--profiler"]),
+        *(["--extra", tmp_path / "extra.json"], ["--no-follow"], *zip(GIVEN[::2], GIVEN[1::2], strict=True)),
+    ):
+        assert refused(*local, *words).startswith(f"kd-launch: {words[0]}: for jobs on SageMaker, not for --local. ")
+    told = refused(*local, "--spot", "--count", "2")
+    assert told.startswith("kd-launch: --count, --spot: for jobs on SageMaker")
+    assert "the configuration is valid" in command(*local, "--backend", "cpu").out
+    assert refused(*local, "--backend", "gpu").startswith("backend.kind: no part named 'gpu'")
+
+
 def test_the_plan_of_the_cores(food, command, refused):
     """The numbers of the example: 8 x 1,900 images/s at 3 ms are 45.6 cores."""
     options = ("launch", food, *P4D, *GIVEN, "--dry-run", "--images-per-second", "1900")
@@ -152,9 +167,6 @@ def test_the_plan_of_the_cores(food, command, refused):
     assert "data.store=none" in slow
     half = command(*options, "--view-ms", "6.64", "--data-group", "ml.c5.18xlarge:1").err
     assert "still too few: 84 of 101 cores" in half
-    assert refused("launch", food, "--local", "dnn=1", "--view-ms", "3").startswith(
-        "kd-launch: --profiler and --view-ms"
-    )
     small = ("launch", food, *G5, *GIVEN, "--dry-run", "--view-ms", "3")
     assert "667 images/s for each of 1 accelerators" in command(*small).err
     assert (

@@ -101,10 +101,23 @@ def test_samples_survive_their_record():
 
 
 def test_the_interval_of_a_share_that_is_shown_ends_at_100_percent():
-    near = Samples(0.99, replicates=np.random.default_rng(6).normal(0.99, 0.01, RESAMPLES))
+    near = Samples(0.99, replicates=np.random.default_rng(6).normal(0.99, 0.01, RESAMPLES), share=False)
     assert near.interval()[1] > 1
     assert Column("map", "mAP").text(0.99, near).endswith(" to 100.0)")
     assert Column("nll", "loss", "nats").text(0.99, near).partition(" to ")[2] > "1."
+
+
+def test_the_interval_of_a_share_ends_at_0_and_1_and_that_of_a_difference_does_not():
+    """By hand: standard errors 0.1 x sqrt(2), and 0.2 x sqrt(2) of the difference. A sweep refused its own 1.18."""
+    high, low = Samples(0.9, replicates=np.array([0.8, 1.0])), Samples(0.1, replicates=np.array([0.2, 0.0]))
+    half = 1.959964 * 0.1 * math.sqrt(2)
+    assert (high.interval(), low.interval()) == ((pytest.approx(0.9 - half), 1.0), (0.0, pytest.approx(0.1 + half)))
+    assert high.minus(low) == pytest.approx((0.8, 0.8 - 2 * half, 0.8 + 2 * half))
+    beyond = Samples(1.0, replicates=np.array([0.8, 0.8]))  # both ends would be 1.2
+    assert beyond.interval() == (1.0, 1.0)
+    nats = Samples(0.9, replicates=np.array([0.8, 1.0]), share=False)
+    again = Samples.read(json.loads(json.dumps(nats.record())))
+    assert nats.interval() == again.interval() == pytest.approx((0.9 - half, 0.9 + half))
 
 
 def test_a_difference_of_samples():

@@ -77,6 +77,24 @@ def test_no_split_is_empty(fraction):
         set_aside(Listing(["a"]), fraction)
 
 
+@pytest.mark.parametrize(("labelled", "split"), [("val", "test"), ("test", "validation"), ("", ""), ("both", "")])
+def test_each_split_has_a_label_if_one_has(labelled, split):
+    """A test split without a label was noticed after the whole training."""
+
+    class Some(Listing):
+        def label(self, id):
+            return 0 if labelled in ("both", "test" if self.names[id] in tested else "val") else -1
+
+    tested: list[str] = []
+    source = Some([f"{i}.jpg" for i in range(40)])
+    tested = names(set_aside(Listing(source.names), 0.2)[1])
+    if not split:
+        assert len(set_aside(source, 0.2)[1]) == len(tested)
+        return
+    with pytest.raises(DataError, match=rf"data\.test_fraction: .* images of the {split} split has a label"):
+        set_aside(source, 0.2)
+
+
 def test_labels_are_kept_by_seed_and_name():
     source = Files([f"{i}.jpg" for i in range(400)])
     hidden, alone = keep_labels(source, 20, 3, hide=True), keep_labels(source, 20, 3, hide=False)

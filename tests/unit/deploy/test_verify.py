@@ -22,18 +22,24 @@ from safetensors.torch import load_file, save_file
 from subjects import CLASSES, PIXELS, SIZE, VIT, small_subject
 
 from kd.core.errors import KdError
+from kd.core.intervals import wilson
 from kd.deploy.export import parity, variants
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Subject
+from kd.deploy.export.parity import EAGER, GraphOutputs
+from kd.deploy.shift import measure
 from kd.deploy.verify.claims import IMAGES, OPEN, RIGHT, WRONG, Claims
-from kd.deploy.verify.files import listed
+from kd.deploy.verify.files import _variant, listed
+from kd.deploy.verify.graph_outputs import _show_counts
+from kd.deploy.verify.images import lines_of
 from kd.deploy.verify.verify import NotVerifiedError
 from kd.files.manifest import MANIFEST
 from kd.models import runtimes
 from kd.models.classifier import tensors_digest
 from kd.models.load_classifier import Spec, load
 from kd.parts.tasks import embedding, label_sets
+from kd.parts.tasks.single_label import SingleLabel
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +151,18 @@ def test_a_slow_pytorch_flatters_a_graph_as_a_fast_graph_does(found, verdict, mo
     assert [row.verdict for row in known.rows] == [verdict]
 
 
+@pytest.mark.parametrize(
+    ("claimed", "here", "elsewhere"),
+    [(0.05, RIGHT, RIGHT), (0.14, RIGHT, RIGHT), (0.3, WRONG, OPEN), (0.6, WRONG, WRONG), (0.012, WRONG, OPEN)],
+)
+def test_a_difference_far_above_or_below_what_is_found_is_wrong(claimed, here, elsewhere):
+    for other, verdict in ((False, here), (True, elsewhere)):
+        known = Claims({"parity": {INT8: {"max_difference": claimed}}}, graphs=(INT8,))
+        known.elsewhere = other
+        known.show(IMAGES, {"parity": {INT8: {"max_difference": 0.05}}})
+        assert [row.verdict for row in known.rows] == [verdict]
+
+
 def test_claims_missing_in_kd_0_3_are_not_wrong():
     """Of the alarms' reference it did not count the right answers; from `format: 2` on a missing count is WRONG."""
     for form, verdict in ((1, RIGHT), (2, WRONG)):
@@ -212,11 +230,92 @@ def test_honest_exports_of_other_kinds(kind, tmp_path):
         (export / ".cache/huggingface/download").mkdir(parents=True)
         (export / ".cache/huggingface/download/model.onnx.metadata").write_text("1")
     for trust in (False, True) if options.pt2 else (False,):
-        known = found(export, images, trust=trust)
+        known = found(export, images if kind != "no graph" else "", trust=trust)
         assert not wrong(known), wrong(known)
         rows = {row.what: row.verdict for row in known.rows}
         assert rows[KINDS[kind]] == RIGHT
         assert not options.pt2 or (rows["parity/model.pt2/correct"] == RIGHT) == trust
+
+
+def partly_labelled(folder: Path, labelled: int) -> tuple[Path, Path]:
+    """Return an export of 40 images, of which the first ones have a label, and the images; five labels are wrong."""
+    labels = answers(small_subject(folder / "first"), PIXELS)
+    labels[:5] = (labels[:5] + 1) % 3
+    labels[labelled:] = -1
+    subject, images = painted(folder, PIXELS, labels)
+    write(subject, folder / "export", ExportOptions(calibrate=False, accept="drop<=5"))
+    return folder / "export", images
+
+
+def as_in_kd_0_3(liar: Liar) -> None:
+    """PyTorch's own predictions are the labels of the other images."""
+    for one in liar.manifest["parity"].values():
+        assert (one.pop("labelled"), one["correct"]) == (20, 15)
+        one |= {"correct": 35, "accuracy": 35 / 40}
+
+
+def without_wrong_ones(liar: Liar) -> None:
+    for one in liar.manifest["parity"].values():
+        one |= {"labelled": 15, "accuracy": 1.0}
+
+
+def test_accuracy_is_that_of_the_labelled_images(tmp_path):
+    export, images = partly_labelled(tmp_path, 20)
+    one, card = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"], (export / "README.md").read_text()
+    assert one.items() >= {"images": 40, "labelled": 20, "correct": 15, "accuracy": 0.75}.items()
+    assert "; accuracy on the 20 of them that have a label" in card
+    known = found(export, images)
+    assert not wrong(known), wrong(known)
+    rows = {row.what: row.verdict for row in known.rows}
+    places = ("parity/model.onnx/labelled", "parity/model.onnx/accuracy", "accepted/found/drop")
+    assert [rows[what] for what in places] == [RIGHT] * 3
+    for lie in (as_in_kd_0_3, without_wrong_ones):
+        liar = told((export, images), tmp_path / lie.__name__, [lie])
+        assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {places[0]}
+    rows = {row.what: row.verdict for row in found(tmp_path / as_in_kd_0_3.__name__ / "export", images).rows}
+    assert rows["parity/model.onnx/correct"] == WRONG
+
+
+def test_images_without_labels_have_no_accuracy(tmp_path):
+    export, images = partly_labelled(tmp_path, 0)
+    one = json.loads((export / MANIFEST).read_text())["parity"]["model.onnx"]
+    assert (one["labelled"], one["same_top1"], one.keys() & {"correct", "accuracy", "ece"}) == (0, 40, set())
+    assert "| accuracy" not in (export / "README.md").read_text()
+    known = found(export, images)
+    assert not wrong(known), wrong(known)
+    assert {row.what: row.verdict for row in known.rows}["accepted/found/drop"] == RIGHT
+    for i, more in enumerate(({"accuracy": 1.0}, {"accuracy": 1.0, "correct": 40})):
+        liar = told((export, images), tmp_path / str(i), [lambda x, more=more: x.get("parity/model.onnx").update(more)])
+        assert {row.what for row in found(liar.folder).rows if row.verdict == WRONG} == {"parity/model.onnx/accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("more", "score", "images", "drop"),
+    [
+        ({"labelled": 20, "correct": 15, "accuracy": 0.75}, 0.75, 20, 0.05),
+        ({"correct": 30, "accuracy": 0.75}, 0.75, 40, -0.35),
+        ({"labelled": 0}, 0.9, 40, 0.1),
+    ],
+)
+def test_interval_and_drop_are_those_of_the_labelled_images(more, score, images, drop):
+    told_here = {"cpu_ms": 1.0, "speed": {}}
+    one = {"images": 40, "same_top1": 36, "cpu_ms": 1.0, **more}
+    first = {**one, "same_top1": 40, **({"correct": 16} if "correct" in more else {})}
+    again = _variant(told_here, one, first)
+    assert (again["score"], again["agreement"], again["images"]) == (score, 0.9, 40)
+    assert (again["interval"], again["drop"]) == (wilson(score, images), pytest.approx(drop))
+
+
+@pytest.mark.parametrize(("form", "verdict"), [(1, OPEN), (2, WRONG)])
+def test_kd_0_3_took_pytorchs_predictions_for_missing_labels(form, verdict):
+    logits = 5 * torch.eye(3)[[0, 1, 2, 0]]
+    labels, numbers = torch.tensor([1, 1, -1, -1]), [measure(image) for image in PIXELS[:4]]
+    outputs = GraphOutputs({EAGER: logits, "model.onnx": logits}, labels, numbers, {"model.onnx": 1.0})
+    claimed = {"format": form, "output": {"width": 3}, "parity": {"model.onnx": {"correct": 4, "same_top1": 4}}}
+    known = Claims(claimed | {"config.json": {"label_names": list(CLASSES)}}, graphs=("model.onnx",), images=4)
+    known.elsewhere = False
+    _show_counts(known, outputs, SingleLabel(), False)
+    assert {row.what: row.verdict for row in known.rows}["parity/model.onnx/correct"] == verdict
 
 
 # ---------------------------------------------------------------------------------------------------------- the lies
@@ -249,18 +348,18 @@ def exchanged(liar: Liar) -> None:
     parity["model.onnx"], parity["model.int8.onnx"] = parity["model.int8.onnx"], parity["model.onnx"]
 
 
-def back_door(liar: Liar, row: int, column: int) -> None:
+def back_door(liar: Liar, row: int, column: int, name: str = "model.onnx", more: float = 50) -> None:
     """A graph that answers "apple" where one pixel is as red as can be; none of the images has such a pixel there."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
-    path = liar.folder / "model.onnx"
+    path = liar.folder / name
     model = onnx.load(path)
     graph, ints = model.graph, lambda name, values: numpy_helper.from_array(np.array(values, np.int64), name)
     graph.initializer.extend([
         ints("d_start", [0, row, column]), ints("d_end", [1, row + 1, column + 1]), ints("d_axes", [1, 2, 3]),
         ints("d_flat", [-1, 1]), numpy_helper.from_array(np.array(255, np.uint8), "d_red"),
-        numpy_helper.from_array(np.array([[50, 0, 0]], np.float32), "d_apple"),
+        numpy_helper.from_array(np.array([[more, 0, 0]], np.float32), "d_apple"),
     ])  # fmt: skip
     for node in graph.node:
         node.output[:] = ["d_logits" if one == "logits" else one for one in node.output]
@@ -271,7 +370,12 @@ def back_door(liar: Liar, row: int, column: int) -> None:
     graph.node.append(helper.make_node("Mul", ["d_one", "d_apple"], ["d_more"]))
     graph.node.append(helper.make_node("Add", ["d_logits", "d_more"], ["logits"]))
     onnx.save(model, path)
-    graph_of(liar, "model.onnx")
+    graph_of(liar, name)
+
+
+def unchecked(liar: Liar) -> None:
+    del liar.manifest["self_check"]
+    (liar.folder / "self_check.npz").unlink()
 
 
 def shown_right(rows: list[list[str]]) -> list[list[str]]:
@@ -445,6 +549,14 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         [lambda x: back_door(x, 7, 9)],
         {"random images/model.onnx": WRONG, "random images/all others": OPEN},
     ),
+    "13 int8": (
+        [lambda x: back_door(x, 0, 0, INT8), lambda x: x.set(f"parity/{INT8}/max_difference", 2.0)],
+        {f"parity/{INT8}/max_difference": WRONG, f"random images/{INT8}": WRONG},
+    ),
+    "13 no number": (
+        [lambda x: back_door(x, 0, 0, INT8, np.inf), lambda x: x.set(f"parity/{INT8}/max_difference", np.inf)],
+        {f"random images/{INT8}": WRONG},
+    ),
     "13 weights": ([other_weights], {"parity/model.onnx/max_difference": WRONG}),
     "14 files and keys": (
         [
@@ -479,6 +591,8 @@ LIES: dict[str, tuple[list[Callable[[Liar], Any]], Mapping[str, str]]] = {
         ],
         {"validation/model.onnx": WRONG, f"validation/{INT8}": WRONG},
     ),
+    "16 no self-check": ([unchecked], {"self_check.npz": WRONG}),
+    "16 of one graph": ([lambda x: x.manifest["self_check"].pop(INT8)], {f"self_check/{INT8}": WRONG}),
     "version": (
         [lambda x: x.set("version", "0" * 12), lambda x: x.set("chain/student/step", 9000)],
         {"version": WRONG, "chain/student/step": OPEN, "kd.json/step": WRONG},
@@ -520,12 +634,13 @@ EDITED = {  # after the card was drawn
     "5 a section at the end": lambda x: x.edit(after(x), after(x) + "\n## Certified\n\nBy nobody.\n"),
     "5 no limits": lambda x: x.edit("\n## Limits" + after(x), ""),
     "5 a licence": lambda x: x.edit("dinov3-license", "mit"),
+    "5 of another kd": lambda x: [x.set("environment/packages/kd", "0.0.9"), x.edit("kd-serve .", "kd-serve other")],
 }
 
 
 AGAIN = {  # kinds of lies that another one of LIES is about too
     *("1 often", "1 unlabelled", "2 accepted", "4 not measured", "6 unseen", "7 run", "8 ghosts", "9 counts"),
-    *("10 another", "11 times", "13 corner", "14 keys"),
+    *("10 another", "11 times", "13 corner", "13 no number", "14 keys", "16 of one graph"),
 }
 
 
@@ -541,6 +656,25 @@ def test_a_lie_has_a_row(kind, honest, tmp_path, record_property):
         with pytest.raises(NotVerifiedError) as raised:
             known.require()
         assert raised.value.exit_code == 1
+
+
+def test_several_labels_have_a_threshold_each_and_one_label_has_none(honest, tmp_path):
+    """Of an export without them `kd-serve` would answer with one label; no image is needed to see it."""
+    subject, _, options = of_kind("sets", tmp_path)
+    write(subject, tmp_path / "export", replace(options, int8=False, defer_share=0.0))
+    one = {"threshold": 0.5, "chosen": False, "images": 0}
+    lies: tuple[tuple[Path, Callable[[dict[str, Any]], Any]], ...] = (
+        (tmp_path / "export", lambda output: output.pop("thresholds")),
+        (tmp_path / "export", lambda output: output["thresholds"].pop("fig")),
+        (tmp_path / "export", lambda output: output["thresholds"].update(kiwi=one)),
+        (honest[0], lambda output: output.update(thresholds={name: one for name in CLASSES})),
+    )
+    for i, (folder, lie) in enumerate(lies):
+        liar = Liar(shutil.copytree(folder, tmp_path / str(i)))
+        lie(liar.manifest["output"])
+        liar.redraw()
+        liar.reseal()
+        assert "output/thresholds" in {row.what for row in found(liar.folder).rows if row.verdict == WRONG}
 
 
 @pytest.mark.parametrize("kind", EDITED)
@@ -591,7 +725,11 @@ def test_unverifiable_folders_are_refused(honest, tmp_path):
     painted(other, PIXELS, np.zeros(len(PIXELS), np.int64))
     bare = shutil.copytree(export, tmp_path / "bare")
     (bare / MANIFEST).unlink()
+    unlisted = Liar(shutil.copytree(export, tmp_path / "unlisted"))
+    (unlisted.folder / "images.csv").unlink()
+    unlisted.reseal()
     for folder, data, code, said in (
+        (unlisted.folder, images, 2, "--data: .* has no images.csv"),
         (bare, images, 3, "is not an export: manifest.json is missing"),
         (export, tmp_path / "none", 2, "--data: no images in"),
         (export, tmp_path / "gone", 2, "--data: .* does not exist"),
@@ -601,3 +739,8 @@ def test_unverifiable_folders_are_refused(honest, tmp_path):
             found(folder, data)
         assert raised.value.exit_code == code
         assert "\n" not in str(raised.value)
+
+
+def test_a_label_with_another_line_break_is_one_line_of_the_list(tmp_path):
+    (tmp_path / parity.IMAGES).write_text('0a,0b,1,"a\u2028b","c\nd"\n0c,0d,0\n', encoding="utf-8", newline="")
+    assert lines_of(tmp_path) == [(10, 11, ["a\u2028b", "c\nd"]), (12, 13, None)]

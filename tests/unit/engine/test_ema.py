@@ -41,6 +41,23 @@ def test_the_formula(decay):
         torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-5)
 
 
+def test_tied_weights_are_averaged_once_under_both_names():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module[2].weight = module[0].weight
+    module[3].running_mean = module[1].running_mean
+    average = EMA(module, 0.5)
+    first = module[0].weight.detach().clone()
+    change(module, 1)
+    average.update(100)
+    expected = (first + module[0].weight.detach()) / 2
+    assert average.average.keys() == {name for name, t in module.state_dict().items() if t.is_floating_point()}
+    for name in ("0.weight", "2.weight"):
+        torch.testing.assert_close(average.average[name], expected)
+    assert average.average["1.running_mean"] is average.average["3.running_mean"]
+    average.apply()
+    torch.testing.assert_close(module[2].weight.detach(), expected)
+
+
 def test_applied_swaps_and_restores():
     module = network()
     average = EMA(module, 0.9)

@@ -29,6 +29,18 @@ def test_cpu_seconds_are_those_of_all_ranks(make, monkeypatch):
     assert after.cpu_seconds == made.store.rows[-1]["cpu_seconds"] == 16.0
 
 
+@pytest.mark.parametrize(("labelled", "logged"), [(0.5, 0.75), (0.0, None)])
+def test_the_accuracy_of_a_window_is_that_of_the_labelled_images_of_all_ranks(make, labelled, logged):
+    """Unlabelled images counted as wrong. This rank has labels for some of its images, the other one for none."""
+    made = make()
+    one = meter.Meter(replace(made.run, backend=Ranks(made.run.backend, 2, lambda tensor: tensor / 2)), State())
+    values = {"accuracy": torch.tensor(0.75 * labelled), "labelled": torch.tensor(labelled)}
+    one.add(values, State(), Plan(torch.arange(8), torch.ones(8)))
+    one.flush(State(step=1, images=8), 0.1)
+    assert made.store.rows[-1].get("accuracy") == logged
+    assert "labelled" not in made.store.rows[-1]
+
+
 @pytest.mark.parametrize("frozen", [(), FROZEN], ids=["plain", "frozen"])
 def test_statistics_and_their_averages_become_the_mean_of_the_ranks(make, frozen):
     """The other rank's values are larger by 1. No parameter changes, and no frozen statistic."""

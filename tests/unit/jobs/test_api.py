@@ -21,12 +21,15 @@ from torch.utils.data import SubsetRandomSampler as Part
 
 import kd
 from kd.core.errors import ConfigError, KdError
-from kd.core.types import SiftContext
+from kd.core.types import Dims, SiftContext
 from kd.data.map_dataset import MapDataset
+from kd.engine.criterion import Criterion, Term
 from kd.jobs.api.arguments import known_labels
 from kd.parts.sifters.none import Everything
+from kd.setup.student import loss_term
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+DIMS = Dims(3, 0, 0, labels=lambda: torch.arange(3))
 CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
 
 
@@ -215,6 +218,14 @@ def test_a_mistake_is_one_line(changes: dict, message: str):
         distill(network(16, 1), network(4, 2), data(70, 3), **changes)
 
 
+def test_validation_has_one_order():
+    """The teacher's outputs are computed once, and kept by position."""
+    for loader in (DataLoader(data(70, 3), 16, shuffle=True), DataLoader(data(70, 3), 16, sampler=Part(range(32)))):
+        with pytest.raises(ConfigError, match=r"^val: is a DataLoader that shuffles"):
+            distill(network(16, 1), network(4, 2), data(70, 3), val=loader)
+    distill(network(16, 1), network(4, 2), data(70, 3), val=DataLoader(data(33, 9), 16), epochs=1)
+
+
 def test_a_dataloader_cannot_be_sifted_by_id():
     class Remembering(Everything):
         pass
@@ -298,6 +309,33 @@ def test_some_labels_are_skipped(batches):
     items = DataLoader(train, batch_size=16) if batches else train
     found = distill(network(16, 1), network(4, 2), items, labels="some")
     assert 0 < found.rows[0]["ce"] < 3
+
+
+def test_the_training_accuracy_is_that_of_the_labelled_images():
+    train, student = data(40, 3), nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    train.tensors[1][::2] = -1
+    with torch.no_grad():  # it is always right
+        student[1].weight.copy_(torch.eye(3).repeat_interleave(4, 1))
+        student[1].bias.zero_()
+    found = distill(network(16, 1), student, train, labels="some", optimizer={"lr": 1e-9})
+    assert [row["accuracy"] for row in found.rows if row["kind"] == "train"] == pytest.approx([1.0] * 3)
+
+
+def test_a_criterion_reads_the_labels_that_are_there():
+    train, one, other = data(40, 3), network(4, 2), network(4, 2)
+    train.tensors[1][::2] = -1
+    terms = Criterion([loss_term("kl", temperature=2.0), loss_term("ce", 0.5)])
+    distill(network(16, 1), one, train, labels="some")
+    distill(network(16, 1), other, train, labels="some", losses=terms)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    with pytest.raises(ConfigError, match=r"^losses: 'ce' learns from labels, but labels='none'"):
+        distill(network(16, 1), other, train, labels="none", losses=terms)
+
+
+def test_a_sifter_that_waits_longer_than_the_run_says_so(capsys):
+    distill(network(16, 1), network(4, 2), data(40, 3), sifter="relative", progress=True)
+    said = "sifter 'relative' waits for 1000 steps and the run has 6: everything is visited. Lower sifter['sift_delay']"
+    assert said in capsys.readouterr().out
 
 
 class Drawing(Alone):
@@ -388,6 +426,22 @@ def test_a_folder_holds_one_run(tmp_path: Path):
     assert distill(teacher, network(4, 2), train, folder=tmp_path / "run").state.step == 6
     with pytest.raises(ConfigError, match=r"^folder: is set, but a DataLoader"):
         distill(teacher, network(4, 2), DataLoader(train, 16), folder=tmp_path / "other")
+
+
+def test_a_folder_holds_one_criterion(tmp_path: Path):
+    def go(*terms: Term) -> None:
+        distill(network(16, 1), network(4, 2), data(40, 3), folder=tmp_path, losses=Criterion(terms))
+
+    kl, weighted = loss_term("kl", temperature=2.0), loss_term("ce", class_weights=[1, 2, 3], dims=DIMS)
+    go(kl, weighted)
+    go(loss_term("kl", temperature=2.0), weighted)
+    others = (
+        loss_term("ce", class_weights=[1, 2, 4], dims=DIMS),
+        loss_term("ce", 2.0, class_weights=[1, 2, 3], dims=DIMS),
+    )
+    for terms in ((kl,), (loss_term("kl", temperature=3.0), weighted), *((kl, other) for other in others)):
+        with pytest.raises(KdError, match=r"^folder: .*another criterion"):
+            go(*terms)
 
 
 def alike(label: int) -> TensorDataset:

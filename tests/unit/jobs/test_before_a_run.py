@@ -208,6 +208,14 @@ def test_a_fit_evaluates_no_more_images_at_once_than_it_trains_on(settings):
     assert batches() == 8
 
 
+def test_a_fit_with_fewer_labels_than_its_batch_is_refused_under_its_own_key(settings):
+    """`--check` found nothing, and the run said that the training split has 6 images."""
+    some = ("teacher.fit.epochs=1", "data.labels=some", "data.labels_per_class=2")
+    with pytest.raises(ConfigError, match=r"^teacher\.fit\.batch_size: is 8, .* 6 labelled images.*batch_size=6"):
+        lines(settings, *some)
+    assert lines(settings, *some, "teacher.fit.batch_size=6")
+
+
 @pytest.mark.parametrize(
     ("evaluated", "keys", "steps"), [((40, 80, 100), [], 100), ((3, 6, 8), ["run.baseline_steps=50"], 50)]
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from kd import config
@@ -193,3 +194,26 @@ def test_images_that_kd_serve_refuses_are_counted(settings, photos, tmp_path):
         "1 PNG above 25 million pixels",
     ):
         assert reason in line
+
+
+@pytest.mark.parametrize("name", ["ap\u2028ple", "ap\u2029ple", "ap\x1b[2Jple", "ap\x85ple", "ap\tple"])
+def test_a_class_name_that_no_server_would_load_is_refused(settings, photos, refused, tmp_path, name):
+    """It was trained and exported, and then nothing loaded it."""
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    for split in ("train", "val"):
+        (root / split / "apple").rename(root / split / name)
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump({**settings, "data": {**settings["data"], "root": str(root)}}))
+    told = refused("train", tmp_path / "odd.yaml", "--check")
+    assert told.startswith(f"data.kind: the class {name!a} has a control character or a line break. ")
+    assert len(told.splitlines()) == 1
+    vectors = sources({**settings, "losses": [{"kind": "cosine"}]}, root)  # an embedding has no labels
+    assert name in vectors.train.classes
+
+
+def test_a_class_name_with_wide_spaces_is_taken(settings, photos, tmp_path):
+    root = tmp_path / "photos"
+    shutil.copytree(photos, root)
+    for split in ("train", "val"):
+        (root / split / "apple").rename(root / split / "a\u3000b\u00a0c\u200cd")
+    assert "a\u3000b\u00a0c\u200cd" in sources(settings, root).classes

@@ -1,5 +1,7 @@
 """Tables of answers that people bring: which files are read, and what is said of those that do not fit."""
 
+import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +119,21 @@ def test_absolute_names_are_those_of_the_data(settings, tmp_path):
     write(settings, tmp_path / "b.csv", prefix="/elsewhere/food/")
     for name in ("a.csv", "b.csv"):
         model = build(asked(settings, tmp_path / name, outputs="probabilities")).model
+        found = model(torch.zeros(5, 3, 16, 16, dtype=torch.uint8), torch.arange(5)).logits
+        torch.testing.assert_close(found.softmax(1), expected[:5])
+
+
+def test_names_of_images_may_be_decomposed(settings, tmp_path):
+    root = Path(settings["data"]["root"])
+    copied = shutil.copytree(root, tmp_path / "images")
+    for folder in copied.glob("*/apple"):
+        folder.rename(folder.with_name("cre\u0300me"))
+    settings = {**settings, "data": {**settings["data"], "root": str(copied)}}
+    expected = write(settings, tmp_path / "a.csv")
+    for form in ("NFC", "NFD"):
+        text = (tmp_path / "a.csv").read_text().replace("apple,fig", "cr\u00e8me,fig")
+        (tmp_path / "b.csv").write_text(unicodedata.normalize(form, text))
+        model = build(asked(settings, tmp_path / "b.csv", outputs="probabilities")).model
         found = model(torch.zeros(5, 3, 16, 16, dtype=torch.uint8), torch.arange(5)).logits
         torch.testing.assert_close(found.softmax(1), expected[:5])
 

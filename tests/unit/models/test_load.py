@@ -17,6 +17,7 @@ from kd.models.classifier import Classifier, digest
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.models.timm_folder import export_files, folder_classes
+from kd.parts.networks import timm as timm_kind
 
 NAME = "vit_tiny_patch16_224"
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
@@ -246,6 +247,30 @@ def test_a_student_keeps_a_head_of_the_same_classes_only(stored, classes, how):
     assert held.pop("head.weight") == (classes == CLASSES)
     del held["head.bias"]  # zeros in both
     assert all(held.values())
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "model"])
+def test_a_name_may_be_decomposed(tmp_path, how):
+    """As macOS writes it: it was another class, whose student began with a head of zeros."""
+    torch.manual_seed(0)
+    folder = store(tmp_path / "stored", build().network, ("cre\u0300me", "fig", "pear"))
+    given, classes = load_file(folder / "model.safetensors"), ("cr\u00e8me", "fig", "pear")
+    if how == "checkpoint":
+        started = build(where="student", classes=classes, checkpoint=str(folder))
+    else:
+        started = build(folder, classes, "student", args={}, pretrained=True)
+    assert torch.equal(started.network.head.weight, given["head.weight"])
+
+
+@pytest.mark.parametrize("names", [CLASSES, ("class_0", "class_1", "class_2")])
+def test_outputs_are_put_into_the_order_of_the_datas_classes_whatever_their_names(tmp_path, names):
+    """`class_0` is also what outputs without a name are called."""
+    torch.manual_seed(0)
+    folder = store(tmp_path / "stored", build().network, (names[0], names[2], names[1]))
+    given = load_file(folder / "model.safetensors")
+    spec = Spec("teacher", str(folder), {}, names, pretrained=True, exact_head=True)
+    made = timm_kind.build(timm_kind.Options(), spec, 16, ())
+    assert torch.equal(made.network.head.weight, given["head.weight"][[0, 2, 1]])
 
 
 def test_the_digest_follows_every_bit():

@@ -75,7 +75,7 @@ def test_a_graphs_outputs_equal_pytorchs():
     answers = GraphOutputs(outputs, torch.tensor([1, 1]), [], {})
     found = answers.scores("model.onnx", task)
     assert found.facts == {"same_top1": 1, "correct": 2, "accuracy": 1.0}
-    assert (found.others, found.facts[found.selection_metric], found.title) == (1, 1.0, "accuracy")
+    assert (found.others, found.score, found.title) == (1, 1.0, "accuracy")
     assert answers.difference("model.onnx") == 2.5
     with pytest.raises(ModelError, match=r"differ from PyTorch's by up to 2\.5; 1 of 2 predictions"):
         check_exact("model.onnx", found, 2.5, 3.0, 2)
@@ -83,4 +83,5 @@ def test_a_graphs_outputs_equal_pytorchs():
     with pytest.raises(ModelError, match="by up to inf"):
         check_exact("broken.onnx", *broken, 1e9, 2)
     unlabelled = GraphOutputs(outputs, torch.tensor([-1, -1]), [], {}).scores("model.onnx", task)
-    assert unlabelled.facts["accuracy"] == 0.5  # without labels PyTorch is right
+    assert unlabelled.facts == {"same_top1": 1, "labelled": 0}  # no accuracy: the same predictions decide
+    assert (unlabelled.score, unlabelled.share_of) == (0.5, 2)

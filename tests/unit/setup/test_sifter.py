@@ -68,6 +68,14 @@ def test_a_delay_as_long_as_the_run_sifts_nothing_and_says_so(make, delay, found
     assert ("waits for 4 steps and the run has 4" in capsys.readouterr().out) == (delay == 4)
 
 
+@pytest.mark.parametrize(("delay", "found"), [(4, Everything), (3, relative.Relative)])
+def test_a_delay_as_long_as_each_epoch_is_said_too(make, delay, found, capsys):
+    overrides = ("sifter.kind=relative", "sifter.repeat_delay_per_epoch=true", f"sifter.sift_delay={delay}")
+    run = make(*overrides, "run.epochs=3", logger=Console("")).run
+    assert isinstance(run.sifter, found)
+    assert ("waits for 4 steps and an epoch has 4" in capsys.readouterr().out) == (delay == 4)
+
+
 def test_a_batch_that_does_not_divide_the_images_is_counted_in_whole_steps(make, capsys):
     """36 images in batches of 8 are 4 steps, and 3 epochs are 12, not 13."""
     run = make("sifter.kind=relative", "sifter.sift_delay=12", "run.epochs=3", logger=Console("")).run

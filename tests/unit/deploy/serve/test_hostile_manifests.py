@@ -66,6 +66,7 @@ CASES = [
     *[("manifest.files", value) for value in ([], {"model.onnx": 3}, {"model.onnx": {}}, None)],
     *[("manifest.pick", value) for value in (3, "../../etc/passwd", "\ud800")],
     *[("config.label_names", value) for value in ("abc", [], ["a", "a", "b"], ["a", "b", "\ud800"], [1, 2, 3], 5)],
+    *[("config.label_names", ["a", "b", name]) for name in ("c\x1b[2J", "c\u2028d", "c\x85d", "c\td")],
     *[(V, value) for value in (3, [1], "x")],
     *[(f"{V}.images", value) for value in (-1, 41, LARGE, NAN, "x")],
     *[(f"{V}.confidence", value) for value in (-1, 1e9, NAN, float("inf"))],
@@ -105,3 +106,10 @@ def test_invalid_manifests_are_refused(plain, tmp_path, text):
     (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ModelError, match=r"^export: "):
         describe(folder)
+
+
+def test_labels_with_wide_spaces_and_joiners_are_served(tmp_path):
+    """They were trained and exported, and then nothing loaded them."""
+    labels = ("ラーメン\u3000大", "pain\u00a0perdu", "می\u200cخوش")
+    folder = write(small_subject(tmp_path, classes=labels), tmp_path / "export", ExportOptions()).folder
+    assert describe(folder).labels == labels

@@ -37,6 +37,10 @@ def test_each_label_has_its_own_threshold_and_band():
     labels, output = _output(found, {"label_names": ["zebra", "apple"]})
     assert (labels, output.thresholds) == (("zebra", "apple"), (0.9, 0.1))
     assert output.unsure == ((0.7, 1.0), (0.0, 0.2))
+    config = {"label_names": ["zebra", "apple"], "problem_type": "multi_label_classification"}
+    assert _output(found, config)[1] == output
+    with pytest.raises(ValueError, match=r"output\.thresholds is missing"):
+        _output({"name": "logits"}, config)
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.int8.onnx"])

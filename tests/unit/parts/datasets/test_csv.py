@@ -24,7 +24,8 @@ def root(tmp_path: Path) -> Path:
 
 def open_list(root: Path, content: str | bytes, name: str = "a.csv", labels: str = "all", **more):
     (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return build(Options(**{"root": str(root), "train_list": name, "val_list": "v.csv", **more}), "train", None, labels)
+    values = {"root": str(root), "train_list": name, "val_list": f"v{Path(name).suffix}", **more}
+    return build(Options(**values), "train", None, labels)
 
 
 def pairs(source) -> dict[str, str]:
@@ -170,7 +171,7 @@ def test_a_list_that_does_not_fit_is_one_line(root, name, content, message):
     if content is not None:
         (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message) as caught:
-        build(Options(root=str(root), train_list=name, val_list="v.csv"), "train", None)
+        build(Options(root=str(root), train_list=name, val_list=f"v{Path(name).suffix}"), "train", None)
     assert str(caught.value).startswith("data.")
     assert len(str(caught.value).splitlines()) == 1
 
@@ -203,3 +204,9 @@ def test_the_line_of_an_open_quote_is_that_of_an_editor():
         list(table('sep=;\nname;label\na;"b\nc;d\n', "list.csv")[1])
     with pytest.raises(ValueError, match=r"^line 3: a quote is not closed"):
         list(table('name;label\na;"b\nc;d\n', "list.csv")[1])
+
+
+@pytest.mark.parametrize("lists", [("a.txt", "v.csv", ""), ("a.csv", "v.tsv", "t.TXT")])
+def test_lists_are_of_one_kind(lists):
+    with pytest.raises(ValueError, match="differ in kind"):
+        Options(root="images", **dict(zip(("train_list", "val_list", "test_list"), lists, strict=True)))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pieces import WITHOUT_HEIF, names
+from pieces import WITHOUT_HEIF, labels, names
 from PIL import Image
 
 from kd.core.errors import CorruptImage, DataError
@@ -224,3 +224,13 @@ def test_val_fraction_of_the_training_folder_where_a_test_folder_is_named(tmp_pa
     train, val, test = (build(wanted, split, ("a", "b")) for split in ("train", "val", "test"))
     assert (len(train), len(val), names(test)) == (8, 4, ["test/a/1.png", "test/b/2.png"])
     assert sorted(names(train) + names(val)) == [f"train/{name}/{i}.png" for name in "ab" for i in range(6)]
+
+
+@pytest.mark.parametrize("folder", ["unlabeled", "Unlabelled", "rest"])
+def test_a_folder_of_unlabelled_images_does_not_become_a_class(tmp_path, folder):
+    fill(tmp_path, "train/apple/1.png", "train/pear/2.png", f"train/{folder}/3.png")
+    some = build(options(tmp_path, unlabelled=folder), "train", None, "some")
+    assert (some.classes, sorted(labels(some))) == (("apple", "pear"), [-1, 0, 1])
+    if folder != "rest":
+        with pytest.raises(DataError, match=rf"^data\.unlabelled: .*'{folder}' would be a class.* Set it to {folder}"):
+            build(options(tmp_path), "train", None, "some")

@@ -65,6 +65,11 @@ def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
     assert [build(options, "train", None, "none").label(id) for id in range(3)] == [-1] * 3
     with pytest.raises(DataError, match=r"data\.train_labels: 'c\.jpg' has no entry"):
         build(options, "train", None)
+    (root / "some.csv").write_text("file,labels\na.jpg,egg\nc.jpg,\n")
+    options = Options(root=str(root), train_labels="some.csv", val_labels="val.json")
+    for labels, last in (("some", [-1, -1]), ("all", [0, 0])):  # a table of two columns cannot say both
+        found = build(options, "train", ("egg", "rice"), labels)
+        assert [found.label(id).tolist() for id in range(2)] == [[1, 0], last]
 
 
 def test_the_column_of_the_images_may_have_no_name(root):

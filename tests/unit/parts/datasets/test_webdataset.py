@@ -339,3 +339,14 @@ def test_dots_in_names_and_members_that_are_not_read(tmp_path):
         tmp_path / "train.tar", {"a.0.png": png(1), "a.1.png": png(2), "a.cls": b"1", "b.0.png": png(1), "b.cls": b"0"}
     )
     assert labels(build(options(tmp_path, image_keys="0.png"), "train", None)) == [1, 0]
+
+
+def test_a_shard_is_in_one_split(tmp_path):
+    for number in range(3):
+        write_tar(tmp_path / f"food-{number}.tar", samples([0, 1]))
+    first, last = str(tmp_path / "food-[01].tar"), str(tmp_path / "food-2.tar")
+    chosen = options(tmp_path, train=first, val=last, test=str(tmp_path / "food-1.tar"))
+    assert labels(build(chosen, "val", ("0", "1"))) == [0, 1]
+    for split, other in (("test", chosen), ("val", options(tmp_path, train=first, val=first))):
+        with pytest.raises(DataError, match=rf"^data\.{split}: .*food-[01]\.tar' is also a shard of data\.train"):
+            build(other, split, ("0", "1"))

@@ -3,6 +3,8 @@
 Shape legend: N images, C classes.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,10 @@ from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split
 from kd.core.types import Batch, Outputs, Sample
 from kd.data.loader import LocalLoader, Share, evaluation_plan
+from kd.models.live_teacher import NoTeacher
 from kd.parts.backends.cpu import CPU
 from kd.parts.tasks.single_label import NUM_BINS, Options, build
+from kd.setup import build as setup
 
 
 class Table(nn.Module):
@@ -155,6 +159,18 @@ def test_an_evaluation_without_a_readable_image_is_an_error():
     student, teacher, label = draw(30, 7)
     with pytest.raises(DataError, match=r"^data: no image of the validation split could be decoded"):
         evaluator(teacher, label, 8, 7, frozenset(range(30)))(Table(student))
+
+
+@pytest.mark.parametrize("labels", [0, -1])
+def test_a_test_split_is_named_in_its_errors(labels, monkeypatch):
+    """It was called the validation split, after a whole training."""
+    student, _, label = draw(8, 7)
+    made = evaluator(None, torch.full_like(label, labels), 8, 7, frozenset(range(8)) if not labels else frozenset())
+    setting = SimpleNamespace(data=SimpleNamespace(test=label))
+    monkeypatch.setattr(setup, "shown_split", lambda *_: made.val)
+    of_test = setup.test_evaluator(setting, build(Options()), Evaluation(made.backend, made.val, None, 7), NoTeacher())
+    with pytest.raises(DataError, match=r"no image of the test split"):
+        of_test(Table(student))
 
 
 def test_the_teacher_is_queried_once_and_the_student_each_time():

@@ -118,6 +118,26 @@ def test_runs_that_differ_in_the_seed_alone():
     assert "mean of 3 seeds" in render([*group, other])
 
 
+def test_a_seed_counts_once_in_the_mean_of_seeds():
+    """A run made again, and a folder named twice, made the interval shorter: 12.706 x 2 / sqrt(2) / sqrt(2)."""
+    zero, one = seeded(0, 0.70), seeded(1, 0.72)
+    again = replace(seeded(0, 0.90), name="again")
+    (group,) = repeats([zero, again, zero, one])
+    assert group == [zero, one]
+    assert mean_cells(group)["accuracy"] == "71.0 ± 12.7 %"
+    assert "Mean of 2 seeds (s0, s1)" in summary([zero, again, zero, one])
+    assert "mean of 2 seeds" in render([zero, again, zero, one])
+    assert repeats([zero, again]) == []
+
+
+def test_a_strangers_findings_and_names_leave_the_terminal_alone():
+    finding = {"rule": "X\x1b]0;owned\x07", "severity": "info", "evidence": "\x1b[2Jall\nfine", "advice": "a\u3000b"}
+    shown = replace(run("n\x1b[31m"), findings=[{**finding, "key": "k", "value": 1}])
+    text = summary([shown])
+    assert "- **X?]0;owned?** (info): ?[2Jall?fine. a\u3000b" in text
+    assert all(line.isprintable() or "\u3000" in line for line in text.split("\n"))
+
+
 def test_a_teacher_that_runs_share_is_shown_once():
     """One teacher had two bars, of 22.1 and 22.2 %: its modes differ by rounding."""
     one, two = seeded(0, 0.5), seeded(1, 0.5)

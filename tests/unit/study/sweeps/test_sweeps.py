@@ -107,6 +107,14 @@ def test_a_row_of_the_journal_is_read(journal):
     assert journal('{"trial": "TRIAL", "by": ""').rows == {}, "cut short: it is trained again"
 
 
+@pytest.mark.parametrize(("written", "read"), [([-0.328, 1.244], [0.0, 1.0]), ([1.1, 1.2], [1.0, 1.0]), ([], None)])
+def test_ends_of_a_share_that_an_earlier_version_wrote_are_cut(journal, written, read):
+    """A sweep of several labels per image, made again, said "1.244 is no mAP"."""
+    test = {"score": 0.4, "interval": written}
+    (row,) = journal(json.dumps({"trial": "TRIAL", **ROW, "interval": written, "test": test})).rows.values()
+    assert row.get("interval") == row["test"].get("interval") == read
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -123,6 +131,7 @@ def test_a_row_of_the_journal_is_read(journal):
         {"key": ["accuracy"]},
         {"key": {}},
         {"interval": [0.4]},
+        {"interval": [0.4, float("inf")]},
         {"interval": [0.4, "x"]},
         {"interval": 0.4},
         {"interval": None},
