@@ -32,6 +32,14 @@ class Shard:
 
 def find(pattern: str, where: str, copies: str) -> list[Shard]:
     """Return the shards of a pattern in its order; new or changed remote shards are copied first."""
+    names = origins(pattern, where)
+    if not object_store.is_url(pattern):
+        return [Shard(name, name) for name in names]
+    return _copied(names, Path(os.path.expanduser(copies)), where)
+
+
+def origins(pattern: str, where: str) -> list[str]:
+    """Return the paths or URLs of a pattern's shards in its order; nothing is copied."""
     if pattern.startswith("pipe:"):
         raise DataError(where, f"'{pattern}' is a pipe", "Paths or URLs of .tar files", "Name the shards' URL")
     remote = object_store.is_url(pattern)
@@ -46,9 +54,7 @@ def find(pattern: str, where: str, copies: str) -> list[Shard]:
         missing.extend([] if matches else [path])
     if missing:
         raise _no_shard(missing, where, remote)
-    if not remote:
-        return [Shard(name, name) for name in names]
-    return _copied(list(names), Path(os.path.expanduser(copies)), where)
+    return list(names)
 
 
 def members(

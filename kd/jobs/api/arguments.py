@@ -148,9 +148,8 @@ class Arguments:
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        if where == "val" and isinstance(
-            items.sampler, (RandomSampler, SubsetRandomSampler)
-        ):  # the teacher's outputs are kept by position
+        # the teacher's outputs are kept by position
+        if where == "val" and isinstance(items.sampler, (RandomSampler, SubsetRandomSampler)):
             raise ConfigError(where, "is a DataLoader that shuffles", "One order in every pass", "Set shuffle=False")
         num_images = drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images

@@ -23,7 +23,7 @@ from kd.core.facts import DatasetFacts, file_key
 from kd.core.text import class_order, nfc
 from kd.core.types import Decoded
 from kd.files.pixels import Least
-from kd.files.shards import Shard, content, find, members, read
+from kd.files.shards import Shard, content, find, members, origins, read
 from kd.parts.datasets import _decode as images
 
 MAX_LABEL = 2**20  # bytes of a label member
@@ -156,14 +156,12 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
 
 def _check_disjoint(options: Options, split: str, shards: Sequence[Shard]) -> None:
     # Scores on images of training would be too high, and nothing later would reveal it.
-    order = ("train", "val", "test")
+    order, own = ("train", "val", "test"), {os.path.abspath(shard.origin) for shard in shards}
     for other in order[: order.index(split)]:
-        same = {one.origin for one in shards} & {
-            one.origin for one in find(getattr(options, other), f"data.{other}", options.copies)
-        }
-        if same:
-            wrong = f"'{min(same)}' is also a shard of data.{other}"
-            raise DataError(f"data.{split}", wrong, "Shards of one split", "Name each shard in one split")
+        for origin in origins(getattr(options, other), f"data.{other}"):
+            if os.path.abspath(origin) in own:
+                wrong = f"'{origin}' is also a shard of data.{other}"
+                raise DataError(f"data.{split}", wrong, "Shards of one split", "Name each shard in one split")
 
 
 def _index(shard: str, options: Options, where: str, labels: str) -> tuple[list[_Image], Counter[str]]:
