@@ -31,7 +31,6 @@ from serving import ROOT, Running
 import kd
 from kd.cli.__main__ import COMMANDS, main
 from kd.core.errors import KdError
-from kd.study.sweeps.space import Space
 
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "results")]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "LOG.md"]
@@ -52,7 +51,6 @@ NOT_RUN = {
     "source": "another environment",
     "eval": "changes the reader's shell",
     "python3": "makes an environment",
-    "kd-sweep": "starts a process per trial; test_sweep.py does that",
 }
 LAUNCHED = {
     "KD_TRAIN_IMAGE": "123456789012.dkr.ecr.us-east-1.amazonaws.com/kd-train",
@@ -153,11 +151,6 @@ def check_not_run(argv: list[str], command: Command) -> None:
         assert (bool(given.module), given.training_script) == (True, "kd.cli"), argv
         name, *more = given.training_script_args
         check_arguments([f"kd-{name}", *more], command)
-    elif program == "kd-sweep":
-        check_flags(argv, help_of(command, "sweep"))
-        path, *overrides = [arg for arg in argv[1:] if "=" in arg or arg.endswith(".yaml")]
-        space = Space.read(path, overrides)
-        assert len({str(kd.config.to_dict(space.load(one))) for one in space.combinations()}) > 1, argv
     elif program == "neuron_parallel_compile":
         check_not_run(rest, command)
     elif program in ("mpirun", "PJRT_DEVICE=CPU"):
