@@ -89,6 +89,7 @@ class StudentWithLoss(nn.Module):
         super().__init__()
         self.student, self.criterion, self.task, self.frozen = student, criterion, task, frozen
         self.image_size = image_size  # side of full views, pixels; 0: a batch's images are not resized
+        self.unused: tuple[str, ...] = ()  # names of trainable parameters that get no gradient
 
     def forward(self, batch: Batch, teacher: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         with at_size(self.student, batch.image.shape[-1], self.image_size):

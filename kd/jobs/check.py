@@ -18,7 +18,8 @@ from kd.core.types import Outputs
 from kd.data.views import Views
 from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import REORDERED, Pick, Preprocessing, feature_shapes
-from kd.models.live_teacher import FAILURES, LiveTeacher
+from kd.models.examination import FAILURES
+from kd.models.live_teacher import LiveTeacher
 from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
@@ -70,10 +71,11 @@ def check(recipe: Recipe) -> Checked:
             require_weights(student_spec(phase.student, data.classes))
     teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
     data, untaught = teachers.data, Teachers(None, teachers.data)
-    modules = {
-        name: build_distillation(phase.student, teachers if phase is recipe else untaught, meta=True)
-        for name, phase in phases.items()
-    }
+    modules = {}
+    for name, phase in phases.items():
+        micro_batch = split_batch(phase.data, ranks, len(data.train)).micro_batch
+        taught = teachers if phase is recipe else untaught
+        modules[name] = build_distillation(phase.student, taught, micro_batch, meta=True)
     cache = ""
     if plan.needed and plan.cache.views and teachers.model is not None:
         from kd.setup.open_cache import cache_codec, price  # only if outputs are stored

@@ -21,7 +21,8 @@ from kd.engine.criterion import StudentWithLoss
 from kd.jobs.check import Checked, check, compare
 from kd.jobs.measured import expected
 from kd.models.classifier import set_attention
-from kd.models.live_teacher import FAILURES, NoTeacher, count_parameters, on_meta
+from kd.models.examination import FAILURES
+from kd.models.live_teacher import NoTeacher, count_parameters, on_meta
 from kd.parts import registry
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import Teachers

@@ -69,13 +69,13 @@ class Bench:
         random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
         teachers = load_teachers(teacher, data, random)
         fresh = replace(student, init="scratch", checkpoint="")
-        module, live = build_distillation(fresh, teachers).to(backend.device), NoTeacher()
+        split = split_batch(data.plan, 1, len(data.train))
+        module, live = build_distillation(fresh, teachers, split.micro_batch).to(backend.device), NoTeacher()
         apply_mode(torch_mode(recipe.backend.precision, student.attention, False, module, backend), module, backend)
         if teachers.model is not None:
             whole = replace(teacher, shard=False, pipeline=0)
             mode = replace(teacher_mode(teacher, teachers.model, backend), compiled=False)
             live = TeacherFactory(whole, teachers.model, backend, data.plan.image_size)(mode)
-        split = split_batch(data.plan, 1, len(data.train))
         bench = cls(recipe, backend, split, teachers, live, module, min(CPU_TRIAL, split.micro_batch))
         if backend.facts.cpu:
             with bench.trial() as trial:

@@ -194,6 +194,7 @@ class LogitsModel(nn.Module):
     # Float images are cast to the dtype of its weights, and its logits to float32.
 
     classes: Sequence[str] = ()
+    notes: Sequence[str] = ()
     runtime, reads_ids = "torch", False
 
     def __init__(self, network: nn.Module, where: str = "model") -> None:
@@ -202,7 +203,8 @@ class LogitsModel(nn.Module):
 
     def forward(self, image: Tensor) -> Outputs:
         weight = next((one for one in self.network.parameters() if one.is_floating_point()), image)
-        pixels = image.to(weight.dtype) if image.is_floating_point() else image
+        # A copy: a module that normalizes in place must not change the caller's data or the other model's images.
+        pixels = image.to(weight.dtype if image.is_floating_point() else image.dtype, copy=True)
         return Outputs(main_output(self.network(pixels), self.where).float())
 
     def identity(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -13,11 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.contracts import TeacherModel
-from kd.core.errors import ModelError, named
 from kd.core.types import Batch, Outputs
 
-FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
-"""Exceptions that networks raise for images of a wrong size."""
 Place = Callable[[nn.Module, Mapping[str, Tensor]], nn.Module]
 """(module on the meta device, rank 0's tensors by name) -> the module, sharded over the ranks, with weights."""
 
@@ -110,39 +106,6 @@ class NoTeacher(Uncached):
 
     def unanswered(self, view: int, ids: Tensor) -> Tensor:
         return torch.zeros(len(ids), dtype=torch.bool)
-
-
-@torch.no_grad()
-def require_repeatable(model: Any, where: str, name: str, size: int) -> None:
-    """Check that a model returns equal outputs for equal noise; it is left in eval mode."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    noise = torch.randint(256, (2, 3, size, size), generator=generator, device="cpu").to(torch.uint8)
-    meta = any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
-    noise = noise.to("meta") if meta else noise  # then only shapes are computed
-    try:
-        first, second = (model.eval()(noise) for _ in range(2))
-    except FAILURES as error:
-        if meta and (isinstance(error, NotImplementedError) or "meta" in str(error)):
-            return  # an operator without a meta kernel; the run itself will show it
-        raise fails(where, name, getattr(model, "input_size", size), error) from error
-    pairs = [(first.logits, second.logits), *((first.features[key], second.features[key]) for key in first.features)]
-    for one, other in (pair for pair in pairs if pair[0].numel() and not pair[0].is_meta):
-        spread = one.float().std().item()
-        gap = (one - other).abs().max().item() if one.shape == other.shape else math.inf
-        if gap > 1e-3 * spread:
-            wrong = (
-                f"'{name}' returns different outputs for the same pixels, by {gap / max(spread, 1e-12):.2g} standard "
-            )
-            wrong += "deviations: it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
-            allowed = "A model whose outputs depend on pixels alone"
-            raise ModelError(f"{where}.model", wrong, allowed, "Choose another")
-
-
-def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
-    """Return the error for a model whose forward fails."""
-    remedy = f"Set data.image_size, {where}.input_size or {where}.args where it has them, or correct its preprocessing"
-    wrong = f"'{name}' fails on images of {size}x{size} pixels ({named(error)})"
-    return ModelError(f"{where}.model", wrong, "A model from square RGB images", remedy)
 
 
 def on_meta(model: Any, fake: Any = None, network: torch.dtype | None = None) -> Any:

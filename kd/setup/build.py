@@ -19,6 +19,7 @@ from kd.engine.criterion import StudentWithLoss
 from kd.engine.monitor.timeline import region
 from kd.engine.optim import EMA, Schedule
 from kd.engine.run import Logger, Run, RunStore
+from kd.models.examination import require_apart
 from kd.models.live_teacher import LiveTeacher, NoTeacher
 from kd.parts import registry
 from kd.setup.build_teacher import Setting, TeacherReport, choose_teacher
@@ -105,7 +106,10 @@ def build_run(
 ) -> Built:
     """Build the run of a recipe; without a teacher model it trains on labels alone."""
     backend, model, data, split = setting.backend, setting.teachers.model, setting.teachers.data, setting.split
-    distillation = build_distillation(student, setting.teachers).to(backend.device)
+    distillation = build_distillation(student, setting.teachers, split.micro_batch)
+    teachers = dict(zip(teacher.members, setting.teachers.members, strict=False))
+    require_apart(distillation.student, teachers, "student.model")  # type: ignore[arg-type]
+    distillation.to(backend.device)
 
     with region("choose teacher"):
         report = choose_teacher(setting, teacher)

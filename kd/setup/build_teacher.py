@@ -14,12 +14,14 @@ from torch import nn
 
 from kd.config.schema import BackendSection, TeacherSection
 from kd.core.contracts import Backend, HasWarnings, Source, TeacherModel
-from kd.core.errors import CorruptImage, ModelError, RunError
+from kd.core.errors import CorruptImage, ModelError, NotPrepared, RunError
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
 from kd.models.classifier import Classifier, Ensemble, set_attention
-from kd.models.live_teacher import LiveTeacher, NoTeacher, is_on_meta, require_repeatable
+from kd.models.examination import IMAGES, examine, fails
+from kd.models.examination import noise as random_images
+from kd.models.live_teacher import LiveTeacher, NoTeacher, is_on_meta
 from kd.models.spec import Spec
 from kd.parts import registry
 from kd.setup.data import BatchSplit, Data, split_batch
@@ -127,7 +129,10 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
     if weights == REAL:
         _check_execution(section, model, where)
         if not model.reads_ids:
-            require_repeatable(model, where, section.model, data.plan.image_size)
+            size = getattr(model, "input_size", 0) or data.plan.image_size
+            task = plan.task if plan.logits else None
+            explain = partial(fails, where, section.model, size)
+            examine(model, f"{where}.model", sample(data), task, explain=explain)  # type: ignore[arg-type]
     return model
 
 
@@ -286,10 +291,19 @@ def pixels_of(pictures: Sequence[Image.Image], shown: Views) -> torch.Tensor:
     return torch.from_numpy(np.stack(views))
 
 
-def readable(source: Source) -> tuple[list[Image.Image], list[int]]:
+def sample(data: Data) -> torch.Tensor:
+    """Return validation images for an examination, uint8 [N, 3, S, S]; noise if they do not exist yet."""
+    shown = data.shown(data.val)
+    try:
+        return pixels_of(readable(shown.source, IMAGES)[0], shown)
+    except NotPrepared:
+        return random_images(data.plan.image_size)
+
+
+def readable(source: Source, count: int = COMPARED) -> tuple[list[Image.Image], list[int]]:
     """Return evenly spaced images of a split, unchanged, and their ids."""
     found, ids, broken = [], [], None
-    for id in evenly_spaced(len(source), COMPARED):
+    for id in evenly_spaced(len(source), count):
         try:
             found.append(source.decode(id).image)
             ids.append(id)

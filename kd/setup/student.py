@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kd.core.contracts import Backend, Teacher
 from kd.core.errors import ModelError, raised
 from kd.core.host import environment
 from kd.core.seeds import seed_from
-from kd.core.types import Dims
+from kd.core.types import Batch, Dims, Outputs
 from kd.engine.criterion import Criterion, StudentWithLoss, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
 from kd.files.run_dir import RunDir
@@ -30,10 +31,10 @@ from kd.models.classifier import (
     set_attention,
     trained_network,
 )
-from kd.models.live_teacher import FAILURES, require_repeatable
+from kd.models.examination import FAILURES, IMAGES, examine, fails, unused_parameters
 from kd.models.spec import Spec
 from kd.parts import registry
-from kd.setup.build_teacher import Setting, Teachers
+from kd.setup.build_teacher import Setting, Teachers, sample
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
 from kd.setup.recipe import StudentPlan
 
@@ -46,10 +47,7 @@ def build_student(
     spec = replace(student_spec(plan, classes), any_size=any_size)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
     made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    student = registry.build("networks", plan.kind, plan.options, "student.kind", **made)
-    training = student.training
-    require_repeatable(student, plan.where, plan.model, image_size)
-    return student.train(training)
+    return registry.build("networks", plan.kind, plan.options, "student.kind", **made)
 
 
 def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
@@ -117,18 +115,53 @@ def build_criterion(
     return Criterion(terms, labelled)
 
 
-def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False) -> StudentWithLoss:
+def build_distillation(plan: StudentPlan, teachers: Teachers, micro_batch: int, meta: bool = False) -> StudentWithLoss:
     """Build student and criterion as one nn.Module; `meta`: the student without values, except a file's."""
-    data = teachers.data
+    data, size = teachers.data, teachers.data.plan.image_size
     with torch.device("meta") if meta else nullcontext():
         weights = not meta or bool(plan.checkpoint)  # a file may not fit; other weights always do
-        student = build_student(plan, data.classes, data.plan.image_size, weights, any_size=plan.small > 0)
-        require_size(plan, student, data.plan.image_size)
+        student = build_student(plan, data.classes, size, weights, any_size=plan.small > 0)
+        images = torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8) if meta else sample(data)
+        explain = partial(fails, plan.where, plan.model, student.input_size or size)
+        task = plan.task if plan.task.logits else None
+        examine(student, f"{plan.where}.model", images, task, micro_batch, explain)
+        require_size(plan, student, size)
     frozen = tune(plan, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
     criterion = build_criterion(plan.losses, dims, plan.seed, shares, data.labelled_share())
-    return StudentWithLoss(student, criterion, plan.task, frozen, data.plan.image_size)
+    module = StudentWithLoss(student, criterion, plan.task, frozen, size)
+    if not meta:
+        note_unused(module, images, dims)
+    return module
+
+
+def note_unused(module: StudentWithLoss, images: torch.Tensor, dims: Sequence[Dims]) -> None:
+    """Find the parameters that get no gradient, by a step on images [N, ...] with random teacher outputs."""
+    student: Any = module.student
+    batch = Batch.of(images, module.task.no_labels(len(images), dims[0].num_classes).to(images.device))
+    teacher = random_outputs(dims, len(images), images.device)
+    module.unused = unused_parameters(module, lambda: module(batch, teacher)[1]["loss"].mean())
+    if module.unused:
+        names = [name.removeprefix("student.network.") for name in module.unused]
+        more = f" and {len(names) - 4} more" * (len(names) > 4)
+        note = f"no gradient reaches {', '.join(names[:4])}{more}: they keep their first values"
+        student.notes = (*getattr(student, "notes", ()), note)
+
+
+def random_outputs(dims: Sequence[Dims], images: int, device: torch.device) -> Outputs:
+    """Return normal random outputs of teachers with these dimensions."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(images, *shape, generator=generator).to(device)
+
+    features = {}
+    for number, one in enumerate(dims):
+        suffix = f".{number}" if number else ""
+        features[f"pooled{suffix}"] = drawn(one.teacher_features)
+        features[f"tokens{suffix}"] = drawn(*one.teacher_tokens)
+    return Outputs(drawn(dims[0].num_classes), features)
 
 
 def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> None:

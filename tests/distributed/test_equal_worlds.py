@@ -159,3 +159,25 @@ def test_each_rank_leaves_its_timeline(plain):
     assert "where the time of 20 steps went" in run.world.logs[0]
     assert "where the time" not in run.world.logs[1]
     assert all({"ms_communication", "ms_wait"} <= row.keys() for row in run.rows("train")[2:])
+
+
+PARTLY = "student={kind: torch, model: 'outside.small:partly', mean: [0, 0, 0], std: [1, 1, 1]}"
+
+
+def test_layers_without_a_gradient_train_alike_on_two_ranks(plain):
+    """DDP waited for their gradients: it ended the run with their numbers."""
+    keys = (MICROS, "run.steps=4", "optimizer.kind=sgd", "optimizer.lr=0.05", PARTLY)
+    one, two = plain(1, *keys), plain(2, *keys)
+    for run in (one, two):
+        assert "no gradient reaches pooler.weight, pooler.bias" in run.world.logs[0]
+    assert difference(one.checkpoint(), two.checkpoint()) < 1e-6
+    assert difference(one.checkpoint(), one.checkpoint(4)) == 0
+    assert one.losses()[-1] < one.losses()[0]
+
+
+def test_a_layer_that_is_skipped_later_is_named(train):
+    run = train("skipped", 2, MICROS, "run.steps=12", PARTLY.replace("mean", "args: {sometimes: true}, mean"))
+    assert set(run.world.codes) == {2}
+    for log in run.world.logs:
+        assert "no gradient reached extra.weight, extra.bias" in log
+        assert "Traceback" not in log

@@ -28,7 +28,7 @@ from kd.files.run_dir import Memory, RunDir
 from kd.jobs.api.arguments import (
     Arguments,
     batch_of,
-    count_classes,
+    examined,
     fingerprint_of,
     in_own_words,
     known_labels,
@@ -41,11 +41,12 @@ from kd.jobs.progress.console import Console
 from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
 from kd.models.classifier import Ensemble, LogitsModel
+from kd.models.examination import require_apart
 from kd.models.live_teacher import LiveTeacher
 from kd.setup.build import distributed, settings_of, sift_context, sifter_of
 from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, Record
-from kd.setup.student import build_criterion
+from kd.setup.student import build_criterion, note_unused
 
 
 def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
@@ -122,9 +123,9 @@ def distill(
     """
     teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
     arguments = Arguments(teachers, student, train, val, losses, sifter, labels, workers, seed)
-    image = arguments.image()
+    images = arguments.images()
     size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
-    recipe = arguments.recipe(image, size, run=length, optimizer=optimizer or {}, backend=backend or {})
+    recipe = arguments.recipe(images[0], size, run=length, optimizer=optimizer or {}, backend=backend or {})
     if isinstance(train, DataLoader) and folder is not None:
         remedy = "Pass train.dataset instead of the DataLoader, or no folder"
         raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
@@ -133,7 +134,7 @@ def distill(
         Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
         _opened(recipe.record, folder, world.rank) as sink,
     ):
-        run, classes = _run(recipe, arguments, image, world, sink, console)
+        run, classes = _run(recipe, arguments, images, world, sink, console)
         own = sink.path / f"timeline_{world.rank}.jsonl" if isinstance(sink, RunDir) else None
         start = sink.step() if isinstance(sink, RunDir) else 0
         with Timeline(clock_of(world.facts), own, start, world.communication_ms) as timeline:
@@ -166,12 +167,15 @@ def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
 
 
 def _run(
-    recipe: Recipe, arguments: Arguments, image: Tensor, world: Backend, sink: Memory | RunDir, console: Console
+    recipe: Recipe, arguments: Arguments, images: Tensor, world: Backend, sink: Memory | RunDir, console: Console
 ) -> tuple[Run, list[str]]:
-    """Assemble a run and return it with the class names; a forward of `image` gives their number."""
+    """Assemble a run and return it with the class names; the examination on `images` gives their number."""
+    section, task, seed = recipe.data, recipe.student.task, recipe.loop.seed
     models = [LogitsModel(module, where) for where, module in arguments.models.items()]
-    classes = arguments.classes(count_classes(models, image, world.device))
-    section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(classes)
+    require_apart(models[0], {model.where: model for model in models[1:]}, "student")
+    images, models = images.to(world.device), [model.to(world.device) for model in models]
+    num_classes = examined(models, images, task, section.micro_batch or section.batch_size // world.world_size)
+    classes = arguments.classes(num_classes)
     batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
     val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
@@ -181,8 +185,12 @@ def _run(
     model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
     sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
-    criterion = _criterion(recipe, arguments, Dims(num_classes, 0, 0, classes=tuple(classes), labels=known))
+    dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
+    criterion = _criterion(recipe, arguments, dims)
     distillation = StudentWithLoss(student, criterion, task).to(world.device)
+    note_unused(distillation, images, [dims])
+    for note in student.notes:
+        console.info(f"student: {note}")
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)

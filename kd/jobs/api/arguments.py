@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
 from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError, named
+from kd.core.evaluation import Task
+from kd.core.seeds import evenly_spaced
 from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
+from kd.models.examination import IMAGES, examine
 from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import MAP_DATASET
 
@@ -154,12 +158,14 @@ class Arguments:
         num_images = drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
-    def image(self) -> Tensor:
+    def images(self) -> Tensor:
+        """Return the images for an examination [N, ...]: two of a dataset, the first batch of a DataLoader."""
         if not isinstance(self.train, DataLoader):
-            return MapDataset(self.train, self.seed, "train", "none").load(0, 0).pixels
+            dataset = MapDataset(self.train, self.seed, "train", "none")
+            return torch.stack([dataset.load(id, 0).pixels for id in evenly_spaced(len(dataset), IMAGES)])
         size = batch_of(self.train, 1)
         batches = BatchLoader(self.train, size, "train", "none").epoch(evaluation_plan(size, size), 0)
-        return next(batches).image[0]
+        return next(batches).image
 
 
 def fingerprint_of(criterion: Criterion) -> str:
@@ -199,32 +205,27 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
-def count_classes(models: Sequence[LogitsModel], image: Tensor, device: torch.device) -> int:
-    """Run all models, the student first, on one image; return their number of classes."""
-    image, found = image[None].to(device), {}
-    for one in models:
-        training = one.training
-        try:
-            with torch.no_grad():
-                shape = one.to(device).eval()(image).logits.shape
-        except KdError:
-            raise
-        except Exception as error:  # a foreign module may raise anything
-            pixels = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
-            wrong = f"fails on an image of train, {pixels}: {named(error)}"
-            remedy = "Resize in the transform, or in the module"
-            if not image.is_floating_point():
-                remedy = "End the transform in float pixels: image.float() / 255"
-            raise ModelError(one.where, wrong, "Both models take the images of train as they are", remedy) from error
-        one.train(training)
-        if len(shape) != 2:
-            raise ConfigError(one.where, f"returns the shape {list(shape)} for one image", "Logits [1, C]", "Wrap it")
-        found[one.where] = shape[1]
-    for where, count in found.items():
-        if count != found["student"]:
-            wrong = f"returns {count} classes, the student {found['student']}"
+def examined(models: Sequence[LogitsModel], images: Tensor, task: Task, micro_batch: int) -> int:
+    """Examine all models on images [N, ...], the student first; return their number of classes."""
+    counts: dict[str, int] = {}
+    for model in models:
+        trained = micro_batch if model is models[0] else 0
+        outputs = examine(model, model.where, images, task, trained, partial(_fails, model.where, images))
+        counts[model.where] = outputs["logits"].shape[1]
+    for where, count in counts.items():
+        if count != counts["student"]:
+            wrong = f"returns {count} classes, the student {counts['student']}"
             raise ConfigError(where, wrong, "Both must be equal, in the same order", "Change the last layer of one")
-    return found["student"]
+    return counts["student"]
+
+
+def _fails(where: str, images: Tensor, error: Exception) -> ModelError:
+    pixels = f"{str(images.dtype).removeprefix('torch.')} {list(images.shape[1:])}"
+    remedy = "Resize in the transform, or in the module"
+    if not images.is_floating_point():
+        remedy = "End the transform in float pixels: image.float() / 255"
+    wrong = f"fails on images of train, {pixels}: {named(error)}"
+    return ModelError(where, wrong, "Both models take the images of train as they are", remedy)
 
 
 def _section(value: Any) -> Any:

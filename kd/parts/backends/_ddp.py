@@ -6,6 +6,7 @@ all-reduce checks the world size before training starts.
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kd.core.errors import BackendError, KdError, in_short
+from kd.core.errors import BackendError, KdError, ModelError, in_short
 from kd.core.facts import BackendFacts
 from kd.core.host import bf16_pays, bf16_units
 from kd.core.types import Batch
@@ -105,7 +106,8 @@ class DDPBackend:
         # torch warns about the strides of a depthwise kernel's gradient, which differ only in a dimension of size 1
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
         devices = [self.device.index] if self.device.index is not None else None
-        wrapped = _DDP(module, device_ids=devices, gradient_as_bucket_view=True)
+        unused = bool(getattr(module, "unused", ()))  # else DDP waits for each parameter's gradient
+        wrapped = _DDP(module, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=unused)
         if self.device.type == "cpu":  # on a device DDP's timers sync, so only one step in a hundred is timed
             wrapped._set_ddp_runtime_logging_sample_rate(1)  # not public, see `end_step`
         self._module = wrapped
@@ -238,12 +240,25 @@ class DDPBackend:
 
     def explain(self, error: Exception) -> KdError | None:
         text = str(error)
+        if "did not receive grad" in text and self._module is not None:
+            return self._without_gradient(text)
         lost = isinstance(error, dist.DistError) or any(sign in text for sign in _PEER_ENDED)
         if not (self._joined and lost):
             return None
         reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)[:200]
         remedy = "Read the error of the rank that ended first; the same command resumes from the last checkpoint"
         return BackendError("backend", f"rank {self.rank} lost the other ranks ({reason})", "", remedy)
+
+    def _without_gradient(self, text: str) -> ModelError:
+        """Name the parameters whose numbers DDP gives."""
+        assert self._module is not None
+        names = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
+        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        numbers = map(int, listed[1].split() if listed else ())
+        found = ", ".join(names[number].removeprefix("module.student.network.") for number in numbers)
+        wrong = f"in this step no gradient reached {found}, which had one at the start"
+        remedy = "Use every layer in every step, or call requires_grad_(False) on those"
+        return ModelError("student", wrong, "On several ranks each parameter has a gradient in each step", remedy)
 
     def close(self) -> None:
         if self._joined:

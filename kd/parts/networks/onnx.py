@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kd.core.errors import ModelError
 from kd.core.types import Outputs
 from kd.models.classifier import resized
-from kd.models.live_teacher import fails
+from kd.models.examination import fails
 from kd.models.runtimes import Sessions, graph_files, open_session
 from kd.models.spec import Spec
 from kd.models.timm_folder import folder_config

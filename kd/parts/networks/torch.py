@@ -19,8 +19,8 @@ from kd.core.facts import NetworkFacts
 from kd.core.types import Outputs
 from kd.models.checkpoints import read
 from kd.models.classifier import Classifier, Network, main_output
+from kd.models.examination import FAILURES, fails
 from kd.models.fitting import take
-from kd.models.live_teacher import FAILURES, fails
 from kd.models.load_classifier import without_meta_warnings
 from kd.models.spec import Spec
 from kd.parts.networks import _shared as shared

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from families import FAMILIES, FLAT, REFUSED, SIDE, answers, load, make, prepared
 
 from kd.core.errors import ModelError
-from kd.models.live_teacher import require_repeatable
+from kd.models.examination import examine, noise
 from kd.models.spec import Spec
 from kd.parts import registry
 
@@ -148,7 +148,7 @@ def test_a_model_that_masks_at_random_is_refused(tmp_path):
     options = registry.default_options("networks", "transformers")
     model = registry.build("networks", "transformers", options, "x", spec=spec, image_size=SIDE, features=("pooled",))
     with pytest.raises(ModelError, match=r"^teacher\.model: .*different outputs for the same pixels.*ViTMAE"):
-        require_repeatable(model, "teacher", "vit_mae", SIDE)
+        examine(model, "teacher.model", noise(SIDE))
 
 
 def test_the_pooled_token_of_a_convnext_is_no_place(tmp_path):

@@ -1,0 +1,142 @@
+"""Networks from outside at every door: kd-train, `--check`, kd-teach, kd.distill, kd-export."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import yaml
+from brought import FAULTS, HONEST, SIDE, Changed, normalized_in_place
+from pieces import merged
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import kd
+from kd.core.errors import ModelError
+
+PIXELS = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
+CPU = {"kind": "cpu", "precision": "fp32", "threads": 1}
+
+
+def build(name: str) -> nn.Module:
+    """Return a network by name; kd-train calls this."""
+    return FAULTS[name][0]() if name in FAULTS else HONEST[name]()
+
+
+def flat_with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def data(count: int = 12) -> TensorDataset:
+    image = torch.rand(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(image, torch.arange(count) % 3)
+
+
+def distill(teacher: nn.Module, student: nn.Module, train=None, **changes) -> kd.Distilled:
+    given = {"train": train or data(), "val": data(), "steps": 2, "batch_size": 4, "backend": CPU, "progress": False}
+    return kd.distill(teacher=teacher, student=student, **{**given, **changes})
+
+
+@pytest.fixture
+def section(monkeypatch):
+    """A section of kd-train whose network is one of `brought.py`."""
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+
+    def make(name: str) -> dict:
+        return {"kind": "torch", "model": "test_brought:build", "args": {"name": name}, **PIXELS}
+
+    return make
+
+
+@pytest.mark.parametrize("loader", [False, True], ids=["dataset", "loader"])
+@pytest.mark.parametrize("where", ["teacher", "student"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_distill_refuses(name, where, loader):
+    if where == "teacher" and "behind" in name:
+        return  # its final weights hide nothing
+    models = {"teacher": Changed(), "student": Changed(), where: build(name)}
+    with pytest.raises(ModelError, match=rf"^{where}: .*{FAULTS[name][1]}"):
+        distill(models["teacher"], models["student"], DataLoader(data(), 4) if loader else data())
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_distill_accepts(name):
+    result = distill(Changed(), build(name))
+    assert result.state.step == 2
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_kd_train_refuses_a_student(name, settings, section, refused, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**settings, "student": section(name)}))
+    said = refused("train", file)
+    assert FAULTS[name][1] in said, said
+    assert said.startswith("student.") or "student.outputs" in said, said
+
+
+@pytest.mark.parametrize("name", ["attention over the batch", "an LSTM over the batch", "dropout that always acts"])
+def test_kd_train_refuses_a_teacher(name, settings, section, refused, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**settings, "teacher": {**section(name), "min_accuracy": 0}}))
+    for flags in ((), ("--check",)):
+        said = refused("train", file, *flags)
+        assert FAULTS[name][1] in said, said
+        assert said.startswith("teacher.model: "), said
+
+
+def test_kd_teach_refuses_a_network_to_be_fitted(settings, section, refused, tmp_path):
+    fit = {"epochs": 1, "lr": 1e-2, "folder": str(tmp_path / "teachers")}
+    file = tmp_path / "run.yaml"
+    teacher = {**section("attention over the batch"), "fit": fit}
+    file.write_text(yaml.safe_dump({**settings, "teacher": teacher}))
+    assert "alone has other outputs" in refused("teach", file)
+
+
+@pytest.mark.parametrize("flags", [(), ("--check",)])
+def test_a_micro_batch_of_one_under_batch_norm_is_one_line(flags, settings, refused, tmp_path, monkeypatch):
+    """It said "this is a bug in kd", also in --check."""
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    student = {"kind": "torch", "model": "test_brought:flat_with_batch_norm", **PIXELS}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(merged(settings, {"data": {"micro_batch": 1}}) | {"student": student}))
+    said = refused("train", file, *flags)
+    assert said.startswith("student.model: ")
+    assert "batch norm" in said
+    assert "one value" in said
+
+
+def test_an_export_refuses_what_an_earlier_kd_trained(tmp_path):
+    """A student of an older kd, which asked nothing: 78.9 % stood on its card, alone its images had 25.0 %."""
+    levels = TensorDataset((data().tensors[0] * 255).round() / 255, data().tensors[1])
+    result = distill(Changed(), Changed(), val=levels)
+    result.student.after = lambda logits: logits - logits.mean(0)
+    with pytest.raises(ModelError, match=r"^student: .*alone has other outputs"):
+        result.export(tmp_path / "export", mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_teacher_that_changes_its_input_teaches_as_one_that_does_not():
+    plain, given = Changed(before=lambda image: (image - 0.5) / 0.25), data()
+    inplace = Changed(before=normalized_in_place)
+    inplace.load_state_dict(plain.state_dict())
+    first = Changed()
+    students = [copy.deepcopy(first), copy.deepcopy(first)]
+    before = given.tensors[0].clone()
+    results = [distill(t, s, given, val=given) for t, s in zip((plain, inplace), students, strict=True)]
+    assert torch.equal(given.tensors[0], before)
+    assert results[0].metrics == results[1].metrics
+    for name, tensor in students[0].state_dict().items():
+        assert torch.equal(tensor, students[1].state_dict()[name]), name
+
+
+def test_a_student_that_shares_its_backbone_with_the_teacher_is_refused():
+    teacher, student = Changed(), Changed()
+    student.plain = teacher.plain
+    before = copy.deepcopy(teacher.state_dict())
+    with pytest.raises(ModelError, match=r"^student: shares 2 tensors with teacher.*plain"):
+        distill(teacher, student)
+    with pytest.raises(ModelError, match=r"^student: shares"):
+        distill(teacher, teacher)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    distill(teacher, copy.deepcopy(teacher))
