@@ -140,3 +140,9 @@ def names_of(text: str) -> list[str]:
                 line = str(json.loads(line)) if line.startswith('"') else line
             found.append(line)
     return found
+
+
+def author_name(name: str) -> str:
+    """Return a parameter's name as the network's author wrote it, without the names of wrappers before it."""
+    first, _, rest = name.partition(".")
+    return author_name(rest) if first in ("module", "student", "network", "inner") and rest else name

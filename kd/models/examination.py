@@ -40,8 +40,8 @@ def noise(size: int) -> Tensor:
     return torch.randint(256, (IMAGES, 3, size, size), generator=generator, dtype=torch.uint8)
 
 
-class Finding(NamedTuple):
-    """The fault of a network: the three sentences of an error."""
+class Fault(NamedTuple):
+    """What is wrong with a network: the three sentences of an error."""
 
     wrong: str
     allowed: str
@@ -101,41 +101,41 @@ class Examined:
         return max(changes)
 
 
-def _one_row_per_image(network: Examined) -> Finding | None:
+def _one_row_per_image(network: Examined) -> Fault | None:
     for images, outputs in ((IMAGES, network.together), (1, network.alone)):
         for name, output in outputs.items():
             if output.ndim < 2 or len(output) != images or (name == "logits" and output.ndim != 2):
                 wrong = f"returns {name} of the shape {list(output.shape)} for a batch of {images}"
                 remedy = "Keep the batch's axis: write flatten(1) in place of squeeze() or flatten()"
-                return Finding(wrong, "Logits [images, classes], features [images, ...]", remedy)
+                return Fault(wrong, "Logits [images, classes], features [images, ...]", remedy)
     return None
 
 
-def _repeatable(network: Examined) -> Finding | None:
+def _repeatable(network: Examined) -> Fault | None:
     if network.change(network.swapped) <= EXACT or (change := network.change(network.again)) <= EXACT:
         return None
     wrong = f"returns different outputs for the same pixels, by {change:.2g} of the largest: "
     wrong += "it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
     remedy = "Call dropout with training=self.training, or choose another network"
-    return Finding(wrong, "A model whose outputs depend on pixels alone", remedy)
+    return Fault(wrong, "A model whose outputs depend on pixels alone", remedy)
 
 
-def _same_at_any_place(network: Examined) -> Finding | None:
+def _same_at_any_place(network: Examined) -> Fault | None:
     if (change := network.change(network.swapped)) <= EXACT:
         return None
     wrong = f"an image's outputs depend on its place in the batch, by {change:.2g} of the largest"
-    return Finding(wrong, "A model that sees each image by itself", "Put the batch first: batch_first=True")
+    return Fault(wrong, "A model that sees each image by itself", "Put the batch first: batch_first=True")
 
 
-def _same_alone(network: Examined) -> Finding | None:
+def _same_alone(network: Examined) -> Fault | None:
     if (change := network.change(network.alone)) <= (EXACT if network.exact else INEXACT):
         return None
     wrong = f"an image alone has other outputs than in a batch of {IMAGES}, by {change:.2g} of the largest"
     remedy = "Set batch_first=True in attention and recurrent layers, and track_running_stats=True in batch norm"
-    return Finding(wrong, "A model that sees each image by itself", remedy)
+    return Fault(wrong, "A model that sees each image by itself", remedy)
 
 
-def _logits(network: Examined) -> Finding | None:
+def _logits(network: Examined) -> Fault | None:
     task, logits = network.task, network.together.get("logits")
     if task is None or logits is None or logits.is_meta or logits.shape[1] < 2:
         return None
@@ -147,10 +147,10 @@ def _logits(network: Examined) -> Finding | None:
         if not task.are_probabilities(drawn.float()):
             return None
     remedy = "Leave out the last Softmax or Sigmoid; a teacher of kd-train may say outputs: probabilities"
-    return Finding("returns probabilities", "Logits: the losses apply the softmax or sigmoid", remedy)
+    return Fault("returns probabilities", "Logits: the losses apply the softmax or sigmoid", remedy)
 
 
-def _trains_on_a_micro_batch(network: Examined) -> Finding | None:
+def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
     if not network.micro_batch:
         return None
     network.model.train()
@@ -160,13 +160,13 @@ def _trains_on_a_micro_batch(network: Examined) -> Finding | None:
         if "more than 1 value per channel" not in str(error):
             raise
         wrong = f"its batch norm gets one value per channel, from a micro-batch of {network.micro_batch} image"
-        return Finding(wrong, "Two images or more, or a map larger than 1 x 1", "Raise the batch size")
+        return Fault(wrong, "Two images or more, or a map larger than 1 x 1", "Raise the batch size")
     finally:
         network.model.eval()
     return None
 
 
-QUESTIONS: Sequence[Callable[[Examined], Finding | None]] = (
+QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
     _one_row_per_image,
     _repeatable,
     _same_at_any_place,
@@ -205,7 +205,7 @@ def examine(
         explain: returns the error for a failed forward; None: the exception is raised.
 
     Raises:
-        ModelError: a question's answer is a fault.
+        ModelError: a question found a fault.
     """
     last = images[min(1, len(images) - 1)]
     pair = torch.stack([images[0], last.amin() + last.amax() - last])
@@ -215,10 +215,10 @@ def examine(
     model.eval()
     trained = changed(model, RAISED, 0, below=SMALL) if micro_batch else nullcontext()
     try:
-        with torch.random.fork_rng(devices=[]), full_precision(pair.device), trained:
+        with torch.random.fork_rng(devices=[]), full_precision(), trained:
             for question in QUESTIONS:
-                if (finding := question(network)) is not None:
-                    raise ModelError(where, *finding)
+                if (fault := question(network)) is not None:
+                    raise ModelError(where, *fault)
             return network.together
     except KdError:
         raise
@@ -233,11 +233,8 @@ def examine(
 
 
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """Multiply float32 matrices on a GPU in float32, not in TF32, whose rounding depends on the shapes."""
-    if device.type != "cuda":
-        yield
-        return
     switches: Sequence[Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [switch.allow_tf32 for switch in switches]
     try:

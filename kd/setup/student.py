@@ -18,6 +18,7 @@ from kd.core.contracts import Backend, Teacher
 from kd.core.errors import ModelError, raised
 from kd.core.host import environment
 from kd.core.seeds import seed_from
+from kd.core.text import author_name
 from kd.core.types import Batch, Dims, Outputs
 from kd.engine.criterion import Criterion, StudentWithLoss, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
@@ -136,17 +137,18 @@ def build_distillation(plan: StudentPlan, teachers: Teachers, micro_batch: int, 
     return module
 
 
-def note_unused(module: StudentWithLoss, images: torch.Tensor, dims: Sequence[Dims]) -> None:
-    """Find the parameters that get no gradient, by a step on images [N, ...] with random teacher outputs."""
+def note_unused(module: StudentWithLoss, images: torch.Tensor, dims: Sequence[Dims]) -> Sequence[str]:
+    """Find the parameters that get no gradient, by a step on images [N, ...]; return the student's notes."""
     student: Any = module.student
     batch = Batch.of(images, module.task.no_labels(len(images), dims[0].num_classes).to(images.device))
     teacher = random_outputs(dims, len(images), images.device)
     module.unused = unused_parameters(module, lambda: module(batch, teacher)[1]["loss"].mean())
     if module.unused:
-        names = [name.removeprefix("student.network.") for name in module.unused]
+        names = list(map(author_name, module.unused))
         more = f" and {len(names) - 4} more" * (len(names) > 4)
         note = f"no gradient reaches {', '.join(names[:4])}{more}: they keep their first values"
         student.notes = (*getattr(student, "notes", ()), note)
+    return getattr(student, "notes", ())
 
 
 def random_outputs(dims: Sequence[Dims], images: int, device: torch.device) -> Outputs:

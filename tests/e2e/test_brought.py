@@ -136,7 +136,5 @@ def test_a_student_that_shares_its_backbone_with_the_teacher_is_refused():
     before = copy.deepcopy(teacher.state_dict())
     with pytest.raises(ModelError, match=r"^student: shares 2 tensors with teacher.*plain"):
         distill(teacher, student)
-    with pytest.raises(ModelError, match=r"^student: shares"):
-        distill(teacher, teacher)
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     distill(teacher, copy.deepcopy(teacher))

@@ -61,7 +61,7 @@ def test_missing_features_are_read_from_facts(settings):
     with live.frozen():
         assert not torch.is_inference_mode_enabled()
         assert not torch.is_grad_enabled()
-    optimizer = build_optimizer(recipe.loop, build_distillation(recipe.student, teachers), backend)
+    optimizer = build_optimizer(recipe.loop, build_distillation(recipe.student, teachers, 2), backend)
     assert optimizer.defaults["fused"] is False
     cpu = build_backend(resolve(config.load(settings(cpu=True))).backend)
     assert workers_of(recipe.data, backend) == max(1, cores() - 1)  # it is an accelerator

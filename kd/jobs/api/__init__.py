@@ -40,8 +40,7 @@ from kd.jobs.observe import clock_of, where_the_time_went
 from kd.jobs.progress.console import Console
 from kd.jobs.train import open_run
 from kd.jobs.train import train as train_job
-from kd.models.classifier import Ensemble, LogitsModel
-from kd.models.examination import require_apart
+from kd.models.classifier import Ensemble
 from kd.models.live_teacher import LiveTeacher
 from kd.setup.build import distributed, settings_of, sift_context, sifter_of
 from kd.setup.data import split_batch
@@ -171,10 +170,8 @@ def _run(
 ) -> tuple[Run, list[str]]:
     """Assemble a run and return it with the class names; the examination on `images` gives their number."""
     section, task, seed = recipe.data, recipe.student.task, recipe.loop.seed
-    models = [LogitsModel(module, where) for where, module in arguments.models.items()]
-    require_apart(models[0], {model.where: model for model in models[1:]}, "student")
-    images, models = images.to(world.device), [model.to(world.device) for model in models]
-    num_classes = examined(models, images, task, section.micro_batch or section.batch_size // world.world_size)
+    micro_batch, images = section.batch_size // world.world_size, images.to(world.device)
+    models, num_classes = examined(arguments, images, task, micro_batch, world.device)
     classes = arguments.classes(num_classes)
     batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
     val_batch = batch_of(arguments.val, batch_size)
@@ -188,8 +185,7 @@ def _run(
     dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
     criterion = _criterion(recipe, arguments, dims)
     distillation = StudentWithLoss(student, criterion, task).to(world.device)
-    note_unused(distillation, images, [dims])
-    for note in student.notes:
+    for note in note_unused(distillation, images, [dims]):
         console.info(f"student: {note}")
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)

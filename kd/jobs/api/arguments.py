@@ -21,7 +21,7 @@ from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
-from kd.models.examination import IMAGES, examine
+from kd.models.examination import IMAGES, examine, require_apart
 from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import MAP_DATASET
 
@@ -205,18 +205,25 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
-def examined(models: Sequence[LogitsModel], images: Tensor, task: Task, micro_batch: int) -> int:
-    """Examine all models on images [N, ...], the student first; return their number of classes."""
+def examined(
+    arguments: Arguments, images: Tensor, task: Task, micro_batch: int, device: torch.device
+) -> tuple[list[LogitsModel], int]:
+    """Examine all models on images [N, ...]; return them, the student first, and their number of classes."""
+    models = [LogitsModel(module, where) for where, module in arguments.models.items()]
+    student, *teachers = models
+    others = {model.where: model for model in teachers if model.network is not student.network}
+    require_apart(student, others, "student")  # the student itself as the teacher is its caller's choice
     counts: dict[str, int] = {}
     for model in models:
-        trained = micro_batch if model is models[0] else 0
+        model.to(device)
+        trained = micro_batch if model is student else 0
         outputs = examine(model, model.where, images, task, trained, partial(_fails, model.where, images))
         counts[model.where] = outputs["logits"].shape[1]
     for where, count in counts.items():
         if count != counts["student"]:
             wrong = f"returns {count} classes, the student {counts['student']}"
             raise ConfigError(where, wrong, "Both must be equal, in the same order", "Change the last layer of one")
-    return counts["student"]
+    return models, counts["student"]
 
 
 def _fails(where: str, images: Tensor, error: Exception) -> ModelError:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kd.core.errors import BackendError, KdError, ModelError, in_short
 from kd.core.facts import BackendFacts
 from kd.core.host import bf16_pays, bf16_units
+from kd.core.text import author_name
 from kd.core.types import Batch
 from kd.parts.backends import _optimizers as states
 from kd.parts.backends._launch import read_launch, set_rendezvous
@@ -255,7 +256,7 @@ class DDPBackend:
         names = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
         listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
         numbers = map(int, listed[1].split() if listed else ())
-        found = ", ".join(names[number].removeprefix("module.student.network.") for number in numbers)
+        found = ", ".join(author_name(names[number]) for number in numbers)
         wrong = f"in this step no gradient reached {found}, which had one at the start"
         remedy = "Use every layer in every step, or call requires_grad_(False) on those"
         return ModelError("student", wrong, "On several ranks each parameter has a gradient in each step", remedy)

@@ -496,7 +496,7 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
     [
         ({"teacher": linear(10)}, r"teacher: returns 10 classes, the student 3\. Both must be equal"),
         ({"teacher": [linear(3), linear(4)]}, r"teacher\[1\]: returns 4 classes, the student 3"),
-        ({"student": nn.Conv2d(3, 3, 1)}, r"student: returns the shape \[1, 3, 2, 2\] for one image"),
+        ({"student": nn.Conv2d(3, 3, 1)}, r"student: returns logits of the shape \[2, 3, 2, 2\]"),
         ({"train": Alone(data(40, 3))}, r"train: item \d+ is not \(image, label\).*labels='none'"),
         ({"train": DataLoader(Alone(data(40, 3)), 16)}, r"train: batch 0 is not \(image, label\)"),
         ({"train": alike(-1)}, r"train: item \d+ has the label -1"),
@@ -508,7 +508,7 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
         ({"student": None}, r"student: is NoneType"),
         ({"student": linear(3).bfloat16()}, r"student: has weights in bfloat16.*student\.float"),
         ({"student": linear(3).requires_grad_(False)}, r"student: has no parameter that requires a gradient"),
-        ({"student": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"student: fails on .* float32 \[1, 3, 2, 2\]"),
+        ({"student": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"student: fails on .* float32 \[3, 2, 2\]"),
         ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(27, 3))}, r"teacher: fails on .*RuntimeError"),
         ({"train": cast(data(40, 3), torch.uint8)}, r"student: fails on .* uint8 .*image\.float\(\) / 255"),
         ({"train": Endless()}, r"train: is Endless, which has no length"),
