@@ -95,9 +95,9 @@ class Examined:
         changes = [0.0]
         for name, other in others.items():
             output = self.together[name][: len(other)].float()
-            if output.numel() and not output.is_meta:
-                largest = output.abs().max().clamp_min(1e-30)
-                changes.append(((output - other).abs().max() / largest).item())
+            if output.numel() and not output.is_meta and output.isfinite().all():
+                share = (output - other).abs().max() / output.abs().max().clamp_min(1e-30)
+                changes.append(share.nan_to_num(nan=float("inf")).item())
         return max(changes)
 
 
@@ -109,6 +109,13 @@ def _one_row_per_image(network: Examined) -> Fault | None:
                 remedy = "Keep the batch's axis: write flatten(1) in place of squeeze() or flatten()"
                 return Fault(wrong, "Logits [images, classes], features [images, ...]", remedy)
     return None
+
+
+def _finite(network: Examined) -> Fault | None:
+    outputs = () if network.micro_batch else network.together.values()
+    if all(output.is_meta or bool(output.isfinite().all()) for output in outputs):
+        return None
+    return Fault("returns NaN or infinity", "Finite numbers", "Check its weights")
 
 
 def _repeatable(network: Examined) -> Fault | None:
@@ -146,7 +153,7 @@ def _logits(network: Examined) -> Fault | None:
             drawn = network.outputs(network.images)["logits"]
         if not task.are_probabilities(drawn.float()):
             return None
-    remedy = "Leave out the last Softmax or Sigmoid; a teacher of kd-train may say outputs: probabilities"
+    remedy = "Leave out its last Softmax or Sigmoid; with kind: torch or onnx, outputs: probabilities is another way"
     return Fault("returns probabilities", "Logits: the losses apply the softmax or sigmoid", remedy)
 
 
@@ -168,6 +175,7 @@ def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
 
 QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
     _one_row_per_image,
+    _finite,
     _repeatable,
     _same_at_any_place,
     _same_alone,

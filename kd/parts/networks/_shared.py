@@ -166,6 +166,8 @@ def require_logits(spec: Spec, answer_BC: Tensor, meaning: str) -> None:
     if wrong := spec.task.refuse(answer_BC):
         raise ModelError(where, wrong, "Outputs of the losses' task", "Take another teacher, or losses")
     shares = spec.task.are_probabilities(answer_BC)
+    if shares and spec.where == "student":
+        return  # random logits may lie in 0..1: its examination tries other weights
     if shares != (meaning == "probabilities"):
         wrong = f"is {meaning}, but the outputs are {'probabilities' if shares else 'no probabilities'}"
         raise ModelError(f"{spec.where}.outputs", wrong, "", f"Set it to {'probabilities' if shares else 'logits'}")

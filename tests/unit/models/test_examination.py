@@ -88,6 +88,14 @@ def test_a_batch_norm_on_one_value_per_channel_is_refused():
     examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(), task(), 1)  # its maps are larger
 
 
+def test_not_a_number_is_refused_of_final_weights():
+    """An untrained network may overflow in evaluation: its batch norm has no statistics yet."""
+    network = made(lambda: Changed(after=lambda x: (x.abs() + 1e30) ** 2))
+    with pytest.raises(ModelError, match=r"^teacher: .*NaN or infinity"):
+        examine(network, "teacher", images(), task())
+    examine(network, "student", images(), task(), 2)
+
+
 def test_one_image_of_data_is_enough():
     examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(1), task(), 4)
     with pytest.raises(ModelError, match="alone"):
