@@ -112,7 +112,7 @@ def names_of(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
     """Return the names of an image's label, a number, or of its label set [C]; None: unknown."""
     if not classes or label.min() < 0:
         return None
-    return [classes[i] for i in (np.flatnonzero(label) if label.ndim else [int(label)])]
+    return [classes[i] for i in (np.flatnonzero(label).tolist() if label.ndim else [int(label)])]
 
 
 def shown_images(data: Data, limit: int, training: bool = False) -> Batches:
