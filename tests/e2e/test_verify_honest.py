@@ -47,21 +47,37 @@ def trained(pictures: Path, teacher: Path, folder: Path, **sections: object) -> 
     return train(config.load(settings | {"teacher": given(teacher)})).folder
 
 
+@pytest.fixture(scope="session")
+def mixed(pictures, teacher, once) -> Path:
+    """A finished run on these pictures, with its export. Do not write into it."""
+
+    def build(folder: Path) -> Path:
+        run = trained(pictures, teacher, folder)
+        export(run, options=ExportOptions(calibrate=False))
+        return run
+
+    return once("mixed", build)
+
+
 def verdicts(command, folder: Path, images: Path, run: Path) -> dict[str, str]:
     """Verify an export, which must have no wrong claim; return the verdict of each row."""
     answer = command("verify", folder, "--data", images, "--run", run, "--json")
-    rows = json.loads(answer.out)["rows"]  # nothing else is printed there
+    rows = json.loads(answer.out)["rows"]
     assert (answer.code, [row for row in rows if row["verdict"] == "WRONG"]) == (0, []), answer.err
     return {row["what"]: row["verdict"] for row in rows}
 
 
-def test_pictures_that_only_training_reads(pictures, teacher, command, tmp_path):
-    """The log has a line on the stray file, which must not stand before the JSON."""
-    run = trained(pictures, teacher, tmp_path)
-    made = export(run, options=ExportOptions()).folder
-    found = verdicts(command, made, pictures, run)
+def test_pictures_that_only_training_reads(mixed, pictures, command):
+    found = verdicts(command, mixed / "export", pictures, mixed)
     right = ("parity/model.onnx/correct", "input/crop", "images.csv/labels", "images.csv/choice")
     assert [found[what] for what in right] == ["right"] * len(right)
+
+
+def test_nothing_but_json_is_printed(mixed, command):
+    """The log has a line on the stray file."""
+    answer = command("verify", mixed / "export", "--run", mixed, "--json")
+    assert json.loads(answer.out)["verdict"].startswith("right: ")
+    assert "1 file is not read" in answer.err
 
 
 def test_a_run_without_labels(photos, teacher, command, tmp_path):
