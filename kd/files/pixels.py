@@ -49,6 +49,9 @@ class Most:
     aspect: float = math.inf  # longer side over shorter side
 
 
+MOST = Most()  # limits of training
+
+
 class Beyond(ValueError):
     """An image exceeds a limit: "pixels", "sides", "scans" or "bits". The text is `The image WRONG. ALLOWED`."""
 
@@ -73,7 +76,7 @@ def load_heif() -> bool:
 def open_training_image(data: bytes) -> Image.Image:
     """Open an image file of any of `FORMATS`, with training's limits; see `open_image`."""
     heif = data[4:8] == b"ftyp" and boxed(data) != "AVIF" and load_heif()
-    return open_image(data, [name for name in FORMATS if name != "HEIF" or heif], Most())
+    return open_image(data, [name for name in FORMATS if name != "HEIF" or heif], MOST)
 
 
 def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:

@@ -174,8 +174,8 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     provenance = {**subject.provenance, "digest": digest(student.network)}
     if made.calibration:
         provenance["calibration"] = made.calibration
-    labels = subject.classes if task.logits else ()
-    content, weights = export_files(student, labels, section.crop_pct, task.problem_type)
+    classes = subject.classes if task.logits else ()
+    content, weights = export_files(student, classes, section.crop_pct, task.problem_type)
     facts = {
         "format": FORMAT,
         "name": recipe.record.name,

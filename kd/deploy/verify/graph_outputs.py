@@ -128,7 +128,6 @@ def _runners(known: Claims, folder: Path, trust: bool, stack: ExitStack) -> dict
 
 def _show_counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) -> None:
     told = known.claimed
-    labels = known.labels if task.logits else ()
     found: dict[str, Any] = {name: {} for name in ("parity", "validation", "variants")}
     found["output"] = {"width": told["output"]["width"]}
     for name in outputs.outputs.keys() - {EAGER}:
@@ -138,7 +137,7 @@ def _show_counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) 
             left_out.append("correct")
             known.reasons |= dict.fromkeys((f"parity/{name}/correct", f"variants/{name}/title"), GUESSED)
         found["parity"][name] = {key: one for key, one in facts.items() if key not in left_out}
-        found["validation"][name] = outputs.reference(name, task, labels, "calibration" in told).record()
+        found["validation"][name] = outputs.reference(name, task, known.labels, "calibration" in told).record()
         if name in told.get("variants", {}):
             quality = variants.quality(name, outputs, task)
             keys = ["unit", *(() if guessed else ("title",))]
