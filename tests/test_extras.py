@@ -34,7 +34,7 @@ ACCOUNT = (
 TRIED: dict[str, str] = {
     "": "-m kd.cli train food.yaml --check",
     "hf": "-c 'import datasets, kd.parts.datasets.hf'",
-    "heic": '-c \'from kd.parts.datasets import _decode; assert "HEIF" in _decode._formats(b"0000ftypheic")\'',
+    "heic": "-c 'from kd.files import pixels; assert pixels.load_heif()'",
     "nncf": "-c 'import nncf, openvino, kd.parts.exporters.openvino; nncf.quantize'",
     "openvino": "-c 'import onnx, openvino, kd.models.runtimes, kd.deploy.export.export; openvino.Core()'",
     "track": "-m kd.cli train food.yaml run.steps=1 run.trackers=[tensorboard]",

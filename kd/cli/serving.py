@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from kd.cli.command import Parser, add_fields, add_trust, guarded, new_parser, taken
@@ -138,7 +139,8 @@ def verify(argv: Sequence[str] | None = None) -> int:
     options = parser.read(argv)
 
     def command() -> None:
-        found = verified(taken(VerifyOptions, options))
+        with redirect_stdout(sys.stderr):  # the log
+            found = verified(taken(VerifyOptions, options))
         rows = [row._asdict() for row in found.rows]
         stated = {key: found.manifest.get(key) for key in ("chain", "licences")} | {"verdict": found.line}
         print(json.dumps({**stated, "rows": rows}, indent=1) if options.json else "\n".join(found.lines))

@@ -197,7 +197,11 @@ class Scored:
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any]) -> Scored:
-        samples = {key: Samples.read(one) for key, one in recorded["samples"].items()}
+        values = recorded["row"]  # float32; those beside the samples are not rounded, so differences would not agree
+        samples = {
+            key: Samples.read({**sample, "value": values.get(key, sample["value"])})
+            for key, sample in recorded["samples"].items()
+        }
         return cls(**{**recorded, "samples": samples})
 
 

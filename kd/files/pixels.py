@@ -21,6 +21,10 @@ ENDINGS = (*ENDINGS, "jfif", "jpe", "jif", "pjpeg", "pjp", "jpeg_large", "jpg_la
 """Endings of image files. A sample of a tar shard with several gives the first. The second line has endings that
 browsers and programs use for JPEG, PNG and BMP."""
 HEIF = find_spec("pillow_heif") is not None
+AVIF = find_spec("PIL._avif") is not None
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *["AVIF"] * AVIF, *["HEIF"] * HEIF)
+"""Formats of training and validation images, recognized by content, not by file name. Pillow has more, some of which
+start other programs (EPS). The endpoint reads fewer."""
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 MAX_BYTES = 2**30  # bytes of an image file. Within the limit on pixels no file needs more; larger files are not read.
 MAX_PIXELS = 89_478_485  # pixels of a training image: Pillow's own limit
@@ -45,6 +49,9 @@ class Most:
     aspect: float = math.inf  # longer side over shorter side
 
 
+MOST = Most()  # limits of training
+
+
 class Beyond(ValueError):
     """An image exceeds a limit: "pixels", "sides", "scans" or "bits". The text is `The image WRONG. ALLOWED`."""
 
@@ -64,6 +71,12 @@ def load_heif() -> bool:
     if HEIF and "HEIF" not in Image.OPEN:
         import_module("pillow_heif").register_heif_opener()
     return HEIF
+
+
+def open_training_image(data: bytes) -> Image.Image:
+    """Open an image file of any of `FORMATS`, with training's limits; see `open_image`."""
+    heif = data[4:8] == b"ftyp" and boxed(data) != "AVIF" and load_heif()
+    return open_image(data, [name for name in FORMATS if name != "HEIF" or heif], MOST)
 
 
 def open_image(data: bytes, formats: Sequence[str], most: Most) -> Image.Image:
@@ -214,3 +227,8 @@ def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:
     left, top = (image.width - side) / 2, (image.height - side) / 2
     box = (left, top, left + side, top + side)
     return image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+
+
+def planes(image: Image.Image, size: int, crop: float) -> np.ndarray:
+    """Return the `centre_crop` of an RGB image as the graphs take it, uint8 [3, size, size]."""
+    return np.ascontiguousarray(np.asarray(centre_crop(image, size, crop)).transpose(2, 0, 1))

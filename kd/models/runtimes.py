@@ -177,7 +177,15 @@ def graph_files(path: Path, where: str) -> list[Path]:
     """Return an ONNX file and its external weight files."""
     onnx = require("onnx", where)
     try:
-        names = sorted(set(_external(onnx.load(str(path), load_external_data=False))))
+        model = onnx.load(str(path), load_external_data=False)
+        names = sorted(
+            {
+                entry.value
+                for message in messages(model)
+                for entry in getattr(message, "external_data", ())
+                if entry.key == "location"
+            }
+        )
     except Exception as error:  # protobuf and onnx have one exception type per kind of damage
         raise _no_graph(where, path, error) from error
     home, files = path.parent.resolve(), [path]
@@ -193,15 +201,13 @@ def graph_files(path: Path, where: str) -> list[Path]:
     return files
 
 
-def _external(message: Any) -> Iterator[str]:
-    """Yield the file names of external tensors in an ONNX message: initializers, attributes, functions, subgraphs."""
-    if message.DESCRIPTOR.name == "TensorProto":
-        yield from (pair.value for pair in message.external_data if pair.key == "location")
-        return
+def messages(message: Any) -> Iterator[Any]:
+    """Yield an ONNX message and all within it: nodes, tensors, attributes, functions, subgraphs."""
+    yield message
     for field, value in message.ListFields():
         if field.message_type is not None:
-            for one in [value] if hasattr(value, "DESCRIPTOR") else value:
-                yield from _external(one)
+            for inner in [value] if hasattr(value, "DESCRIPTOR") else value:
+                yield from messages(inner)
 
 
 def openvino_runner(source: Path | bytes, threads: int = 0, bf16: bool = False) -> Callable[[np.ndarray], np.ndarray]:

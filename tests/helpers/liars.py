@@ -27,6 +27,7 @@ from kd.deploy.export.package import seal
 from kd.deploy.verify.claims import WRONG
 from kd.deploy.verify.verify import Verdict, VerifyOptions, verify
 from kd.files.manifest import MANIFEST, sha256
+from kd.models.classifier import tensors_digest
 
 INT8 = "model.int8.onnx"
 MANY = np.random.default_rng(5).integers(0, 256, (120, 3, SIZE, SIZE), np.uint8)
@@ -52,6 +53,14 @@ def painted(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Subje
     made = small_subject(folder / "runs", teacher=TEACHER, images=lambda: nullcontext(images), licences=LICENCES)
     recipe = replace(made.recipe, teacher=replace(made.recipe.teacher, fits={}))  # its weights come with its name
     return replace(made, recipe=recipe), folder / "images"
+
+
+def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
+    """Return the subject with another task, and with another student of it."""
+    plan = replace(subject.recipe.student, task=task.build(task.Options()))
+    student = student or subject.student
+    provenance = {**subject.provenance, "digest": tensors_digest(student.network.state_dict())}
+    return replace(subject, recipe=replace(subject.recipe, student=plan), student=student, provenance=provenance)
 
 
 def answers(subject: Subject, pixels: np.ndarray) -> np.ndarray:

@@ -297,7 +297,7 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
     import torch
     from cases import grey16
 
-    from kd.deploy.export.export import _input
+    from kd.deploy.export.export import input_of
     from kd.deploy.serve.decoding import prepare
     from kd.deploy.serve.limits import Limits, Problem
     from kd.files.pixels import centre_crop
@@ -315,5 +315,5 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
     with torch.device("meta"):
         student = load(Spec("student", "lcnet_050", {}, ("a", "b")), 32)
     plan = DataPlan(kind="imagefolder", bits=12, image_size=32)
-    assert _input(student, plan)["bits"] == 12
-    assert "bits" not in _input(student, DataPlan(kind="imagefolder", image_size=32))
+    assert input_of(student, plan)["bits"] == 12
+    assert "bits" not in input_of(student, DataPlan(kind="imagefolder", image_size=32))

@@ -83,7 +83,7 @@ def export(
 def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> Subject:
     """Read the best student of a run; with `index` also its projector into the teacher's space."""
     manifest = folder.manifest()
-    if not manifest.get("classes"):
+    if "classes" not in manifest:
         raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     classes, data = manifest["classes"], manifest.get("data", "not recorded")
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
@@ -160,7 +160,7 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
         facts = _write_weights(subject, draft, made)
-        facts |= receipt(subject, made, draft, _exported(subject, made), options.license)
+        facts |= receipt(subject, made, draft, options.license)
         as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be generated again
         (draft / "README.md").write_text(card(as_read), encoding="utf-8")
         seal(draft, facts)
@@ -169,18 +169,19 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
 
 def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     """Write weights, config.json and kd.json, which serving needs; return the facts for manifest.json."""
-    student, recipe, provenance = subject.student, subject.recipe, dict(subject.provenance)
+    student, recipe = subject.student, subject.recipe
     task, section = recipe.student.task, recipe.data
+    provenance = {**subject.provenance, "digest": digest(student.network)}
     if made.calibration:
-        provenance |= {"digest": _exported(subject, made), "calibration": made.calibration}
-    labels = subject.classes if task.logits else ()
-    content, weights = export_files(student, labels, section.crop_pct, task.problem_type)
+        provenance["calibration"] = made.calibration
+    classes = subject.classes if task.logits else ()
+    content, weights = export_files(student, classes, section.crop_pct, task.problem_type)
     facts = {
         "format": FORMAT,
         "name": recipe.record.name,
         "version": provenance["digest"][:DIGITS] + ("-index" if student.project is not None else ""),
-        "input": _input(student, section),
-        "output": _output(student, made),
+        "input": input_of(student, section),
+        "output": output_of(student, made),
         "parity": made.parity,
         **({"variants": made.variants} if made.variants else {}),
         **({"pick": made.accepted["file"], "accepted": made.accepted} if made.accepted else {}),
@@ -192,11 +193,6 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
     return facts
 
 
-def _exported(subject: Subject, made: Made) -> str:
-    """Return a hash of the exported weights."""
-    return digest(subject.student.network) if made.calibration else subject.provenance["digest"]
-
-
 def _origin(section: StudentSection) -> str:
     if section.checkpoint:
         return f"started from the {packages.title(section.checkpoint)}"
@@ -205,7 +201,8 @@ def _origin(section: StudentSection) -> str:
     return "trained from random initial weights"
 
 
-def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
+def input_of(student: Classifier, section: DataSection) -> dict[str, Any]:
+    """Return manifest.json's entry on the images that the graphs take."""
     size = section.image_size
     return {
         "name": "image",
@@ -218,7 +215,8 @@ def _input(student: Classifier, section: DataSection) -> dict[str, Any]:
     }
 
 
-def _output(student: Classifier, made: Made) -> dict[str, Any]:
+def output_of(student: Classifier, made: Made) -> dict[str, Any]:
+    """Return manifest.json's entry on what the graphs return."""
     if student.num_classes:
         more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
         shape = f"float32 [batch, {student.num_classes}]"

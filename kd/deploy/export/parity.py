@@ -58,23 +58,20 @@ class GraphOutputs:
             made.right = int((best.indices == self.labels).sum())
         return made
 
-    def scores(self, name: str, task: Task) -> GraphScores:
-        return task.graph_scores(self.outputs[name], self.outputs[EAGER], self.labels)
-
-    def score(self, name: str, task: Task, picks: Any = slice(None)) -> float:
-        """Return the selection metric on all images or on the picked ones."""
-        return task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks]).score
+    def scores(self, name: str, task: Task, picks: Any = slice(None)) -> GraphScores:
+        """Return the scores on all images or on the picked ones."""
+        return task.graph_scores(self.outputs[name][picks], self.outputs[EAGER][picks], self.labels[picks])
 
     def interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of the selection metric: Wilson for shares, else the bootstrap."""
         found = self.scores(name, task)
         if found.share_of:
             return wilson(found.score, found.share_of)
-        return around(found.score, resampled(lambda picks: self.score(name, task, picks), len(self.labels)))
+        return around(found.score, resampled(lambda picks: self.scores(name, task, picks).score, len(self.labels)))
 
     def drop(self, name: str, task: Task, picks: Any = slice(None)) -> float:
         """Return PyTorch's selection metric minus the graph's."""
-        return self.score(EAGER, task, picks) - self.score(name, task, picks)
+        return self.scores(EAGER, task, picks).score - self.scores(name, task, picks).score
 
     def drop_interval(self, name: str, task: Task) -> tuple[float, float]:
         """Return the 95 % interval of `drop`: from the images whose prediction changed, or by the bootstrap."""
@@ -97,12 +94,9 @@ class GraphOutputs:
         """Write one line per image: CRC-32 of file and pixels, whether its labels are known, and their names."""
         with file.open("w", newline="", encoding="utf-8") as opened:
             rows = csv.writer(opened, lineterminator="\n")
-            for (encoded, pixels), label in zip(self.images, self.labels, strict=True):
-                labels = label.reshape(-1).tolist()
-                shown = labels if label.ndim == 0 else [i for i, there in enumerate(labels) if there > 0]
-                known = min(labels) >= 0
-                names = [classes[i] for i in shown] if known and classes else []
-                rows.writerow([f"{encoded:08x}", f"{pixels:08x}", int(known and bool(classes)), *names])
+            for (encoded, pixels), label in zip(self.images, self.labels.numpy(), strict=True):
+                names = names_of(label, classes)
+                rows.writerow([f"{encoded:08x}", f"{pixels:08x}", int(names is not None), *(names or ())])
 
     def joined(self, other: GraphOutputs) -> GraphOutputs:
         outputs, took = {**self.outputs, **other.outputs}, {**self.cpu_ms, **other.cpu_ms}
@@ -112,6 +106,13 @@ class GraphOutputs:
         """Return the largest absolute difference from PyTorch; inf if a value is not finite."""
         found = (self.outputs[name] - self.outputs[EAGER]).abs()
         return float(found.max()) if bool(found.isfinite().all()) else float("inf")
+
+
+def names_of(label: np.ndarray, classes: Sequence[str]) -> list[str] | None:
+    """Return the names of an image's label, a number, or of its label set [C]; None: unknown."""
+    if not classes or label.min() < 0:
+        return None
+    return [classes[i] for i in (np.flatnonzero(label).tolist() if label.ndim else [int(label)])]
 
 
 def shown_images(data: Data, limit: int, training: bool = False) -> Batches:

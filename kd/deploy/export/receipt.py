@@ -15,11 +15,13 @@ from kd.core.text import table
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
+from kd.models.classifier import digest
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
 from kd.models.live_teacher import count_parameters
 from kd.models.timm_folder import is_timm
 from kd.setup.recipe import Recipe
 from kd.study.finished import MAP_DATASET
+from kd.study.report.summary import samples_of
 
 OWN, ALONE = "student", "labels only"  # models in `scores`: the exported one, and the same student without a teacher
 NAMED = "by its name"  # a source: the weights belong to the model's name
@@ -52,9 +54,9 @@ def licences(recipe: Recipe) -> dict[str, str]:
     return {**found, "data": recipe.data.license or UNKNOWN, "student's first weights": first}
 
 
-def receipt(subject: Subject, made: Made, folder: Path, digest: str, license: str) -> dict[str, Any]:
-    """Return manifest.json's entry on the origin of the graphs in `folder`; `digest`: hash of its weights."""
-    chain = chain_of(subject, digest)
+def receipt(subject: Subject, made: Made, folder: Path, license: str) -> dict[str, Any]:
+    """Return manifest.json's entry on the origin of the graphs in `folder`."""
+    chain = chain_of(subject)
     chain["graphs"] = {name: sha256(folder / name) for name in made.parity}
     stated = {**subject.licences, chain["student"]["is"]: license or UNKNOWN}
     calibrated = {"calibration": made.calibration} if made.calibration else {}
@@ -67,7 +69,7 @@ def about(subject: Subject) -> dict[str, Any]:
     recipe, student = subject.recipe, subject.student
     return {
         "model": plain_name(written(recipe.student.model)),
-        "parameters": count_parameters(student),
+        "parameters": count_parameters(student.network),  # those of model.safetensors
         "library": "timm" if is_timm(student.network) else "pytorch",
         "losses": [loss.kind for loss in recipe.student.losses],
         "data": {"kind": recipe.data.kind, "hash": subject.data},
@@ -83,9 +85,7 @@ def scores_of(subject: Subject) -> dict[str, Any]:
     decides, teachers = scores.own[0].key, scores.of_teachers(row)
     baseline = max(subject.baseline, key=lambda one: one[decides], default={}) if alone is None else alone.row
     known = {**teachers, OWN: row, ALONE: baseline}
-    samples: dict[str, Mapping[str, Samples]] = {name: scored.of(name) for name in teachers} if scored else {}
-    samples |= {OWN: scored.samples} if scored else {}
-    samples |= {ALONE: alone.samples} if alone else {}
+    samples = {**samples_of(scored, teachers, OWN), **samples_of(alone, (), ALONE)}
     models = {
         name: {one.key: _score(values[one.key], samples.get(name, {}).get(one.key))
                for one in scores.own if one.key in values}
@@ -121,8 +121,8 @@ def _difference(one: Samples, other: Samples) -> dict[str, Any]:
     return {"value": value, "interval": [low, high]}
 
 
-def chain_of(subject: Subject, digest: str) -> dict[str, Any]:
-    """Return the chain from the teacher to the weights, whose hash is `digest`, without the graphs."""
+def chain_of(subject: Subject) -> dict[str, Any]:
+    """Return the chain from the teacher to the exported weights, without the graphs."""
     recipe, found, own = subject.recipe, subject.made_from, subject.provenance
     chain: dict[str, Any] = {}
     if recipe.teacher.members and subject.recipe.student.losses:
@@ -133,7 +133,7 @@ def chain_of(subject: Subject, digest: str) -> dict[str, Any]:
         chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
         chain["answers"] = found.get("answers") or {}
     step = {"is": "student" if recipe.student.losses else "teacher", "run": own["run"], "step": own["step"]}
-    chain["student"] = {**step, "weights": own["digest"], "exported": digest}
+    chain["student"] = {**step, "weights": own["digest"], "exported": digest(subject.student.network)}
     return chain
 
 

@@ -14,7 +14,7 @@ from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.serve.self_check import UNREADABLE, SelfCheckError
 from kd.deploy.shift import Measures, measure
 from kd.files import pixels
-from kd.files.pixels import HEIF, MARGIN, Beyond, centre_crop, count_scans, least_of_centre, load, reduce
+from kd.files.pixels import HEIF, MARGIN, Beyond, count_scans, least_of_centre, load, planes, reduce
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 NAMES = (*FORMATS, *(["HEIC"] if HEIF else []))
@@ -99,7 +99,7 @@ def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> Decod
         raise  # the image is not at fault
     except Exception as error:  # Pillow raises errors of any type on damaged data
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
-    cropped = np.ascontiguousarray(np.asarray(centre_crop(rgb, size, crop)).transpose(2, 0, 1))
+    cropped = planes(rgb, size, crop)
     return DecodedImage(cropped, opened.summary, measure(cropped))
 
 

@@ -6,6 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from kd.parts import registry
 
 WRITTEN = ("README.md", "config.json", "kd.json", "model.safetensors", IMAGES_FILE, SELF_CHECK)
 """The files that kd writes, beside graphs."""
-ENDED = "no further line"
+ENDED, DRAWN = "no further line", "drawn from manifest.json"
 LEFT_BY_HUB = (".gitattributes", ".cache/huggingface/", ".git/")
 
 
@@ -59,16 +60,15 @@ def show_manifest(known: Claims, manifest: Mapping[str, Any], readme: str) -> No
     """Generate the card again, and compute derived numbers of the manifest."""
     known.show(EXPORT, {"checksum": checksum(manifest)})
     known.show(MANIFEST, _consistent(manifest, known.old))
-    known.claimed["README.md"] = "drawn from manifest.json"
+    known.claimed["README.md"] = DRAWN
     if known.old:
         known.reasons |= {"README.md": "kd 0.3 drew it from texts", "format": "kd 0.3 wrote it, so that it says less"}
         return
     known.show(EXPORT, {"format": FORMAT})
     drawn, told = card(manifest).split("\n"), readme.split("\n")
-    line, other = next((pair for pair in zip_longest(drawn, told, fillvalue=ENDED) if pair[0] != pair[1]), ("", ""))
-    if drawn != told:
-        known.claimed["README.md"] = other
-    known.show(EXPORT, {"README.md": "drawn from manifest.json" if drawn == told else line})
+    lines = (pair for pair in zip_longest(drawn, told, fillvalue=ENDED) if pair[0] != pair[1])
+    line, known.claimed["README.md"] = next(lines, (DRAWN, DRAWN))
+    known.show(EXPORT, {"README.md": line})
 
 
 def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
@@ -167,7 +167,10 @@ def _accepted(told: Mapping[str, Any], one: Mapping[str, Any], first: Mapping[st
 
 def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
     """Compare weights, configuration and graphs; return the network if timm can build it."""
-    told, tensors, config = known.claimed, load_file(folder / "model.safetensors"), known.claimed["config.json"]
+    told, file, config = known.claimed, folder / "model.safetensors", known.claimed["config.json"]
+    tensors = load_file(file)
+    with safe_open(file, "pt") as header:
+        known.claimed[file.name] = header.metadata()
     inner = tensors_digest({f"inner.{key}": one for key, one in tensors.items()})  # of an own network
     own = told["chain"]["student"]["exported"]
     digest = inner if own == inner else tensors_digest(tensors)
@@ -178,6 +181,7 @@ def show_weights(known: Claims, folder: Path, task: Task) -> Classifier | None:
     known.show(
         EXPORT,
         {
+            file.name: {"format": "pt"},
             "version": digest[:DIGITS] + ("-index" if told["output"].get("space") else ""),
             "chain": {"student": {"exported": digest}},
             **({} if known.old else {"scores": {"columns": task.scores.record()}}),
@@ -217,7 +221,6 @@ def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors
     require_fitting(folder, tensors, "export.config.json")
     spec = Spec("export", f"local-dir:{folder}", {}, labels, str(folder), exact_head=True)
     network = load(spec, size)
-    known.show(EXPORT, {"about": {"parameters": count_parameters(network), "library": "timm"}})
     content, _ = export_files(network, labels, told["input"]["crop"], task.problem_type)
     own, written = told["config.json"]["pretrained_cfg"], content["pretrained_cfg"]
     sure = ("input_size", "crop_pct", "num_classes", *(() if known.old else CONFIG))
@@ -225,8 +228,9 @@ def _network(known: Claims, folder: Path, labels: list[str], task: Task, tensors
     for config in known_configs(content["architecture"]):
         kept |= {key: own[key] for key in own if key not in sure and config.get(key, own[key]) == own[key]}
     keys = ("num_classes", "num_features", "global_pool", "problem_type")
-    known.show(EXPORT, {"config.json": {**{key: content[key] for key in keys if key in content}}})
-    known.show(EXPORT, {"config.json": {"pretrained_cfg": {key: one for key, one in kept.items() if key in own}}})
+    found = {key: content[key] for key in keys if key in content}
+    found["pretrained_cfg"] = {key: one for key, one in kept.items() if key in own}
+    known.show(EXPORT, {"config.json": found, "about": {"parameters": count_parameters(network), "library": "timm"}})
     return network
 
 
@@ -236,6 +240,8 @@ def show_graphs(known: Claims, folder: Path, lines: Sequence[Line] | None) -> No
     known.claimed["weights"] = {}
     for name in known.graphs:
         path = folder / name
+        if texts := registry.exporter(name).metadata(path):
+            known.claimed[name] = texts  # in no line of the table
         found["chain"]["graphs"][name] = sha256(path)
         if lines is not None:
             found["parity"][name] = _counted(known, known.claimed["parity"].get(name, {}), lines)

@@ -8,20 +8,21 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, ModelError
+from kd.core.errors import DataError, ModelError, in_short
 from kd.core.evaluation import Task
 from kd.core.host import versions
 from kd.deploy.export import parity
 from kd.deploy.export.parity import BATCH, Batches
 from kd.deploy.predict.image_list import GONE, find
-from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.limits import LOCAL, Problem
+from kd.deploy.serve.limits import Problem
 from kd.deploy.verify.claims import IMAGES, Claims
+from kd.files.pixels import least_of_centre, load, open_training_image, planes
 
 Line = tuple[int, int, Sequence[str] | None]
 """CRC-32 of a file and of its pixels, and labels (None: unknown)."""
@@ -39,6 +40,14 @@ def lines_of(folder: Path) -> list[Line] | None:
         return [(int(a, 16), int(b, 16), names if known == "1" else None) for a, b, known, *names in lines]
     except (csv.Error, ValueError) as error:
         raise ModelError(f"export.{file.name}", f"is no list of images ({error})", "", "Export it anew") from error
+
+
+def _cropped(file: bytes, told: Mapping[str, Any]) -> np.ndarray:
+    """Return evaluation's crop of an image file, uint8 [3, S, S]; `told`: `input` of the manifest."""
+    size, crop, margin, bits = told["size"], told["crop"], told.get("margin", 0), told.get("bits", 16)
+    with open_training_image(file) as image:
+        rgb, _ = load(image, partial(least_of_centre, size=size, crop=crop), margin, bits)
+    return planes(rgb, size, crop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +82,7 @@ class Shown:
         return Shown(lines, lambda encoded: images.content(at[encoded][0]), folders, len(images.names))
 
     def batches(self, told: Mapping[str, Any], labels: Sequence[str], task: Task) -> Batches:
-        """Yield the images as `kd-serve` decodes them, with the export's labels."""
-        size, crop, margin, bits = told["size"], told["crop"], told.get("margin", 0), told.get("bits", 16)
+        """Yield the images as the export decoded them, with its labels."""
         for first in range(0, len(self.lines), BATCH):
             crcs, _, names = zip(*self.lines[first : first + BATCH], strict=True)
             if task.logits == "sigmoid":
@@ -83,26 +91,30 @@ class Shown:
             else:
                 truth = np.array([-1 if one is None else labels.index(one[0]) for one in names])
             try:
-                files = [prepare(self.read(crc), size, crop, LOCAL, margin, bits) for crc in crcs]
-            except Problem as problem:
-                raise DataError("--data", f"an image of the export: {problem.detail}") from problem
-            yield np.stack([file.pixels for file in files]), truth, crcs
+                crops = [_cropped(self.read(crc), told) for crc in crcs]
+            except OSError as error:  # of a format that Pillow cannot read here
+                wrong = f"an image of the export cannot be decoded here ({in_short(error)})"
+                raise DataError("--data", wrong, "", "Install the decoders that the export had") from error
+            yield np.stack(crops), truth, crcs
+
+    def repeated(self, known: Claims) -> bool:
+        """Return whether images are listed more often than they are there."""
+        listed = Counter(crc for crc, *_ in self.lines)
+        more = sum(times > len(self.folders[crc]) for crc, times in listed.items())
+        known.claimed["images.csv"]["times"] = "0 too often"
+        known.show(IMAGES, {"images.csv": {"times": f"{more} too often"}})
+        return more > 0
 
     def show(self, known: Claims, labels: Sequence[str], seen: Sequence[tuple[int, int]]) -> None:
         """Compare pixels with the recorded ones, labels with folder names, and count images."""
         told, count = known.claimed["input"], len(self.lines)
         same = sum(one[1] == pixels for one, (_, pixels) in zip(self.lines, seen, strict=True))
         here, there = versions("pillow")["pillow"], known.claimed["environment"]["packages"]["pillow"]
-        keys = ("size", "crop", "margin", "bits")
-        if same == count:
-            known.show(IMAGES, {"input": {key: told[key] for key in keys if key in told}})
-        elif here == there:
-            text = f"{count - same} of {count} images have other pixels"
-            known.show(IMAGES, {"input": {key: text for key in keys if key in told}})
-        known.claimed["images.csv"] |= {"times": "each as often as it is there", "labels": "as folders are named"}
-        often = Counter(crc for crc, *_ in self.lines)
-        more = sum(times > len(self.folders[crc]) for crc, times in often.items())
-        known.show(IMAGES, {"images.csv": {"times": f"{more} more often" if more else "each as often as it is there"}})
+        if same == count or here == there:
+            wrong = f"{count - same} of {count} images have other pixels"
+            keys = {"size", "crop", "margin", "bits"} & told.keys()
+            known.show(IMAGES, {"input": {key: told[key] if same == count else wrong for key in keys}})
+        known.claimed["images.csv"]["labels"] = "as folders are named"
         known.reasons["images.csv/choice"] = f"{count} of {self.total} images below --data; --run shows which they are"
         if text := self._against_folders(labels, bool(known.claimed["scores"].get("models", {}).get("student"))):
             known.show(IMAGES, {"images.csv": {"labels": text}})
@@ -111,8 +123,8 @@ class Shown:
             for what in ("about/labels", "config.json/label_names"):
                 known.reasons[what] = f"{unseen} of {len(labels)} classes have no image; --run shows their places"
         else:
-            known.show(IMAGES, {"about": {"labels": list(labels)}})
-            known.show(IMAGES, {"config.json": {"label_names": list(labels)}} if labels else {})
+            names = {"label_names": list(labels)} if labels else {}
+            known.show(IMAGES, {"about": {"labels": list(labels)}, "config.json": names})
 
     def _against_folders(self, labels: Sequence[str], scored: bool) -> str:
         """Compare labels with folder names; "" if no folder has a class's name, or no image has a label.

@@ -78,8 +78,8 @@ class Verdict:
         """The last line: the numbers of right, wrong and unchecked claims, with the names of the latter two."""
         counts = {verdict: [row.what for row in self.rows if row.verdict == verdict] for verdict in (WRONG, OPEN)}
         right = len(self.rows) - sum(map(len, counts.values()))
-        told = [f"{name}: {len(found)}" + (f" ({', '.join(found)})" if found else "")
-                for name, found in (("wrong", counts[WRONG]), ("not checked", counts[OPEN]))]  # fmt: skip
+        told = [f"{verdict.lower()}: {len(names)}" + (f" ({', '.join(names)})" if names else "")
+                for verdict, names in counts.items()]  # fmt: skip
         return "; ".join([f"{RIGHT}: {right}", *told])
 
     def require(self, strict: bool = False) -> None:
@@ -126,8 +126,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     lines, task = None, None
     with known.reading("images.csv"):
         lines = lines_of(folder)
-        known.claimed["images.csv"] = {"images": 0 if lines is None else len(lines), "choice": "the run's"}
-        known.show(EXPORT, {"images.csv": {"images": 0 if lines is None else len(lines)}})
+        known.claimed["images.csv"] = {"choice": "the run's"}
     if options.data and not (folder / "images.csv").is_file():
         wrong = f"'{folder}' has no images.csv, the list of the images behind its numbers, so nothing is compared"
         raise DataError("--data", wrong, "", "Without --data they are not checked")

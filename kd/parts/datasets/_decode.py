@@ -10,7 +10,6 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.util import find_spec
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,19 +21,14 @@ from kd.core.facts import DatasetFacts
 from kd.core.text import class_order, nfc
 from kd.core.types import Decoded, Label
 from kd.files import pixels
-from kd.files.pixels import HEIF, MAX_BYTES, Least, Most, boxed, load_heif
+from kd.files.pixels import AVIF, FORMATS, HEIF, MAX_BYTES, Least, boxed
 from kd.files.storage import REMEDY, retried
 
-AVIF = find_spec("PIL._avif") is not None
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *(["AVIF"] if AVIF else []), *(["HEIF"] if HEIF else []))
-"""Formats to open, recognized by content, not by file name. Pillow has more, some of which start other programs
-(EPS)."""
 ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
 """Endings of image files."""
 PILLOW_HEIF = "pillow-heif reads them: pip install 'PATH/kd[heic]'"
 READ_BY: dict[str, str] = {".heic": PILLOW_HEIF, ".heif": PILLOW_HEIF, ".avif": "Pillow 11.3 or later reads them"}
 """Remedies for endings that may be unreadable here."""
-MOST = Most()
 BLOCK = 128  # names per compressed block
 MOST_CLASSES = 1_000_000  # limit of numeric labels; a larger one is a date or an article number
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")  # TIFF and BMP last
@@ -80,7 +74,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
         # on it.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"PIL\.")
-            with pixels.open_image(data, _formats(data), MOST) as image:
+            with pixels.open_training_image(data) as image:
                 rgb, used = pixels.load(image, least, bits=bits)
                 return Decoded(rgb, zlib.crc32(data), used, image.format or "")
     except UnidentifiedImageError as error:
@@ -103,13 +97,6 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
 def refuse(subject: str, where: str, wrong: str) -> CorruptImage:
     allowed = f"Allowed: whole images in {', '.join(FORMATS[:-1])} or {FORMATS[-1]} format"
     return CorruptImage(where, f"{subject}: {wrong}", allowed, "Replace or delete it, or set data.on_corrupt=skip")
-
-
-def _formats(data: bytes) -> tuple[str, ...]:
-    if HEIF and data[4:8] == b"ftyp" and boxed(data) != "AVIF":
-        load_heif()
-        return FORMATS
-    return tuple(name for name in FORMATS if name != "HEIF")
 
 
 class Names:

@@ -46,6 +46,10 @@ class Exporter:
         found = (name for newest_ir, newest, name in self.oldest if ir <= newest_ir and opset <= newest)
         return next(found, versions(self.runtime)[self.runtime])
 
+    def metadata(self, path: Path) -> dict[str, str]:
+        """Return the texts in a graph's file that kd does not write, such as a licence, by name."""
+        return {}
+
     def precision(self, path: Path, claimed: str) -> str:
         """Return the type of a graph's weights in its file; the claimed type if the file cannot be read."""
         return claimed

@@ -1,5 +1,6 @@
 """ONNX files for onnxruntime: float32, and int8 with dynamic quantization."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ facts = ExporterFacts(
         "model.int8.onnx": GraphFile(runtime="onnxruntime", precision="int8", option="--int8", cost=3),
     }
 )
+
+
+OWN_METADATA = re.compile(r"namespace|onnx\.infer|pkg\.(torch|onnxscript)\..*")
+"""Keys of the metadata that torch 2.14, onnxscript 0.7 and onnxruntime 1.32 write."""
 
 
 class ONNX(Exporter):
@@ -50,6 +55,17 @@ class ONNX(Exporter):
     def written_for(self, path: Path) -> tuple[int, int]:
         _, graph = _opened(path)
         return graph.ir_version, max(one.version for one in graph.opset_import if not one.domain)
+
+    def metadata(self, path: Path) -> dict[str, str]:
+        from kd.models.runtimes import messages
+
+        _, model = _opened(path)
+        texts: dict[str, str] = {}
+        for message in messages(model):
+            texts |= {pair.key: pair.value for pair in getattr(message, "metadata_props", ())}
+            if text := getattr(message, "doc_string", ""):
+                texts["doc_string"] = text
+        return {key: text for key, text in texts.items() if not OWN_METADATA.fullmatch(key)}
 
     def precision(self, path: Path, claimed: str) -> str:
         onnx, model = _opened(path)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from liars import INT8, Liar, answers, found, graph_of, honest_export, painted, told, wrong
+from liars import INT8, Liar, answers, found, graph_of, honest_export, painted, tasked, told, wrong
 from pieces import slow
 from safetensors.torch import load_file, save_file
 from subjects import CLASSES, PIXELS, SIZE, VIT, small_subject
@@ -170,14 +170,6 @@ def test_claims_missing_in_kd_0_3_are_not_wrong():
         known = Claims(claimed, graphs=("model.onnx",), images=120)
         known.show(IMAGES, {"validation": {"model.onnx": {"images": 120, "right": 80}}})
         assert {row.what: row.verdict for row in known.rows}["validation/model.onnx"] == verdict
-
-
-def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
-    """Return the subject with another task, and with another student of it."""
-    plan = replace(subject.recipe.student, task=task.build(task.Options()))
-    student = student or subject.student
-    provenance = {**subject.provenance, "digest": tensors_digest(student.network.state_dict())}
-    return replace(subject, recipe=replace(subject.recipe, student=plan), student=student, provenance=provenance)
 
 
 KINDS = {  # of honest exports, and a row that is right

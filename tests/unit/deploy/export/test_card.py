@@ -27,7 +27,7 @@ def card(subject, tmp_path):
         output |= {"thresholds": made.thresholds} if made.thresholds else {}
         shown = {"name": recipe.record.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": output}
         shown |= {"parity": made.parity, "environment": {"machine": {"processor": "a processor"}}}
-        shown |= receipt(one, made, tmp_path, "0" * 64, license)
+        shown |= receipt(one, made, tmp_path, license)
         return drawn({**shown, **(facts or {})})
 
     return draw

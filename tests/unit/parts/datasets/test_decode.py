@@ -11,8 +11,8 @@ import pytest
 from PIL import Image, ImageCms
 
 from kd.core.errors import DataError
+from kd.files import pixels
 from kd.files.pixels import Most, boxed, count_scans
-from kd.parts.datasets import _decode
 from kd.parts.datasets._decode import FORMATS, Repeated, decode, hold_out, name_labels
 
 RNG = np.random.default_rng(0)
@@ -240,7 +240,7 @@ def test_bytes_that_are_no_image(data, message):
 @pytest.mark.parametrize("side", [90, 110, 300], ids=["within", "warned by Pillow", "refused by Pillow"])
 def test_decompression_bomb(side, pillow, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pillow)
-    monkeypatch.setattr(_decode, "MOST", Most(pixels=10_000))
+    monkeypatch.setattr(pixels, "MOST", Most(pixels=10_000))
     data = stored(Image.new("L", (side, side)))
     if side == 90:
         assert read(data).size == (90, 90)
@@ -253,7 +253,7 @@ def test_decompression_bomb(side, pillow, monkeypatch):
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP", "GIF", "BMP"])
 def test_damage_anywhere_gives_an_image_or_a_data_error(kind, seed, monkeypatch):
     """Each other time in the first bytes: of a BMP, only damage to these can be noticed. A PNG has checksums."""
-    monkeypatch.setattr(_decode, "MOST", Most(pixels=10_000))
+    monkeypatch.setattr(pixels, "MOST", Most(pixels=10_000))
     rng = np.random.default_rng(seed)
     data = np.frombuffer(stored(NOISE, kind), np.uint8)
     refused = 0
