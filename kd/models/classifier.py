@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,11 +133,9 @@ def resized(image: Tensor, size: int) -> Tensor:
 
 def main_output(answer: Any, where: str) -> Tensor:
     """Return the tensor in a module's output: the output, a tuple's first item, `.logits` or `.pooler_output`."""
-    if isinstance(answer, Mapping):
-        answer = SimpleNamespace(**answer)
     found = answer[0] if isinstance(answer, (tuple, list)) and answer else answer
     for name in ("logits", "pooler_output"):
-        value = getattr(answer, name, None)
+        value = answer.get(name) if isinstance(answer, Mapping) else getattr(answer, name, None)
         if isinstance(value, Tensor):
             return value
     if isinstance(found, Tensor):

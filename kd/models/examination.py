@@ -1,4 +1,4 @@
-"""The examination of a network from outside: what its outputs depend on, tried on two images before anything trains.
+"""The examination of a network from outside: questions about it, tried on two images before anything trains.
 
 kd-train, kd-teach, kd-cache, `kd.distill` and kd-export call `examine`. A new question is a function in `QUESTIONS`.
 """
@@ -6,38 +6,24 @@ kd-train, kd-teach, kd-cache, `kd.distill` and kd-export call `examine`. A new q
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from kd.core.errors import KdError, ModelError, named
-from kd.core.evaluation import Task
+from kd.models.examined import ALONE, IMAGES, MIXED, SAME, SWAPPED, Examined, add_noise, full_precision, restored
 
-IMAGES = 2
-"""Images of an examination: one may change the other's outputs. The second is shown as its negative, so that even two
-photographs of one scene differ much."""
-EXACT, INEXACT = 1e-3, 0.2
-"""Largest change of an output, as a share of the largest |output|, if images are repeated, change places, or one is
-alone. 30 networks of timm and transformers in float32: at most 2.6e-6; faults in small untrained networks: 0.0044 to 1.
-Inexact, for an image alone: int8 whose scale is that of the batch (a dynamic int8 ViT-Tiny had 0.072) and weights of 16
-bits (`examination_*.csv`)."""
 SMALL, RAISED = 0.01, 0.1
 """A student's tensors below the first root mean square get noise of the second: a classifier of zeros, or a LayerScale
 of 1e-5, hides what the layers before it do."""
 DRAWS = 8
-"""Random weights with which outputs must stay probabilities: the logits of two labels are in 0..1 by chance in a
-quarter of the draws."""
-
-
-def noise(size: int) -> Tensor:
-    """Return random images, uint8 [2, 3, size, size], where the data's do not exist yet."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, (IMAGES, 3, size, size), generator=generator, dtype=torch.uint8)
+"""Random weights with which outputs must stay in 0..1: the logits of two labels are there by chance in a quarter of the
+draws."""
+FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
+"""Exceptions that networks raise for images of a wrong size."""
 
 
 class Fault(NamedTuple):
@@ -48,66 +34,27 @@ class Fault(NamedTuple):
     remedy: str
 
 
-@dataclass
-class Examined:
-    """A network in evaluation mode, and its outputs for two images as questions read them."""
-
-    model: Any  # returns `kd.core.types.Outputs`
-    images: Tensor  # [2, ...]; on the meta device only shapes are known
-    task: Task | None = None  # None: no question about the meaning of its logits
-    micro_batch: int = 0  # images of a micro-batch in training; 0: it is not trained
-
-    def outputs(self, images: Tensor) -> dict[str, Tensor]:
-        """Return logits and features by name, each [B, ...]."""
-        found = self.model(images)
-        if not found.logits.numel() and not found.features:  # an embedding model
-            return {"features": self.model.answer(images)}
-        return {"logits": found.logits, **found.features}
-
-    @cached_property
-    def together(self) -> dict[str, Tensor]:
-        return self.outputs(self.images)
-
-    @cached_property
-    def again(self) -> dict[str, Tensor]:
-        return self.outputs(self.images)
-
-    @cached_property
-    def swapped(self) -> dict[str, Tensor]:
-        """The outputs of the images in the other order, put back into the first order."""
-        return {name: output.flip(0) for name, output in self.outputs(self.images.flip(0)).items()}
-
-    @cached_property
-    def alone(self) -> dict[str, Tensor]:
-        """The outputs of the first image in a batch of one."""
-        return self.outputs(self.images[:1])
-
-    @property
-    def exact(self) -> bool:
-        """Whether it computes in float32 throughout."""
-        if getattr(self.model, "runtime", "torch") != "torch":
-            return False
-        short = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in self.model.parameters())
-        return not short and not any(".quantized" in type(module).__module__ for module in self.model.modules())
-
-    def change(self, others: Mapping[str, Tensor]) -> float:
-        """Return the largest change of an output from `together`, as a share of the largest |output|; 0 if unknown."""
-        changes = [0.0]
-        for name, other in others.items():
-            output = self.together[name][: len(other)].float()
-            if output.numel() and not output.is_meta and output.isfinite().all():
-                share = (output - other).abs().max() / output.abs().max().clamp_min(1e-30)
-                changes.append(share.nan_to_num(nan=float("inf")).item())
-        return max(changes)
+def _weights_are_usable(network: Examined) -> Fault | None:
+    model = network.model
+    if any(map(is_lazy, itertools.chain(model.parameters(), model.buffers()))):
+        remedy = "Run the module once on a batch of images before it is passed on"
+        return Fault("has lazy layers, whose weights do not exist yet", "Weights of known shapes", remedy)
+    if network.micro_batch and any(parameter.is_inference() for parameter in model.parameters()):
+        wrong = "was made under torch.inference_mode(), so that its weights cannot be trained"
+        return Fault(wrong, "Weights made outside of it", "Build it outside of inference_mode")
+    for name, tensor in model.named_parameters():
+        if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
+            return Fault(f"has NaN or infinity in '{name}'", "Finite weights", "Load other weights")
+    return None
 
 
 def _one_row_per_image(network: Examined) -> Fault | None:
-    for images, outputs in ((IMAGES, network.together), (1, network.alone)):
-        for name, output in outputs.items():
-            if output.ndim < 2 or len(output) != images or (name == "logits" and output.ndim != 2):
-                wrong = f"returns {name} of the shape {list(output.shape)} for a batch of {images}"
-                remedy = "Keep the batch's axis: write flatten(1) in place of squeeze() or flatten()"
-                return Fault(wrong, "Logits [images, classes], features [images, ...]", remedy)
+    for rows in (SAME, ALONE):
+        for name, output in (network.together if rows is SAME else network.outputs(rows)).items():
+            if output.ndim < 2 or len(output) != len(rows) or (name == "logits" and output.ndim != 2):
+                wrong = f"returns {name} of the shape {list(output.shape)} for a batch of {len(rows)}"
+                allowed = "Logits [images, classes], features [images, ...]"
+                return Fault(wrong, allowed, "Keep the batch's axis: squeeze() and flatten() may remove it")
     return None
 
 
@@ -118,43 +65,59 @@ def _finite(network: Examined) -> Fault | None:
     return Fault("returns NaN or infinity", "Finite numbers", "Check its weights")
 
 
-def _repeatable(network: Examined) -> Fault | None:
-    if network.change(network.swapped) <= EXACT or (change := network.change(network.again)) <= EXACT:
+def _depends_on_one_image_alone(network: Examined) -> Fault | None:
+    limit = network.limit
+    if max(network.change(MIXED), network.change(ALONE)) <= limit:
         return None
-    wrong = f"returns different outputs for the same pixels, by {change:.2g} of the largest: "
-    wrong += "it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
-    remedy = "Call dropout with training=self.training, or choose another network"
-    return Fault(wrong, "A model whose outputs depend on pixels alone", remedy)
-
-
-def _same_at_any_place(network: Examined) -> Fault | None:
-    if (change := network.change(network.swapped)) <= EXACT:
-        return None
-    wrong = f"an image's outputs depend on its place in the batch, by {change:.2g} of the largest"
-    return Fault(wrong, "A model that sees each image by itself", "Put the batch first: batch_first=True")
-
-
-def _same_alone(network: Examined) -> Fault | None:
-    if (change := network.change(network.alone)) <= (EXACT if network.exact else INEXACT):
-        return None
-    wrong = f"an image alone has other outputs than in a batch of {IMAGES}, by {change:.2g} of the largest"
-    remedy = "Set batch_first=True in attention and recurrent layers, and track_running_stats=True in batch norm"
-    return Fault(wrong, "A model that sees each image by itself", remedy)
+    before = {name: tensor.clone() for name, tensor in network.model.named_buffers()}
+    if (change := network.change(SAME)) > limit:
+        buffers = [name for name, tensor in network.model.named_buffers() if not torch.equal(tensor, before[name])]
+        where = f" (its buffer '{buffers[0]}' changes)" if buffers else ""
+        wrong = f"returns other outputs when it gets the same images again, by {change:.2g} of the largest{where}"
+        allowed = "In evaluation nothing is kept from earlier batches"
+        return Fault(wrong, allowed, "Change buffers and attributes only if self.training")
+    if (change := network.change(SAME, seed=1)) > limit:
+        wrong = f"returns different outputs for the same pixels, by {change:.2g} of the largest: "
+        wrong += "it draws random numbers in evaluation too, as ViTMAE does when it masks patches"
+        remedy = "Call dropout with training=self.training, or choose another network"
+        return Fault(wrong, "In evaluation outputs depend on the pixels alone", remedy)
+    allowed = "An image's outputs may depend on that image alone"
+    if (change := network.change(SWAPPED)) > limit:
+        wrong = f"an image's outputs depend on its place in the batch, by {change:.2g} of the largest"
+        return Fault(wrong, allowed, "Put the batch first: batch_first=True")
+    rows = ALONE if network.change(ALONE) > limit else MIXED
+    size = "alone" if rows is ALONE else f"in a batch of {len(rows)}"
+    wrong = (
+        f"an image {size} has other outputs than in a batch of {IMAGES}, by {network.change(rows):.2g} of the largest"
+    )
+    remedy = "Look for an operation along the batch (dim 0): attention or a recurrent layer without batch_first=True, "
+    remedy += "batch norm with track_running_stats=False, softmax(0), mean(0), experts with a capacity"
+    return Fault(wrong, allowed, remedy)
 
 
 def _logits(network: Examined) -> Fault | None:
-    task, logits = network.task, network.together.get("logits")
-    if task is None or logits is None or logits.is_meta or logits.shape[1] < 2:
-        return None
-    if not task.are_probabilities(logits.float()):
-        return None
-    for seed in range(DRAWS):
-        with changed(network.model, 1.0, seed):
-            drawn = network.outputs(network.images)["logits"]
-        if not task.are_probabilities(drawn.float()):
-            return None
-    remedy = "Leave out its last Softmax or Sigmoid; with kind: torch or onnx, outputs: probabilities is another way"
-    return Fault("returns probabilities", "Logits: the losses apply the softmax or sigmoid", remedy)
+    for training in (False, True) if network.micro_batch else (False,):
+        network.model.train(training)
+        try:
+            if network.logits and _stays_in_0_to_1(network):
+                remedy = "Leave out its last Softmax or Sigmoid; a teacher of kind torch may set outputs: probabilities"
+                mode = " in training" if training else ""
+                return Fault(f"returns probabilities{mode}", "Logits: the losses apply softmax or sigmoid", remedy)
+        finally:
+            network.model.eval()
+    return None
+
+
+def _stays_in_0_to_1(network: Examined) -> bool:
+    """Return whether the outputs are within 0..1, and stay there with other weights."""
+    for draw in range(DRAWS + 1):
+        with restored(network.model, parameters=True):
+            if draw:
+                add_noise(network.model, 1.0, draw)
+            logits = network.outputs().get("logits")
+        if logits is None or logits.is_meta or logits.shape[1] < 2 or not ((logits >= 0) & (logits <= 1)).all():
+            return False
+    return True
 
 
 def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
@@ -162,7 +125,7 @@ def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
         return None
     network.model.train()
     try:
-        network.model(network.images[: network.micro_batch])
+        network.outputs(SAME[: network.micro_batch])
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -173,17 +136,41 @@ def _trains_on_a_micro_batch(network: Examined) -> Fault | None:
     return None
 
 
+def _all_is_registered(network: Examined) -> Fault | None:
+    known = set(network.model.parameters())
+    with torch.enable_grad():
+        outputs = [output for output in network.outputs(ALONE).values() if output.grad_fn is not None]
+    unknown = [tensor for tensor in _leaves(outputs) if tensor not in known]
+    if not unknown:
+        return None
+    wrong = f"computes with {len(unknown)} tensors that it does not list, the first of the shape "
+    wrong += f"{list(unknown[0].shape)}: they would be neither trained nor saved"
+    return Fault(wrong, "Layers and parameters that module.parameters() lists", "Put layers into an nn.ModuleList")
+
+
+def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that backward of the outputs would give a gradient."""
+    found: list[Tensor] = []
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        if hasattr(function, "variable"):
+            found.append(function.variable)
+        following = {after for after, _ in function.next_functions if after is not None} - seen
+        seen |= following
+        waiting += following
+    return found
+
+
 QUESTIONS: Sequence[Callable[[Examined], Fault | None]] = (
     _one_row_per_image,
     _finite,
-    _repeatable,
-    _same_at_any_place,
-    _same_alone,
-    _logits,
+    _depends_on_one_image_alone,
     _trains_on_a_micro_batch,
+    _logits,
+    _all_is_registered,
 )
-FAILURES = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)
-"""Exceptions that networks raise for images of a wrong size."""
 
 
 def fails(where: str, name: str, size: int, error: Exception) -> ModelError:
@@ -198,17 +185,17 @@ def examine(
     model: nn.Module,
     where: str,
     images: Tensor,
-    task: Task | None = None,
+    logits: bool = True,
     micro_batch: int = 0,
     explain: Callable[[Exception], KdError] | None = None,
 ) -> dict[str, Tensor]:
-    """Ask a network every question of `QUESTIONS`; return its outputs for the images by name.
+    """Ask a network every question of `QUESTIONS`; return its outputs for two images by name.
 
     Args:
-        model: from images to `Outputs`; weights, buffers and mode are restored.
+        model: from images to `Outputs`; weights, buffers, modes and torch's random state are restored.
         where: config path or argument of its errors.
         images: [N, ...] as it will get them, N at least 1; the first two are used, the second as its negative.
-        task: meaning of its logits; None: not asked.
+        logits: its first output is for a softmax or sigmoid.
         micro_batch: images of a micro-batch for a network that will be trained; 0: its weights are final.
         explain: returns the error for a failed forward; None: the exception is raised.
 
@@ -218,12 +205,14 @@ def examine(
     last = images[min(1, len(images) - 1)]
     pair = torch.stack([images[0], last.amin() + last.amax() - last])
     meta = any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
-    network = Examined(model, pair.to("meta") if meta else pair, task, micro_batch)
-    training = model.training
-    model.eval()
-    trained = changed(model, RAISED, 0, below=SMALL) if micro_batch else nullcontext()
+    network = Examined(model, pair.to("meta") if meta else pair, logits, micro_batch)
+    if (fault := _weights_are_usable(network)) is not None:
+        raise ModelError(where, *fault)
     try:
-        with torch.random.fork_rng(devices=[]), full_precision(), trained:
+        with restored(model, parameters=micro_batch > 0), full_precision():
+            model.eval()
+            if micro_batch:
+                add_noise(model, RAISED, 0, below=SMALL)
             for question in QUESTIONS:
                 if (fault := question(network)) is not None:
                     raise ModelError(where, *fault)
@@ -236,57 +225,17 @@ def examine(
         if explain is None:
             raise
         raise explain(error) from error
-    finally:
-        model.train(training)
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Multiply float32 matrices on a GPU in float32, not in TF32, whose rounding depends on the shapes."""
-    switches: Sequence[Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [switch.allow_tf32 for switch in switches]
-    try:
-        for switch in switches:
-            switch.allow_tf32 = False
-        yield
-    finally:
-        for switch, allowed in zip(switches, before, strict=True):
-            switch.allow_tf32 = allowed
-
-
-@contextmanager
-def changed(model: nn.Module, noise: float, seed: int, below: float = float("inf")) -> Iterator[None]:
-    """Add normal noise of deviation `noise` to parameters whose root mean square is less than `below`.
-
-    At the end all parameters and buffers have their values again, bit by bit.
-    """
-    tensors = [tensor for tensor in itertools.chain(model.parameters(), model.buffers()) if not tensor.is_meta]
-    saved = [tensor.detach().clone() for tensor in tensors]
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        for parameter in model.parameters():
-            if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
-                continue
-            if parameter.detach().float().square().mean().sqrt() < below:
-                drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.detach().add_(noise * drawn.to(parameter.device, parameter.dtype))
-        yield
-    finally:
-        for tensor, before in zip(tensors, saved, strict=True):
-            tensor.detach().copy_(before)
 
 
 def unused_parameters(module: nn.Module, loss: Callable[[], Tensor]) -> tuple[str, ...]:
     """Return the names of trainable parameters that get no gradient from a loss in training; all is restored."""
-    training = module.training
-    module.train()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), changed(module, 0.0, 0):
+    with restored(module, parameters=False), torch.enable_grad():
+        module.train()
+        try:
             loss().backward()
             return tuple(n for n, tensor in module.named_parameters() if tensor.requires_grad and tensor.grad is None)
-    finally:
-        module.zero_grad()
-        module.train(training)
+        finally:
+            module.zero_grad()
 
 
 def require_apart(student: nn.Module, teachers: Mapping[str, nn.Module], where: str) -> None:
@@ -302,4 +251,4 @@ def require_apart(student: nn.Module, teachers: Mapping[str, nn.Module], where: 
         held = map(memory, itertools.chain(teacher.parameters(), teacher.buffers()))
         if shared := [owned[address] for address in held if address in owned]:
             wrong = f"shares {len(shared)} tensors with {name}, such as '{shared[0]}': training it would change {name}"
-            raise ModelError(where, wrong, "Tensors of its own", "Give it a copy: copy.deepcopy(module)")
+            raise ModelError(where, wrong, "The student has tensors of its own", "Pass a copy: copy.deepcopy(module)")

@@ -19,8 +19,9 @@ from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
 from kd.models.classifier import Classifier, Ensemble, set_attention
-from kd.models.examination import IMAGES, examine, fails
-from kd.models.examination import noise as random_images
+from kd.models.examination import examine, fails
+from kd.models.examined import IMAGES
+from kd.models.examined import noise as random_images
 from kd.models.live_teacher import LiveTeacher, NoTeacher, is_on_meta
 from kd.models.spec import Spec
 from kd.parts import registry
@@ -130,9 +131,8 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         _check_execution(section, model, where)
         if not model.reads_ids:
             size = getattr(model, "input_size", 0) or data.plan.image_size
-            task = plan.task if plan.logits else None
             explain = partial(fails, where, section.model, size)
-            examine(model, f"{where}.model", sample(data), task, explain=explain)  # type: ignore[arg-type]
+            examine(model, f"{where}.model", sample(data), plan.logits, explain=explain)  # type: ignore[arg-type]
     return model
 
 

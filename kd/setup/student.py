@@ -32,7 +32,8 @@ from kd.models.classifier import (
     set_attention,
     trained_network,
 )
-from kd.models.examination import FAILURES, IMAGES, examine, fails, unused_parameters
+from kd.models.examination import FAILURES, examine, fails, unused_parameters
+from kd.models.examined import IMAGES
 from kd.models.spec import Spec
 from kd.parts import registry
 from kd.setup.build_teacher import Setting, Teachers, sample
@@ -124,8 +125,7 @@ def build_distillation(plan: StudentPlan, teachers: Teachers, micro_batch: int, 
         student = build_student(plan, data.classes, size, weights, any_size=plan.small > 0)
         images = torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8) if meta else sample(data)
         explain = partial(fails, plan.where, plan.model, student.input_size or size)
-        task = plan.task if plan.task.logits else None
-        examine(student, f"{plan.where}.model", images, task, micro_batch, explain)
+        examine(student, f"{plan.where}.model", images, bool(plan.task.logits), micro_batch, explain)
         require_size(plan, student, size)
     frozen = tune(plan, student)
     dims = dims_of(student, teachers)

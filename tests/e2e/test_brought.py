@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -66,13 +67,13 @@ def test_distill_accepts(name):
     assert result.state.step == 2
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", sorted({*FAULTS} - {"a lazy layer"}))  # kd runs it once: then it has weights
 def test_kd_train_refuses_a_student(name, settings, section, refused, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**settings, "student": section(name)}))
     said = refused("train", file)
-    assert FAULTS[name][1] in said, said
-    assert said.startswith("student.") or "student.outputs" in said, said
+    assert re.search(FAULTS[name][1], said), said
+    assert said.startswith("student."), said
 
 
 @pytest.mark.parametrize("name", ["attention over the batch", "an LSTM over the batch", "dropout that always acts"])
@@ -128,6 +129,37 @@ def test_a_teacher_that_changes_its_input_teaches_as_one_that_does_not():
     assert results[0].metrics == results[1].metrics
     for name, tensor in students[0].state_dict().items():
         assert torch.equal(tensor, students[1].state_dict()[name]), name
+
+
+def test_a_caller_s_modules_and_generators_are_as_they_were():
+    """A teacher in evaluation came back in training, with frozen batch norm too; the next random numbers were equal."""
+    import random
+
+    teacher, student = HONEST["batch norm"]().eval(), HONEST["dropout"]()
+    before = copy.deepcopy(teacher.state_dict())
+    numbers = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        torch_state, state = torch.get_rng_state(), random.getstate()
+        distill(teacher, student)
+        assert torch.equal(torch.get_rng_state(), torch_state)
+        assert random.getstate() == state
+        numbers.append(torch.rand(()).item())
+    assert numbers[0] != numbers[1]
+    assert not any(module.training for module in teacher.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    teacher = FAULTS["a centre learned in evaluation"][0]()
+    with pytest.raises(ModelError, match=r"^teacher: .*centre"):
+        distill(teacher, student)
+    assert teacher.centre.abs().sum() == 0
+
+
+def test_a_student_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        student = Changed()
+    with pytest.raises(ModelError, match=r"^student: .*inference_mode"):
+        distill(Changed(), student)
 
 
 def test_a_student_that_shares_its_backbone_with_the_teacher_is_refused():

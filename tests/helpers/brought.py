@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -92,6 +94,65 @@ class Unused(nn.Module):
         return self.plain(image)
 
 
+class Centred(nn.Module):
+    """Subtracts a mean that it goes on learning in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES))
+        self.register_buffer("centre", torch.zeros(CLASSES))
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits = self.plain(image)
+        self.centre += 0.1 * logits.detach().mean(0)
+        return logits - self.centre
+
+
+class Expert(nn.Module):
+    """A layer for at most three quarters of a batch, as experts with a capacity have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.expert = Changed(), nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits = self.plain(image)
+        taken = torch.arange(len(image)) < math.ceil(0.75 * len(image))
+        return logits + self.expert(logits) * taken[:, None]
+
+
+class Listed(nn.Module):
+    """A network whose layers are in a list of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.layers = Changed(), [nn.Linear(CLASSES, CLASSES) for _ in range(2)]
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits = self.plain(image)
+        for layer in self.layers:
+            logits = layer(logits)
+        return logits
+
+
+class InTraining(nn.Module):
+    """Does something to its logits in training alone."""
+
+    def __init__(self, after) -> None:
+        super().__init__()
+        self.plain, self.after = Changed(), after
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits = self.plain(image)
+        return self.after(logits) if self.training else logits
+
+
+def with_nan() -> nn.Module:
+    network = Changed()
+    network.plain[1].weight.data[0, 0] = float("nan")
+    return network
+
+
 def normalized_in_place(image: Tensor) -> Tensor:
     return image.sub_(0.5).div_(0.25)
 
@@ -117,9 +178,19 @@ FAULTS = {
     "flattened": (lambda: Changed(after=lambda x: x.flatten()), "shape"),
     "dropout that always acts": (lambda: Changed(after=lambda x: F.dropout(x, 0.5, True)), "same pixels"),
     "noise on its pixels": (lambda: Changed(before=lambda x: x + torch.randn_like(x)), "same pixels"),
+    "a centre learned in evaluation": (Centred, "same images again.*centre"),
+    "an expert with a capacity": (Expert, "in a batch of 5 has other outputs"),
+    "softmax over the batch": (lambda: Changed(after=lambda x: x.softmax(0).log()), "alone has other outputs"),
+    "layers in a list": (Listed, "does not list"),
+    "a lazy layer": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), "lazy"),
+    "NaN in its weights": (with_nan, "NaN or infinity"),
+    "sigmoid": (lambda: Changed(after=torch.sigmoid), "probabilities"),
     "softmax": (lambda: Changed(after=lambda x: x.softmax(1)), "probabilities"),
 }
 """Networks that no door may accept, and a word of the message, by name."""
+
+STUDENTS = {"softmax in training": (lambda: InTraining(lambda x: x.softmax(1)), "probabilities in training")}
+"""Faults that final weights do not show."""
 
 HONEST = {
     "linear": lambda: Changed(),
@@ -137,6 +208,7 @@ HONEST = {
     ),
     "an unused layer": Unused,
     "in place": lambda: Changed(before=normalized_in_place),
+    "something in training": lambda: InTraining(lambda x: x + 1),
     "a tuple": lambda: Changed(after=lambda x: (x, x.mean())),
 }
 """Networks that every door accepts, by name."""

@@ -28,7 +28,8 @@ from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.limits import LOCAL
 from kd.models import runtimes
 from kd.models.classifier import Classifier
-from kd.models.examination import IMAGES, examine, noise
+from kd.models.examination import examine
+from kd.models.examined import IMAGES, noise
 from kd.parts import registry
 from kd.setup.recipe import Recipe
 
@@ -75,9 +76,8 @@ class Made:
 def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
     """Write the requested graphs and compare each with PyTorch. `seal` completes a folder that `kd-serve` can serve."""
     task, student, classes = subject.recipe.student.task, subject.student, subject.classes
-    asked = task if task.logits else None
     if not options.any_graph:
-        examine(student, "student", noise(subject.recipe.data.image_size), asked)
+        examine(student, "student", noise(subject.recipe.data.image_size), bool(task.logits))
         none = torch.zeros(0, len(classes))
         return Made(thresholds=task.thresholds(none, task.no_labels(0, len(classes)), classes))
     known = registry.graphs()
@@ -89,7 +89,7 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
     made, notes = Made(), []
     with subject.images() as images:
         pixels = next(iter(images(IMAGES)))[0]
-        examine(student, "student", torch.from_numpy(pixels), asked)
+        examine(student, "student", torch.from_numpy(pixels), bool(task.logits))
         if options.calibrate and task.logits == "softmax":
             few = min(options.images or CALIBRATION_IMAGES, CALIBRATION_IMAGES)
             made.calibration, line = calibrate(student, images(few))

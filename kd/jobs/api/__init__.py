@@ -1,8 +1,9 @@
 """The same engine from Python: `kd.train` for a configuration, `kd.distill` for modules and datasets of your own."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,19 @@ def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Re
     return Result.of(train_job(config.load(values, overrides)))
 
 
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Give torch's and Python's global generators their state again at the end."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(state)
+
+
 @own_words()
+@_random_state_kept()
 def distill(
     *,
     teacher: nn.Module | Sequence[nn.Module],
@@ -171,7 +184,7 @@ def _run(
     """Assemble a run and return it with the class names; the examination on `images` gives their number."""
     section, task, seed = recipe.data, recipe.student.task, recipe.loop.seed
     micro_batch, images = section.batch_size // world.world_size, images.to(world.device)
-    models, num_classes = examined(arguments, images, task, micro_batch, world.device)
+    models, num_classes = examined(arguments, images, micro_batch, world.device)
     classes = arguments.classes(num_classes)
     batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
     val_batch = batch_of(arguments.val, batch_size)

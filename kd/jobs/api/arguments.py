@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
 from kd.core.errors import ConfigError, ConfigErrors, DataError, KdError, ModelError, named
-from kd.core.evaluation import Task
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import LocalLoader, Share, evaluation_plan
 from kd.data.map_dataset import BatchLoader, Labels, MapDataset
 from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
-from kd.models.examination import IMAGES, examine, require_apart
+from kd.models.examination import examine, require_apart
+from kd.models.examined import IMAGES
 from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import MAP_DATASET
 
@@ -206,19 +206,19 @@ def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
 
 
 def examined(
-    arguments: Arguments, images: Tensor, task: Task, micro_batch: int, device: torch.device
+    arguments: Arguments, images: Tensor, micro_batch: int, device: torch.device
 ) -> tuple[list[LogitsModel], int]:
     """Examine all models on images [N, ...]; return them, the student first, and their number of classes."""
     models = [LogitsModel(module, where) for where, module in arguments.models.items()]
     student, *teachers = models
-    others = {model.where: model for model in teachers if model.network is not student.network}
-    require_apart(student, others, "student")  # the student itself as the teacher is its caller's choice
     counts: dict[str, int] = {}
     for model in models:
         model.to(device)
         trained = micro_batch if model is student else 0
-        outputs = examine(model, model.where, images, task, trained, partial(_fails, model.where, images))
+        outputs = examine(model, model.where, images, True, trained, partial(_fails, model.where, images))
         counts[model.where] = outputs["logits"].shape[1]
+    others = {model.where: model for model in teachers if model.network is not student.network}
+    require_apart(student, others, "student")  # the student itself as the teacher is its caller's choice
     for where, count in counts.items():
         if count != counts["student"]:
             wrong = f"returns {count} classes, the student {counts['student']}"

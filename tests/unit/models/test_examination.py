@@ -5,22 +5,18 @@ import copy
 import pytest
 import timm
 import torch
-from brought import CLASSES, FAULTS, HONEST, SIDE, Changed, convolution
+from brought import CLASSES, FAULTS, HONEST, SIDE, STUDENTS, Changed, convolution
 from torch import nn
 
 from kd.core.errors import ModelError
 from kd.models.classifier import LogitsModel
-from kd.models.examination import changed, examine, require_apart, unused_parameters
-from kd.parts import registry
+from kd.models.examination import examine, require_apart, unused_parameters
+from kd.models.examined import add_noise, restored
 
 
 class Centred(nn.Module):
     def forward(self, logits):
         return logits - logits.mean(0)
-
-
-def task(kind="single_label"):
-    return registry.build("tasks", kind, registry.default_options("tasks", kind), "x")
 
 
 def images(count=2, seed=0):
@@ -35,11 +31,11 @@ def made(build, seed=0):
 FINAL = [(name, 0) for name in FAULTS if "behind" not in name]  # final weights hide nothing behind zeros
 
 
-@pytest.mark.parametrize(("name", "trained"), [*FINAL, *((name, 4) for name in FAULTS)])
+@pytest.mark.parametrize(("name", "trained"), [*FINAL, *((name, 4) for name in (*FAULTS, *STUDENTS))])
 def test_a_fault_is_found(name, trained):
-    build, word = FAULTS[name]
+    build, word = (FAULTS | STUDENTS)[name]
     with pytest.raises(ModelError, match=rf"^student: .*{word}") as caught:
-        examine(made(build), "student", images(), task(), trained)
+        examine(made(build), "student", images(), True, trained)
     assert "\n" not in str(caught.value)
     assert caught.value.allowed
     assert caught.value.remedy
@@ -51,7 +47,7 @@ def test_an_honest_network_passes_and_is_left_as_it_was(name, seed):
     model, pixels = made(HONEST[name], seed), images(seed=seed)
     before, state, given = copy.deepcopy(model.state_dict()), torch.get_rng_state(), pixels.clone()
     for trained in (0, 2):
-        outputs = examine(model.train(), "student", pixels, task(), trained)
+        outputs = examine(model.train(), "student", pixels, True, trained)
         assert outputs["logits"].shape == (2, CLASSES)
         assert model.training
     assert torch.equal(torch.get_rng_state(), state)
@@ -74,32 +70,32 @@ def test_small_logits_of_label_sets_are_no_probabilities(seed):
         def forward(self, image):
             return self.head(image.flatten(1))
 
-    examine(made(Few, seed), "student", images(), task("label_sets"), 2)
+    examine(made(Few, seed), "student", images(), True, 2)
     with pytest.raises(ModelError, match="probabilities"):
-        examine(made(lambda: nn.Sequential(Few(), nn.Sigmoid()), seed), "student", images(), task("label_sets"), 2)
+        examine(made(lambda: nn.Sequential(Few(), nn.Sigmoid()), seed), "student", images(), True, 2)
 
 
 def test_a_batch_norm_on_one_value_per_channel_is_refused():
     network = made(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     with pytest.raises(ModelError, match=r"^student: .*batch norm.*one value"):
-        examine(network, "student", images(), task(), 1)
-    examine(network, "student", images(), task(), 2)
-    examine(network, "teacher", images(), task())  # in evaluation it has statistics
-    examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(), task(), 1)  # its maps are larger
+        examine(network, "student", images(), True, 1)
+    examine(network, "student", images(), True, 2)
+    examine(network, "teacher", images())  # in evaluation it has statistics
+    examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(), True, 1)  # its maps are larger
 
 
 def test_not_a_number_is_refused_of_final_weights():
     """An untrained network may overflow in evaluation: its batch norm has no statistics yet."""
     network = made(lambda: Changed(after=lambda x: (x.abs() + 1e30) ** 2))
     with pytest.raises(ModelError, match=r"^teacher: .*NaN or infinity"):
-        examine(network, "teacher", images(), task())
-    examine(network, "student", images(), task(), 2)
+        examine(network, "teacher", images())
+    examine(network, "student", images(), True, 2)
 
 
 def test_one_image_of_data_is_enough():
-    examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(1), task(), 4)
+    examine(made(lambda: convolution(nn.BatchNorm2d(8))), "student", images(1), True, 4)
     with pytest.raises(ModelError, match="alone"):
-        examine(made(FAULTS["centred over the batch"][0]), "student", images(1), task())
+        examine(made(FAULTS["centred over the batch"][0]), "student", images(1))
 
 
 def test_a_failing_forward_is_explained():
@@ -117,12 +113,12 @@ def test_dynamic_int8_passes_and_a_fault_in_it_does_not():
     torch.manual_seed(0)
     vit = timm.create_model("vit_tiny_patch16_224", img_size=SIDE, patch_size=4, depth=4, num_classes=CLASSES)
     int8 = torch.ao.quantization.quantize_dynamic(vit.eval(), {nn.Linear})
-    outputs = examine(LogitsModel(int8, "teacher"), "teacher", images(), task())
+    outputs = examine(LogitsModel(int8, "teacher"), "teacher", images())
     with torch.no_grad():
         alone = int8(images()[:1])
     assert (outputs["logits"][:1] - alone).abs().max() > 1e-3 * outputs["logits"].abs().max()  # a float32 would fail
     with pytest.raises(ModelError, match="alone"):
-        examine(LogitsModel(nn.Sequential(int8, Centred()), "teacher"), "teacher", images(), task())
+        examine(LogitsModel(nn.Sequential(int8, Centred()), "teacher"), "teacher", images())
 
 
 def test_shared_memory_is_found_also_behind_other_names():
@@ -144,10 +140,16 @@ def test_parameters_without_a_gradient_are_named_and_nothing_moves():
     assert unused_parameters(model, lambda: model(images()).square().mean()) == ()
 
 
-def test_changed_weights_come_back_bit_by_bit():
-    model = convolution(nn.BatchNorm2d(8))
-    before = copy.deepcopy(model.state_dict())
-    with changed(model, 1.0, 3):
-        model.train()(images(4))
+def test_weights_statistics_and_modes_come_back_bit_by_bit():
+    model = convolution(nn.BatchNorm2d(8), nn.Dropout(0.5))
+    model[1].eval()  # frozen statistics, as some train
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    modes = [module.training for module in model.modules()]
+    with restored(model, parameters=True):
+        add_noise(model.train(), 1.0, 3)
+        model(images(4))
         assert not torch.equal(model[0].weight, before["0.weight"])
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)

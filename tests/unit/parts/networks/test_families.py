@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 from families import FAMILIES, FLAT, REFUSED, SIDE, answers, load, make, prepared
 
 from kd.core.errors import ModelError
-from kd.models.examination import examine, noise
+from kd.models.examination import examine
+from kd.models.examined import noise
 from kd.models.spec import Spec
 from kd.parts import registry
 
