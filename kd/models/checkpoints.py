@@ -24,6 +24,7 @@ from kd.models.timm_folder import folder_classes
 
 KNOWN: dict[str, Any] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
 LARGEST = 100_000  # most tensors in a file: the largest network of timm has 3,000
+PART = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of a part of a file
 Tensors = dict[str, Tensor]
 _CLASSES: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDSU"}]
 _RENAMED: list[Any] = [(np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar") for at in ("core", "_core")]
@@ -43,36 +44,48 @@ class Weights:
     where: str  # config path for messages
     file: Path
     sets: Mapping[str, Tensors]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
-    classes: list[str] | None  # class names recorded in its folder
-    says: str = ""  # a trainer's record of network and arguments, which shapes may not reveal
+    classes: list[str] | None  # class names recorded in it or in its folder, in the order of its logits
+    trainer: Mapping[str, Any]  # a trainer's arguments, which shapes may not reveal
+
+    @property
+    def section(self) -> str:
+        """The config path of its model."""
+        return self.where.removesuffix(".checkpoint").lstrip("-")
 
     @property
     def key(self) -> str:
         """The config path of the key that chooses among them."""
-        return self.where.replace(".checkpoint", ".weights")
+        return f"{self.section}.weights"
 
 
 def located(where: str, place: str) -> list[Path]:
-    """Return the file of weights in a configuration, or its parts if it is split."""
+    """Return the file of weights in a configuration, or all of its parts if it is split."""
     path = Path(packages.fetched(where, place))
-    inside = [path / name for name in KNOWN["folder"]] if path.is_dir() else [path]
-    file = next((one for one in inside if one.is_file()), inside[0])
-    if not file.is_file():
-        for files, line in KNOWN["divided"].items():
-            if path.is_dir() and any(path.glob(files)):
-                joined = f"Join them: {line.format(folder=path)}"
-                raise ModelError(where, f"'{path}' has the weights in the parts of several ranks", "One file", joined)
+    path = path.parent if path.name.endswith(".index.json") else path
+    require_no_adapter(where, path)
+    parts = PART.sub(r"-*-of-\1", path.name)
+    if path.is_dir():
+        files = next((found for names in KNOWN["folder"] if (found := sorted(path.glob(names)))), [])
+    else:
+        files = [path] if parts == path.name else sorted(path.parent.glob(parts))
+    if not all(file.is_file() for file in files or [path]):
+        for names, remedy in KNOWN["divided"].items():
+            if any(path.glob(names)):
+                raise ModelError(where, f"'{path}' has the weights in parts", "One file", remedy.format(folder=path))
         remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if where.startswith("teacher") else "")
-        raise ModelError(where, f"no file '{file}'", "A .safetensors or .pth file, or a folder with one", remedy)
-    if not file.name.endswith(".index.json"):
-        return [file]
-    try:
-        files = [file.parent / name for name in sorted(set(json.loads(file.read_bytes())["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(where, f"'{file}' is no index of weights", "", "Write the folder anew") from error
-    if away := [one for one in files if one.parent != file.parent or not one.is_file()]:
-        raise ModelError(where, f"no file '{away[0]}' in the folder, which '{file.name}' names", "", "Copy all parts")
+        raise ModelError(where, f"no file '{path}'", "A .safetensors or .pth file, or a folder with one", remedy)
+    if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
+        wrong = f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in its folder"
+        raise ModelError(where, wrong, "All of them", "Copy the others beside it")
     return files
+
+
+def require_no_adapter(where: str, folder: Path) -> None:
+    """Refuse a folder whose weights are those of a network only together with an adapter."""
+    if (folder / "adapter_config.json").is_file():
+        wrong = f"'{folder}' has an adapter (LoRA), so that the weights beside it are not those that were trained"
+        remedy = "Merge it, `model.merge_and_unload().save_pretrained('merged')`, and name that folder"
+        raise ModelError(where, wrong, "Weights with the adapter merged", remedy)
 
 
 def read(where: str, place: str) -> Weights:
@@ -81,16 +94,16 @@ def read(where: str, place: str) -> Weights:
     for file in files:
         one = READERS[_kind(where, file)](where, file)
         content |= one if isinstance(one, dict) else {}
-    sets = dict(_sets(content))
+    nested = dict(_nested(content))
+    sets = {place: tensors for place, inside in nested.items() if (tensors := _tensors(place, inside))}
     _require_few(where, files[0], max(map(len, sets.values()), default=0))
     if not sets:
         allowed = "A state_dict, alone or in a dictionary"
         raise ModelError(where, f"'{files[0]}' holds no tensors by name", allowed, "Save model.state_dict()")
-    told = content.get("args")
-    told = vars(told) if isinstance(told, argparse.Namespace) else told if isinstance(told, dict) else {}
-    given = [f"{key} {told[key]}" for key in ("model", "model_kwargs") if told.get(key)]
-    says = f"its trainer wrote: {', '.join(given)}" if given else ""
-    return Weights(where, files[0], sets, folder_classes(files[0].parent, where), in_short(says) if says else "")
+    recorded = (_class_names(key, value) for inside in nested.values() for key, value in inside.items())
+    classes = next(filter(None, recorded), None) or folder_classes(files[0].parent, where)
+    trainer = {"model": content.get("arch"), **nested.get("args", {})}
+    return Weights(where, files[0], sets, classes, trainer)
 
 
 def _require_few(where: str, file: Path, count: int) -> None:
@@ -103,11 +116,11 @@ def _kind(where: str, file: Path) -> str:
     """Return the name of the reader for a file."""
     with file.open("rb") as opened:
         first = opened.read(512)
-    for offset, mark, kind, remedy in KNOWN["kinds"][1:]:
-        if first[offset:].startswith(mark.encode("latin-1")):
+    for mark, kind, remedy in KNOWN["kinds"][1:]:
+        if re.match(mark, first.decode("latin-1"), re.S):
             if kind in READERS:
                 return kind
-            raise ModelError(where, f"'{file}' is no file of weights but {kind}", "", remedy)
+            raise ModelError(where, f"'{file}' is no file of weights but {kind}", "", remedy.format(file=file))
     wrong = "is not whole safetensors" if file.suffix == ".safetensors" else "cannot be read as weights"
     wrong += " (its first bytes are of no format that is known)" if first else " (it is empty)"
     raise ModelError(where, f"'{file}' {wrong}", "A .safetensors file, or what torch.save wrote", "Write it anew")
@@ -165,14 +178,27 @@ READERS: dict[str, Callable[[str, Path], Any]] = {"safetensors": _safetensors, "
 """Readers by kind in `weights.json`: (config path, file) -> dictionaries with tensors by name."""
 
 
-def _sets(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, Tensors]]:
-    """Yield the sets of tensors in nested dictionaries; two networks in one set are separated."""
-    tensors = {name: one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
-    twins = sorted({*KNOWN["twins"]} & {name.partition(".")[0] for name in tensors})
-    for twin in twins if len(twins) > 1 else ():
-        yield f"{place}.{twin}".strip("."), {n: t for n, t in tensors.items() if n.startswith(f"{twin}.")}
-    if len(twins) < 2 and any(one.ndim for one in tensors.values()):
-        yield place, tensors
-    for key, inside in content.items():
-        if isinstance(key, str) and isinstance(inside, dict) and not key.startswith(tuple(KNOWN["beside"])):
-            yield from _sets(inside, f"{place}.{key}".strip("."))
+def _nested(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield nested dictionaries by their place in the file."""
+    yield place, content
+    for key, value in content.items():
+        inside = vars(value) if isinstance(value, argparse.Namespace) else value
+        if isinstance(key, str) and isinstance(inside, dict):
+            yield from _nested(inside, f"{place}.{key}".strip("."))
+
+
+def _tensors(place: str, inside: Mapping[Any, Any]) -> Tensors:
+    """Return the tensors of a dictionary by name; none if it stands beside the weights, as an optimizer's state."""
+    tensors = {name: value for name, value in inside.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    beside = re.search(KNOWN["beside"], place)
+    return tensors if not beside and any(tensor.ndim for tensor in tensors.values()) else {}
+
+
+def _class_names(key: Any, value: Any) -> list[str] | None:
+    """Return class names in the order of the logits from a list, {name: position} or {position: name}; else None."""
+    if not re.fullmatch(KNOWN["classes"], str(key).lower()):
+        return None
+    if isinstance(value, dict):
+        pairs = [(place, name) if isinstance(name, str) else (name, place) for place, name in value.items()]
+        value = [name for _, name in sorted(pairs, key=lambda pair: str(pair[0]).zfill(9))]
+    return value if isinstance(value, list) and all(isinstance(name, str) for name in value) else None

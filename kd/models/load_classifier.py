@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,12 @@ LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
     """Build a model with its weights. If its input size is free, it is `image_size`, the side of the data's images."""
-    if not spec.logits:
-        spec = replace(spec, exact_head=False)
     source = _source(spec)
     weights = checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint) if spec.checkpoint else None
+    recorded = _recorded_pixels(spec, weights.trainer) if weights is not None else {}
+    image_size = recorded.get("input_size", (image_size,))[-1]
+    if not spec.logits:
+        spec = replace(spec, exact_head=False)
     pretrained = spec.pretrained and weights is None
     own, taken = _own_classes(spec, source, weights, image_size) if spec.classes is None else (None, None)
     _require_source(spec, source, pretrained)
@@ -43,10 +45,12 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if pretrained and spec.classes:
         _settle_pretrained_head(spec, network)
     steps = _load_weights(spec, network, weights, taken) if weights is not None else ()
-    config = timm_folder.data_config(network)
+    config = timm_folder.data_config(network, recorded)
+    if recorded:
+        steps = (*steps, f"kd uses the {', '.join(recorded)} that its trainer wrote")
     if spec.exact_head and spec.args.get("in_chans") == 1:
         steps = (*steps, _see_grey(spec, network, config))
-    described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
+    described = "input_size" in recorded or {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
     free = sized if config_of(network).get("fixed_input_size") else spec.free_size
     made = Classifier(
         _laid_out(network),
@@ -61,6 +65,18 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     made.notes = (f"'{spec.checkpoint or spec.model}': {'; '.join(steps)}",) if steps else ()
     made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made
+
+
+def _recorded_pixels(spec: Spec, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the input size, mean and standard deviation of a trainer that the configuration does not set."""
+    side = trainer.get("input_size") or trainer.get("img_size")
+    side = side[-1] if isinstance(side, (list, tuple)) else side
+    configured = {*spec.args, *(spec.args.get("pretrained_cfg") or ()), *(spec.args.get("pretrained_cfg_overlay") or ())}
+    pixels = {"mean": trainer.get("mean"), "std": trainer.get("std")}
+    if spec.exact_head and "img_size" not in configured:  # a student, and a teacher to fit, see the data's size
+        pixels["input_size"] = (3, side, side)
+    numbers = {key: [one for one in value or () if isinstance(one, (int, float))] for key, value in pixels.items()}
+    return {key: value for key, value in numbers.items() if len(value) == 3 and key not in configured}
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
@@ -158,7 +174,7 @@ def _own_classes(
         taken = _take(spec, bare, weights)
         count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
     if not count and weights is not None:
-        raise _headless(weights.where, weights)
+        raise _headless(weights, taken)
     if not count:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
@@ -253,10 +269,9 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
         raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
-def _headless(where: str, weights: Weights) -> ModelError:
-    return ModelError(
-        where, f"'{weights.file}' has no classifier", "Weights with one for losses on logits", f"Fit {FIT}"
-    )
+def _headless(weights: Weights, taken: Taken | None) -> ModelError:
+    wrong = f"'{weights.file}' has no classifier" + (f" ({'; '.join(taken.steps)})" if taken and taken.steps else "")
+    return ModelError(weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}")
 
 
 def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
@@ -266,7 +281,7 @@ def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken
     tensors, steps = taken.tensors, taken.steps
     head = next((name for name in heads if name in tensors), None)
     if spec.exact_head and head is None and heads[0] in own:
-        raise _headless(where, weights)
+        raise _headless(weights, taken)
     if spec.exact_head and head is not None and spec.softmax and len(tensors[head]) == 1 and len(own[head]) == 2:
         tensors |= {name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]]) for name in heads if name in own}
         steps = (*steps, f"its one logit z became [0, z]: '{[*classes, 'class_1', 'class_1'][1]}' has z")
