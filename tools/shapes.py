@@ -2,9 +2,9 @@
 
     python tools/shapes.py
 
-A line has a set of sizes and the networks that have it. Those of timm are built on the meta device, without values: four
-CPU minutes. The file names the networks of the installed timm; an older index knows fewer names, and a file of weights
-is then recognized by its name alone. Not listed: torchvision's with more than one classifier (Inception, GoogLeNet).
+A line has a set of sizes and the networks that have it. Networks are built on the meta device, without values: five CPU
+minutes. The file names the networks of the installed timm; an older index knows fewer names, and a file of weights is
+then recognized by its name alone. Not found: torchvision's with more than one classifier (Inception, GoogLeNet).
 """
 
 import warnings
@@ -15,7 +15,7 @@ import torchvision
 
 from kd.core.errors import KdError
 from kd.models.load_classifier import built_bare
-from kd.models.shapes import INDEX, signature
+from kd.models.shapes import INDEX, key_of, signature
 
 
 def line_of(name: str) -> str:
@@ -26,7 +26,7 @@ def line_of(name: str) -> str:
     named = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
     left_out = {*heads, *(f"{one}.weight" for one in named)}
     kept = {key: tensor for key, tensor in network.state_dict().items() if key not in left_out}
-    return f"{signature(kept)[0] % 2**64:016x}"
+    return key_of(sum(signature(kept).values()))
 
 
 def torchvision_line(name: str) -> str:
@@ -34,7 +34,7 @@ def torchvision_line(name: str) -> str:
     with torch.device("cpu" if name.startswith("regnet") else "meta"):  # a RegNet computes when it is built
         tensors = torchvision.models.get_model(name).state_dict()
     last = [key for key, tensor in tensors.items() if tensor.ndim in (2, 4)][-1]
-    return f"{signature({key: t for key, t in tensors.items() if key != last})[0] % 2**64:016x}"
+    return key_of(sum(signature({key: tensor for key, tensor in tensors.items() if key != last}).values()))
 
 
 def main() -> None:

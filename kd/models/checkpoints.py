@@ -5,12 +5,11 @@
 
 import argparse
 import json
-import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,14 @@ from kd.models.timm_folder import folder_classes
 
 KNOWN: dict[str, Any] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
 LARGEST = 100_000  # most tensors in a file: the largest network of timm has 3,000
+CLASSES = re.compile(KNOWN["classes"], re.IGNORECASE).fullmatch
 PART = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of a part of a file
 Tensors = dict[str, Tensor]
 _CLASSES: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDSU"}]
 _RENAMED: list[Any] = [(np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar") for at in ("core", "_core")]
-_RENAMED += [
-    (getattr(pathlib, f"Pure{system}Path"), f"{module}.{pure}{system}Path")
-    for system in ("Posix", "Windows")
-    for module in ("pathlib", "pathlib._local")
-    for pure in ("", "Pure")
-]
+_RENAMED += [(PureWindowsPath if "Windows" in name else PurePosixPath, name) for name in KNOWN["harmless"].split()]
 """Harmless types often stored beside weights, under their names in Python and numpy."""
+torch.serialization.add_safe_globals(_CLASSES + _RENAMED * (torch.__version__ >= "2.7"))  # older: no other names
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,7 @@ class Weights:
     file: Path
     sets: Mapping[str, Tensors]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
     classes: list[str] | None  # class names recorded in it or in its folder, in the order of its logits
-    trainer: Mapping[str, Any]  # a trainer's arguments, which shapes may not reveal
+    trainer: Mapping[str, Any]  # what its trainer wrote of network and pixels, which shapes may not reveal
 
     @property
     def section(self) -> str:
@@ -95,14 +91,17 @@ def read(where: str, place: str) -> Weights:
         one = READERS[_kind(where, file)](where, file)
         content |= one if isinstance(one, dict) else {}
     nested = dict(_nested(content))
-    sets = {place: tensors for place, inside in nested.items() if (tensors := _tensors(place, inside))}
+    weighty = {place: inside for place, inside in nested.items() if not re.search(KNOWN["beside"], place)}
+    named = {place: _tensors(inside) for place, inside in weighty.items()}
+    sets = {place: tensors for place, tensors in named.items() if any(tensor.ndim for tensor in tensors.values())}
     _require_few(where, files[0], max(map(len, sets.values()), default=0))
     if not sets:
         allowed = "A state_dict, alone or in a dictionary"
         raise ModelError(where, f"'{files[0]}' holds no tensors by name", allowed, "Save model.state_dict()")
-    recorded = (_class_names(key, value) for inside in nested.values() for key, value in inside.items())
+    recorded = [_class_names(value) for inside in nested.values() for key, value in inside.items() if CLASSES(str(key))]
     classes = next(filter(None, recorded), None) or folder_classes(files[0].parent, where)
-    trainer = {"model": content.get("arch"), **nested.get("args", {})}
+    wrote = {"model": content.get("arch"), **nested.get("args", {})}
+    trainer = {key: wrote[key] for key in KNOWN["recorded"] if wrote.get(key)}
     return Weights(where, files[0], sets, classes, trainer)
 
 
@@ -121,9 +120,13 @@ def _kind(where: str, file: Path) -> str:
             if kind in READERS:
                 return kind
             raise ModelError(where, f"'{file}' is no file of weights but {kind}", "", remedy.format(file=file))
-    wrong = "is not whole safetensors" if file.suffix == ".safetensors" else "cannot be read as weights"
-    wrong += " (its first bytes are of no format that is known)" if first else " (it is empty)"
-    raise ModelError(where, f"'{file}' {wrong}", "A .safetensors file, or what torch.save wrote", "Write it anew")
+    wrong = "its first bytes are of no format that is known" if first else "it is empty"
+    raise ModelError(
+        where,
+        f"'{file}' cannot be read as weights ({wrong})",
+        "A .safetensors file, or what torch.save wrote",
+        "Write it anew",
+    )
 
 
 def _safetensors(where: str, file: Path) -> Tensors:
@@ -140,21 +143,18 @@ def _safetensors(where: str, file: Path) -> Tensors:
 
 def _pickle(where: str, file: Path) -> Any:
     """Read tensors and plain values from torch.save. The error names other objects and how to rewrite the file."""
-    if old := torch.__version__ < "2.7":  # mmap accepts no other names
-        torch.serialization.add_safe_globals(_CLASSES)
-    with nullcontext() if old else torch.serialization.safe_globals([*_CLASSES, *_RENAMED]):
-        try:
-            with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
-                return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            with file.open("rb") as opened:
-                return torch.load(opened, map_location="cpu", weights_only=True)
-        except Exception as error:  # the unpickler raises many types, all caused by the file
-            text, foreign = str(error) or type(error).__name__, list[str]()
-            with suppress(Exception):
-                foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-                foreign.sort(
-                    key=lambda name: (name.startswith(("torch.", "functools.", "collections.", "builtins.")), name)
-                )
+    try:
+        with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with file.open("rb") as opened:
+            return torch.load(opened, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises many types, all caused by the file
+        text, foreign = str(error) or type(error).__name__, list[str]()
+        with suppress(Exception):
+            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+            foreign.sort(
+                key=lambda name: (name.startswith(("torch.", "functools.", "collections.", "builtins.")), name)
+            )
     named = ", ".join(foreign[:3]) or " ".join(re.findall(r"GLOBAL (\S+)", text)[:1])
     reason = f"objects of {named}, whose reading may run code" if named else in_short(text)
     script = "TorchScript" in text
@@ -178,7 +178,7 @@ READERS: dict[str, Callable[[str, Path], Any]] = {"safetensors": _safetensors, "
 """Readers by kind in `weights.json`: (config path, file) -> dictionaries with tensors by name."""
 
 
-def _nested(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, Mapping[Any, Any]]]:
+def _nested(content: dict[Any, Any], place: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield nested dictionaries by their place in the file."""
     yield place, content
     for key, value in content.items():
@@ -187,18 +187,13 @@ def _nested(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, 
             yield from _nested(inside, f"{place}.{key}".strip("."))
 
 
-def _tensors(place: str, inside: Mapping[Any, Any]) -> Tensors:
-    """Return the tensors of a dictionary by name; none if it stands beside the weights, as an optimizer's state."""
-    tensors = {name: value for name, value in inside.items() if isinstance(name, str) and isinstance(value, Tensor)}
-    beside = re.search(KNOWN["beside"], place)
-    return tensors if not beside and any(tensor.ndim for tensor in tensors.values()) else {}
+def _tensors(inside: dict[Any, Any]) -> Tensors:
+    return {name: value for name, value in inside.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
-def _class_names(key: Any, value: Any) -> list[str] | None:
-    """Return class names in the order of the logits from a list, {name: position} or {position: name}; else None."""
-    if not re.fullmatch(KNOWN["classes"], str(key).lower()):
-        return None
-    if isinstance(value, dict):
-        pairs = [(place, name) if isinstance(name, str) else (name, place) for place, name in value.items()]
-        value = [name for _, name in sorted(pairs, key=lambda pair: str(pair[0]).zfill(9))]
-    return value if isinstance(value, list) and all(isinstance(name, str) for name in value) else None
+def _class_names(value: Any) -> list[str]:
+    """Return class names in the order of the logits from a list, {name: position} or {position: name}; else none."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    placed = [(place, name) if isinstance(name, str) else (name, place) for place, name in pairs]
+    names = [name for _, name in sorted(placed, key=lambda pair: str(pair[0]).zfill(9))]
+    return names if all(isinstance(name, str) for name in names) else []

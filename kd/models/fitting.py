@@ -22,18 +22,11 @@ IN_ORDER = "its tensors are taken by their order, whatever their names"
 
 
 class Taken(NamedTuple):
-    """A file's tensors under a network's names, and a phrase for each change."""
-
-    tensors: Tensors
-    steps: tuple[str, ...] = ()
-
-
-class Candidate(NamedTuple):
-    """Tensors of a file that may be one network."""
+    """Tensors of a file that are or may be one network, and a phrase for each change."""
 
     name: str  # of the set in its file
     tensors: Tensors
-    steps: tuple[str, ...] = ()  # what was left out
+    steps: tuple[str, ...] = ()
 
 
 class SeveralNetworks(ModelError):
@@ -50,89 +43,79 @@ def take(
     offered = candidates(weights, choice)
     fitting, differences = _fitting(offered, network, model, heads, bare)
     if not fitting:
-        unsorted = weights.file.suffix != ".safetensors"
-        ordered, off = _fitting(offered if unsorted else [], network, model, heads, bare, by_order=True)
-        differences = off if choice == "by_order" and unsorted else differences
+        keeps_order = weights.file.suffix != ".safetensors"
+        ordered, moved = _fitting(offered if keeps_order else [], network, model, heads, bare, by_order=True)
+        differences = moved if moved and choice == "by_order" else differences
         foreign = ordered or 2 * [*differences.values()].count("missing") > len(network.state_dict())
         known = origin(weights, offered[0].tensors if foreign else {}, differences, model)
-        if choice == "by_order" and (known is None or not config_of(network)):
+        if choice == "by_order" and not (known and config_of(network)):
             fitting = ordered
         if not fitting:
-            remedy = f"Set {weights.key}=by_order: all shapes fit in its order" if ordered else "Correct model or args"
-            remedy += ". Safetensors keep no order: take a .pth" * (choice == "by_order" and not unsorted)
+            remedy = "" if keeps_order else ". Safetensors keep no order for by_order"
+            remedy = f"Set {weights.key}=by_order: all shapes fit" if ordered else f"Correct model or args{remedy}"
             wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
             raise known or ModelError(weights.where, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
     if len(names) > 1:
         wrong = f"'{weights.file}' holds several networks that fit: {', '.join(map(repr, names))}"
         raise SeveralNetworks(weights.where, wrong, "One of them", f"Set {weights.key} to its name")
-    others = ", ".join(repr(name) for name in fitting if name not in names)
-    chosen = f"the set '{names[0]}'" + " (averaged)" * is_averaged(names[0]) if len(weights.sets) + len(others) > 1 else ""
+    taken, others = fitting[names[0]], ", ".join(repr(name) for name in fitting if name not in names)
+    chosen = f"the set '{taken.name}'{' (averaged)' * is_averaged(taken.name)}" if taken.name else ""
     chosen += f"; {others} would fit too ({weights.key}: raw, or a name)" if others else ""
-    recorded = ", ".join(f"{key} {value}" for key in KNOWN["recorded"] if (value := weights.trainer.get(key)))
-    wrote = in_short(f"its trainer wrote: {recorded}") if recorded else ""
-    taken = fitting[names[0]]
-    return Taken(taken.tensors, tuple(filter(None, (chosen, *taken.steps, wrote))))
+    wrote = in_short(f"its trainer wrote: {weights.trainer}") if weights.trainer else ""
+    return taken._replace(steps=tuple(filter(None, (chosen, *taken.steps, wrote))))
 
 
-def candidates(weights: Weights, choice: str = "by_name") -> list[Candidate]:
-    """Return what may be one network in a file, averaged ones first, because trainers evaluate these."""
-    found = [part for name, tensors in weights.sets.items() for part in _parts(Candidate(name, tensors))]
-    found.sort(key=lambda candidate: (not is_averaged(candidate.name), candidate.name.count(".")))
-    if choice in ("by_name", "by_order"):
-        return found
-    allowed = [one for one in found if one.name == choice or (choice == "raw" and not is_averaged(one.name))]
+def candidates(weights: Weights, choice: str = "by_name") -> list[Taken]:
+    """Return what may be one network in a file, as far as a choice allows it."""
+    found = [part for name, tensors in weights.sets.items() for part in _parts(Taken(name, tensors))]
+    names = dict.fromkeys(taken.name for taken in found)
+    ways = {"by_name": [*names], "by_order": [*names], "raw": [name for name in names if not is_averaged(name)]}
+    allowed = [taken for taken in found if taken.name in ways.get(choice, [choice])]
     if not allowed:
         wrong = f"is '{choice}', and '{weights.file}' has no such set of tensors"
-        words = ", ".join(filter(None, dict.fromkeys(["by_name, by_order, raw", *(one.name for one in found)])))
-        raise ModelError(weights.key, wrong, f"One of {words}", "Choose one")
+        raise ModelError(weights.key, wrong, f"One of {', '.join(filter(None, [*ways, *names]))}", "Choose one")
     return allowed
 
 
-def _parts(whole: Candidate) -> Iterator[Candidate]:
+def _parts(whole: Taken) -> Iterator[Taken]:
     """Yield a set, then without wrappers in its names, then without each prefix, with and without the other tensors."""
     yield whole
     name, tensors, steps = whole
-    if wrappers := dict.fromkeys(re.findall(KNOWN["wrappers"], " ".join(tensors))):
-        tensors = {re.sub(KNOWN["wrappers"], "", key): tensor for key, tensor in tensors.items()}
-        steps = (*steps, f"{', '.join(wrappers)} is left out of its names")
-        yield Candidate(name, tensors, steps)
-    firsts = dict.fromkeys(key.partition(".")[0] for key in tensors if "." in key)
-    firsts = [first for first in firsts if not {*KNOWN["prefixes"]}.isdisjoint(first.split("_"))]
+    unwrapped = {re.sub(KNOWN["wrappers"], "", key): tensor for key, tensor in tensors.items()}
+    if unwrapped.keys() != tensors.keys():
+        tensors = unwrapped
+        yield Taken(name, tensors, steps)
+    firsts = dict.fromkeys(re.findall(KNOWN["prefixes"], "\n".join(tensors), re.MULTILINE))
     for first in firsts:
         start = f"{first}."
         inside = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
         rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(start)}
         shorter = (*steps, f"the prefix '{start}' is left out")
         if rest and inside.keys().isdisjoint(rest):
-            yield Candidate(name, inside | rest, shorter)
+            yield Taken(name, inside | rest, shorter)
         if rest:
             shorter = (*shorter, f"and {len(rest)} other tensors, such as '{next(iter(rest))}'")
-        yield from _parts(Candidate(f"{name}.{first}".strip(".") if len(firsts) > 1 else name, inside, shorter))
+        yield from _parts(Taken(f"{name}.{first}".strip(".") if len(firsts) > 1 else name, inside, shorter))
 
 
 def is_averaged(name: str) -> bool:
     """Return whether a set's name shows averaged weights (EMA)."""
-    return not {*KNOWN["averaged"]}.isdisjoint(re.split(r"[._]", name.lower()))
+    return bool(re.search(KNOWN["averaged"], name.lower()))
 
 
 def _fitting(
-    offered: list[Candidate],
-    network: nn.Module,
-    model: str,
-    heads: Collection[str],
-    bare: bool,
-    by_order: bool = False,
+    offered: list[Taken], network: nn.Module, model: str, heads: Collection[str], bare: bool, by_order: bool = False
 ) -> tuple[dict[str, Taken], dict[str, str]]:
     """Return the sets that fit, by name, and the differences of the nearest candidate that does not."""
     own, fitting, nearest = network.state_dict(), dict[str, Taken](), dict[str, str]()
     for name, given, steps in offered:
-        ways = [(IN_ORDER, _in_order(given, own, bare))] if by_order else _named(given, network, model)
+        ways = [(IN_ORDER, _in_order(given, own, bare))] if by_order else _named(given, network, model, heads)
         for whose, tensors in ways if name not in fitting else ():
-            tensors = _settled(tensors, own, network, heads, bare)
+            tensors = _settled(tensors, own, network, bare)
             differences = _differences(own, tensors, heads)
             if {*differences.values()} <= {"missing head"}:
-                fitting[name] = Taken(tensors, (whose, *steps, _grid(given, tensors)))
+                fitting[name] = Taken(name, tensors, (whose, *steps, _resampled(given, tensors)))
                 break
             if not nearest or len(differences) < len(nearest):
                 nearest = differences
@@ -152,16 +135,21 @@ def family_filter(model: str) -> tuple[Callable[..., Tensors], dict[str, Any], s
     return next(((getattr(module, name), options, family) for name in names if hasattr(module, name)), None)
 
 
-def _named(tensors: Tensors, network: nn.Module, model: str) -> Iterator[tuple[str, Tensors]]:
+def renamed(rules: str, names: Collection[str]) -> dict[str, str]:
+    """Return the new name of each name; `rules`: pairs of a pattern and its replacement, applied in order."""
+    pairs, changed = rules.split(), {name: name for name in names}
+    for pattern, replacement in zip(pairs[::2], pairs[1::2], strict=True):
+        changed = {name: re.sub(pattern, replacement, new) for name, new in changed.items()}
+    return changed
+
+
+def _named(tensors: Tensors, network: nn.Module, model: str, heads: Collection[str]) -> Iterator[tuple[str, Tensors]]:
     """Yield (author of the names, tensors under timm's names) for each known mapping, then unchanged."""
-    files, own = [("", tensors)], network.state_dict()
+    files, own, head = [("", tensors)], network.state_dict(), next(iter(heads), "").removesuffix("weight")
     for pattern, mark, whose, text in KNOWN["renamed"][1:]:
-        if mark in tensors and re.fullmatch(pattern, model):
-            rules = text.split()
-            renamed = {n: n for n in tensors} if rules else dict(zip(tensors, own, strict=False))
-            for old, new in zip(rules[::2], rules[1::2], strict=True):
-                renamed = {n: re.sub(old, new, one) for n, one in renamed.items()}
-            files.append((f"its names are {whose}", {one: tensors[n] for n, one in renamed.items()}))
+        if re.fullmatch(pattern, model) and any(re.fullmatch(mark, name) for name in tensors):
+            names = renamed(text.replace("HEAD.", head), tensors) if text else dict(zip(tensors, own, strict=False))
+            files.append((f"its names are {whose}", {new: tensors[name] for name, new in names.items()}))
     found = family_filter(model)
     for whose, one in files:
         with suppress(Exception), warnings.catch_warnings(), torch.device("cpu"):  # the file may be another family's
@@ -182,47 +170,36 @@ def config_of(network: nn.Module) -> dict[str, Any]:
     return getattr(network, "pretrained_cfg", None) or {}
 
 
-def _settled(
-    tensors: Tensors, own: Tensors, network: nn.Module, heads: Collection[str], bare: bool
-) -> Tensors:
-    """Adapt tensors whose shapes differ by axes of length 1 or by colours; rename a classifier; drop unused ones."""
+def _settled(tensors: Tensors, own: Tensors, network: nn.Module, bare: bool) -> Tensors:
+    """Adapt tensors whose shapes differ by axes of length 1 or by colours, and drop unused ones."""
     from timm.models import adapt_input_conv  # type: ignore[attr-defined]
 
-    classifiers, first = (
-        (one,) if isinstance(one, str) else tuple(one or ())
-        for one in (config_of(network).get("classifier") or "head", config_of(network).get("first_conv"))
-    )
-    idle = re.compile(KNOWN["ignored"])
-    left_out = tuple(f"{name}." for name in classifiers) if bare else ()
+    idle, head = re.compile(KNOWN["ignored"]), config_of(network).get("classifier") or "head"
+    left_out = tuple(f"{name}." for name in ((head,) if isinstance(head, str) else head)) if bare else ()
     kept = {n: t for n, t in tensors.items() if n in own or not (idle.search(n) or n.startswith(left_out))}
     kept |= {n: t for n, t in own.items() if n not in kept and idle.search(n)}
-    missing, spare = sorted(own.keys() - kept.keys()), sorted(kept.keys() - own.keys())
-    if missing == sorted(heads) and [name.rpartition(".")[2] for name in spare] == ["bias", "weight"]:
-        kept |= {name: kept.pop(other) for name, other in zip(missing, spare, strict=True)}
     for name, tensor in kept.items():
         needed = own[name].shape if name in own else tensor.shape
         if tensor.shape != needed and [n for n in tensor.shape if n != 1] == [n for n in needed if n != 1]:
             kept[name] = tensor.reshape(needed)
-        elif tensor.shape != needed and name.removesuffix(".weight") in first and tensor.ndim == 4:
+        elif tensor.shape != needed and tensor.ndim == 4 and tensor.shape[1] == 3:  # the first layer, of colours
             with suppress(NotImplementedError, AssertionError):
                 kept[name] = adapt_input_conv(needed[1], tensor, tensor.shape[1])
     return kept
 
 
-def _grid(given: Tensors, tensors: Tensors) -> str:
-    """Describe resampled position embeddings."""
-    before = [tensor for name, tensor in given.items() if name.endswith(("pos_embed", "pos_embedding"))]
-    after = [tensor for name, tensor in tensors.items() if name.endswith("pos_embed")]
-    if len(before) != 1 or len(after) != 1 or before[0].numel() == after[0].numel():
-        return ""
-    return f"its position embedding {(*before[0].shape,)} became {(*after[0].shape,)}"
+def _resampled(given: Tensors, tensors: Tensors) -> str:
+    """Describe the first tensor that has another size in the network."""
+    for name, tensor in tensors.items():
+        if name in given and tensor.is_floating_point() and tensor.numel() != given[name].numel():
+            return f"its {name} {(*given[name].shape,)} became {(*tensor.shape,)}"
+    return ""
 
 
 def _in_order(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
     """Rename tensors to a network's names, by position."""
-    more = [*tensors][len(own) :]  # two may belong to a classifier that the model does not have
-    names = [*own] if bare and len(more) <= 2 else [*own, *more]
-    return dict(zip(names, tensors.values(), strict=False))
+    more = [*tensors][len(own) + 2 * bare :]  # two may belong to a classifier that the model does not have
+    return dict(zip([*own, *more], tensors.values(), strict=False))
 
 
 def _differences(own: Tensors, tensors: Tensors, heads: Collection[str]) -> dict[str, str]:

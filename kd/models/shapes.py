@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections import Counter
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,20 +15,21 @@ INDEX = Path(__file__).with_name("shapes.txt")
 
 def by_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the networks whose matrices have these sizes, up to one or two classifiers."""
-    total, counts = signature(tensors)
+    sizes = signature(tensors)
     index = dict(line.split(" ", 1) for line in INDEX.read_text(encoding="utf-8").splitlines())
-    left = [0, *counts, *(2 * one for one in counts)]
-    found = (index.get(f"{(total - without) % 2**64:016x}", "") for without in left)
-    return [name for names in found for name in names.split()]
+    matrices = {0, *(size for name, size in sizes.items() if tensors[name].ndim == 2)}
+    keys = [key_of(sum(sizes.values()) - without * count) for count in (1, 2) for without in sorted(matrices)]
+    return [name for key in dict.fromkeys(keys) for name in index.get(key, "").split()]
 
 
-def signature(tensors: Mapping[str, Tensor]) -> tuple[int, Counter[int]]:
-    """Return the sum of hashes of all matrix and kernel sizes, and the hash of each matrix's size."""
+def signature(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the hash of the size of each matrix and kernel."""
     # Vectors and position tables are left out: they depend on the family's format and on the image size.
-    sizes = {n: t for n, t in tensors.items() if t.ndim in (2, 4, 5) and t.shape[0] > 1 and "_pos" not in n}
-    hashed = {n: _hash(t.numel()) for n, t in sizes.items() if "pos_" not in n and "position" not in n}
-    return sum(hashed.values()), Counter(value for n, value in hashed.items() if sizes[n].ndim == 2)
+    kept = {n: t for n, t in tensors.items() if t.ndim in (2, 4, 5) and not re.search("_pos|pos_|position", n)}
+    packed = {n: str(t.numel()).encode() for n, t in kept.items() if t.shape[0] > 1}
+    return {n: int.from_bytes(hashlib.blake2b(size, digest_size=8).digest(), "big") for n, size in packed.items()}
 
 
-def _hash(number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest(), "big")
+def key_of(total: int) -> str:
+    """Return the key of a sum of hashes in the index."""
+    return f"{total % 2**64:016x}"

@@ -54,7 +54,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     own: list[str] = []
     if spec.checkpoint:  # weights must match exactly; a .pth is read without running code
         weights = read(f"{spec.where}.checkpoint", spec.checkpoint)
-        own = (weights.classes or []) if spec.exact_head else []
+        own = weights.classes or [] if spec.exact_head else []
         taken = take(weights, inner, spec.model, spec.weights)
         with without_meta_warnings():
             inner.load_state_dict(taken.tensors)
