@@ -8,6 +8,7 @@ then recognized by its name alone. Not found: torchvision's with more than one c
 """
 
 import warnings
+from collections.abc import Mapping
 
 import timm
 import torch
@@ -15,7 +16,12 @@ import torchvision
 
 from kd.core.errors import KdError
 from kd.models.load_classifier import built_bare
-from kd.models.shapes import INDEX, key_of, signature
+from kd.models.shapes import INDEX, signature
+
+
+def key_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the key of tensors in the index."""
+    return f"{sum(signature(tensors).values()) % 2**64:016x}"
 
 
 def line_of(name: str) -> str:
@@ -26,7 +32,7 @@ def line_of(name: str) -> str:
     named = (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
     left_out = {*heads, *(f"{one}.weight" for one in named)}
     kept = {key: tensor for key, tensor in network.state_dict().items() if key not in left_out}
-    return key_of(sum(signature(kept).values()))
+    return key_of(kept)
 
 
 def torchvision_line(name: str) -> str:
@@ -34,7 +40,7 @@ def torchvision_line(name: str) -> str:
     with torch.device("cpu" if name.startswith("regnet") else "meta"):  # a RegNet computes when it is built
         tensors = torchvision.models.get_model(name).state_dict()
     last = [key for key, tensor in tensors.items() if tensor.ndim in (2, 4)][-1]
-    return key_of(sum(signature({key: tensor for key, tensor in tensors.items() if key != last}).values()))
+    return key_of({key: tensor for key, tensor in tensors.items() if key != last})
 
 
 def main() -> None:

@@ -30,7 +30,6 @@ _CLASSES: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(code)) for 
 _RENAMED: list[Any] = [(np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar") for at in ("core", "_core")]
 _RENAMED += [(PureWindowsPath if "Windows" in name else PurePosixPath, name) for name in KNOWN["harmless"].split()]
 """Harmless types often stored beside weights, under their names in Python and numpy."""
-torch.serialization.add_safe_globals(_CLASSES + _RENAMED * (torch.__version__ >= "2.7"))  # older: no other names
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def located(where: str, place: str) -> list[Path]:
         for names, remedy in KNOWN["divided"].items():
             if any(path.glob(names)):
                 raise ModelError(where, f"'{path}' has the weights in parts", "One file", remedy.format(folder=path))
-        remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if where.startswith("teacher") else "")
+        remedy = "Check the path; `kd-teach` fits a teacher"
         raise ModelError(where, f"no file '{path}'", "A .safetensors or .pth file, or a folder with one", remedy)
     if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
         wrong = f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in its folder"
@@ -91,8 +90,7 @@ def read(where: str, place: str) -> Weights:
         one = READERS[_kind(where, file)](where, file)
         content |= one if isinstance(one, dict) else {}
     nested = dict(_nested(content))
-    weighty = {place: inside for place, inside in nested.items() if not re.search(KNOWN["beside"], place)}
-    named = {place: _tensors(inside) for place, inside in weighty.items()}
+    named = {place: _tensors(inside) for place, inside in nested.items() if not re.search(KNOWN["beside"], place)}
     sets = {place: tensors for place, tensors in named.items() if any(tensor.ndim for tensor in tensors.values())}
     _require_few(where, files[0], max(map(len, sets.values()), default=0))
     if not sets:
@@ -143,6 +141,7 @@ def _safetensors(where: str, file: Path) -> Tensors:
 
 def _pickle(where: str, file: Path) -> Any:
     """Read tensors and plain values from torch.save. The error names other objects and how to rewrite the file."""
+    torch.serialization.add_safe_globals(_CLASSES + _RENAMED * (torch.__version__ >= "2.7"))  # older: no other names
     try:
         with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -194,6 +193,6 @@ def _tensors(inside: dict[Any, Any]) -> Tensors:
 def _class_names(value: Any) -> list[str]:
     """Return class names in the order of the logits from a list, {name: position} or {position: name}; else none."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    placed = [(place, name) if isinstance(name, str) else (name, place) for place, name in pairs]
-    names = [name for _, name in sorted(placed, key=lambda pair: str(pair[0]).zfill(9))]
-    return names if all(isinstance(name, str) for name in names) else []
+    placed = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
+    named = all(place.isdigit() and isinstance(name, str) for place, name in placed)
+    return [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []

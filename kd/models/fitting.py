@@ -51,8 +51,8 @@ def take(
         if choice == "by_order" and not (known and config_of(network)):
             fitting = ordered
         if not fitting:
-            remedy = "" if keeps_order else ". Safetensors keep no order for by_order"
-            remedy = f"Set {weights.key}=by_order: all shapes fit" if ordered else f"Correct model or args{remedy}"
+            remedy = "Correct model or args" + "; safetensors keep no order for by_order" * (not keeps_order)
+            remedy = f"Set {weights.key}=by_order: all shapes fit" if ordered else remedy
             wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
             raise known or ModelError(weights.where, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
@@ -145,11 +145,12 @@ def renamed(rules: str, names: Collection[str]) -> dict[str, str]:
 
 def _named(tensors: Tensors, network: nn.Module, model: str, heads: Collection[str]) -> Iterator[tuple[str, Tensors]]:
     """Yield (author of the names, tensors under timm's names) for each known mapping, then unchanged."""
-    files, own, head = [("", tensors)], network.state_dict(), next(iter(heads), "").removesuffix("weight")
+    files, own, head = [("", tensors)], network.state_dict(), next(iter(heads), "head.weight").removesuffix("weight")
     for pattern, mark, whose, text in KNOWN["renamed"][1:]:
         if re.fullmatch(pattern, model) and any(re.fullmatch(mark, name) for name in tensors):
             names = renamed(text.replace("HEAD.", head), tensors) if text else dict(zip(tensors, own, strict=False))
-            files.append((f"its names are {whose}", {new: tensors[name] for name, new in names.items()}))
+            if len({*names.values()}) == len(tensors):
+                files.append((f"its names are {whose}", {new: tensors[name] for name, new in names.items()}))
     found = family_filter(model)
     for whose, one in files:
         with suppress(Exception), warnings.catch_warnings(), torch.device("cpu"):  # the file may be another family's
@@ -182,7 +183,7 @@ def _settled(tensors: Tensors, own: Tensors, network: nn.Module, bare: bool) -> 
         needed = own[name].shape if name in own else tensor.shape
         if tensor.shape != needed and [n for n in tensor.shape if n != 1] == [n for n in needed if n != 1]:
             kept[name] = tensor.reshape(needed)
-        elif tensor.shape != needed and tensor.ndim == 4 and tensor.shape[1] == 3:  # the first layer, of colours
+        elif len(needed) == tensor.ndim == 4 and tensor.shape[1] == 3 != needed[1]:  # the first layer, of colours
             with suppress(NotImplementedError, AssertionError):
                 kept[name] = adapt_input_conv(needed[1], tensor, tensor.shape[1])
     return kept

@@ -15,7 +15,7 @@ from kd.core.errors import ModelError, did_you_mean
 from kd.core.text import nfc
 from kd.models import checkpoints, timm_folder
 from kd.models.checkpoints import Weights
-from kd.models.classifier import REORDERED, Classifier, Preprocessing
+from kd.models.classifier import REORDERED, Classifier, Preprocessing, head_modules
 from kd.models.fitting import Taken, config_of, take
 from kd.models.spec import Spec
 
@@ -37,7 +37,8 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
     network, sized = _create(spec, source, pretrained, image_size, count)
-    classes = spec.classes if spec.classes is not None else own or _numbered(network)
+    numbered = [f"class_{label}" for label in range(getattr(network, "num_classes", 0))]
+    classes = spec.classes if spec.classes is not None else own or config_of(network).get("label_names") or numbered
     if spec.exact_head and (spec.checkpoint or source.startswith("local-dir:")):
         folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
         content = timm_folder.folder_config(folder if folder.is_dir() else folder.parent)
@@ -180,11 +181,6 @@ def _own_classes(
     return [f"class_{label}" for label in range(2 if count == 1 and spec.softmax else count)], taken
 
 
-def _numbered(network: nn.Module) -> list[str]:
-    names = config_of(network).get("label_names")
-    return list(names or [f"class_{label}" for label in range(int(getattr(network, "num_classes", 0)))])
-
-
 def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
     """Build the network; also return whether it was built for `image_size`."""
     import timm
@@ -304,8 +300,7 @@ def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
     shares = torch.tensor(LUMA, device=layer.weight.device).view(1, 3, 1, 1)
     layer.weight, layer.in_channels = nn.Parameter(layer.weight.detach() * shares), 3
     for key in ("mean", "std"):
-        own = config[key] if len(config[key]) == 3 else [config[key][0]] * 3
-        config[key] = [sum(share * one for share, one in zip(LUMA, own, strict=True))] * 3
+        config[key] = [sum(share * value for share, value in zip(LUMA, [*config[key]] * 3, strict=False))] * 3
     return f"it sees the grey of a photograph, with mean {config['mean'][0]:.3f} and std {config['std'][0]:.3f}"
 
 
@@ -317,8 +312,7 @@ def _take(spec: Spec, network: nn.Module, weights: Weights) -> Taken:
 def _head_names(network: nn.Module) -> list[str]:
     """Return the names of the weights, then of the biases, of the layers that compute the logits."""
     count = getattr(network, "num_classes", 0)
-    found = getattr(network, "get_classifier", lambda: None)()
-    heads = {id(layer) for one in (found if isinstance(found, tuple) else (found,)) if one for layer in one.modules()}
+    heads = {id(layer) for module in head_modules(network) for layer in module.modules()}
     names = {
         name
         for name, layer in network.named_modules()
