@@ -47,11 +47,6 @@ class Weights:
         """The config path of its model."""
         return self.where.removesuffix(".checkpoint").lstrip("-")
 
-    @property
-    def key(self) -> str:
-        """The config path of the key that chooses among them."""
-        return f"{self.section}.weights"
-
 
 def located(where: str, place: str) -> list[Path]:
     """Return the file of weights in a configuration, or all of its parts if it is split."""
@@ -193,6 +188,6 @@ def _tensors(inside: dict[Any, Any]) -> Tensors:
 def _class_names(value: Any) -> list[str]:
     """Return class names in the order of the logits from a list, {name: position} or {position: name}; else none."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    placed = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
-    named = all(place.isdigit() and isinstance(name, str) for place, name in placed)
+    placed: list[Any] = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
+    named = all(place.isdecimal() and isinstance(name, str) for place, name in placed)
     return [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []

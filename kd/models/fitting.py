@@ -18,7 +18,8 @@ from kd.core.errors import ModelError, in_short
 from kd.models.checkpoints import KNOWN, Tensors, Weights
 from kd.models.shapes import by_shapes
 
-IN_ORDER = "its tensors are taken by their order, whatever their names"
+is_averaged = re.compile(KNOWN["averaged"], re.IGNORECASE).search  # whether a set's name shows averaged weights (EMA)
+IN_ORDER = "its tensors are taken by their order, under other names"
 
 
 class Taken(NamedTuple):
@@ -52,16 +53,17 @@ def take(
             fitting = ordered
         if not fitting:
             remedy = "Correct model or args" + "; safetensors keep no order for by_order" * (not keeps_order)
-            remedy = f"Set {weights.key}=by_order: all shapes fit" if ordered else remedy
+            remedy = f"Set {weights.section}.weights=by_order: all shapes fit" if ordered else remedy
             wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
             raise known or ModelError(weights.where, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
     if len(names) > 1:
         wrong = f"'{weights.file}' holds several networks that fit: {', '.join(map(repr, names))}"
-        raise SeveralNetworks(weights.where, wrong, "One of them", f"Set {weights.key} to its name")
+        raise SeveralNetworks(weights.where, wrong, "One of them", f"Set {weights.section}.weights to its name")
     taken, others = fitting[names[0]], ", ".join(repr(name) for name in fitting if name not in names)
-    chosen = f"the set '{taken.name}'{' (averaged)' * is_averaged(taken.name)}" if taken.name else ""
-    chosen += f"; {others} would fit too ({weights.key}: raw, or a name)" if others else ""
+    chosen = f"the set '{taken.name}'" if taken.name else ""
+    chosen += " (averaged)" if is_averaged(taken.name) else ""
+    chosen += f"; {others} would fit too ({weights.section}.weights: raw, or a name)" if others else ""
     wrote = in_short(f"its trainer wrote: {weights.trainer}") if weights.trainer else ""
     return taken._replace(steps=tuple(filter(None, (chosen, *taken.steps, wrote))))
 
@@ -69,12 +71,13 @@ def take(
 def candidates(weights: Weights, choice: str = "by_name") -> list[Taken]:
     """Return what may be one network in a file, as far as a choice allows it."""
     found = [part for name, tensors in weights.sets.items() for part in _parts(Taken(name, tensors))]
-    names = dict.fromkeys(taken.name for taken in found)
-    ways = {"by_name": [*names], "by_order": [*names], "raw": [name for name in names if not is_averaged(name)]}
-    allowed = [taken for taken in found if taken.name in ways.get(choice, [choice])]
+    if choice in ("by_name", "by_order"):
+        return found
+    allowed = [taken for taken in found if taken.name == choice or (choice == "raw" and not is_averaged(taken.name))]
     if not allowed:
         wrong = f"is '{choice}', and '{weights.file}' has no such set of tensors"
-        raise ModelError(weights.key, wrong, f"One of {', '.join(filter(None, [*ways, *names]))}", "Choose one")
+        names = dict.fromkeys(["by_name", "by_order", "raw", *(taken.name for taken in found if taken.name)])
+        raise ModelError(f"{weights.section}.weights", wrong, f"One of {', '.join(names)}", "Choose one")
     return allowed
 
 
@@ -99,11 +102,6 @@ def _parts(whole: Taken) -> Iterator[Taken]:
         yield from _parts(Taken(f"{name}.{first}".strip(".") if len(firsts) > 1 else name, inside, shorter))
 
 
-def is_averaged(name: str) -> bool:
-    """Return whether a set's name shows averaged weights (EMA)."""
-    return bool(re.search(KNOWN["averaged"], name.lower()))
-
-
 def _fitting(
     offered: list[Taken], network: nn.Module, model: str, heads: Collection[str], bare: bool, by_order: bool = False
 ) -> tuple[dict[str, Taken], dict[str, str]]:
@@ -112,7 +110,7 @@ def _fitting(
     for name, given, steps in offered:
         ways = [(IN_ORDER, _in_order(given, own, bare))] if by_order else _named(given, network, model, heads)
         for whose, tensors in ways if name not in fitting else ():
-            tensors = _settled(tensors, own, network, bare)
+            tensors = _settled(tensors, own, bare)
             differences = _differences(own, tensors, heads)
             if {*differences.values()} <= {"missing head"}:
                 fitting[name] = Taken(name, tensors, (whose, *steps, _resampled(given, tensors)))
@@ -171,13 +169,13 @@ def config_of(network: nn.Module) -> dict[str, Any]:
     return getattr(network, "pretrained_cfg", None) or {}
 
 
-def _settled(tensors: Tensors, own: Tensors, network: nn.Module, bare: bool) -> Tensors:
+def _settled(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
     """Adapt tensors whose shapes differ by axes of length 1 or by colours, and drop unused ones."""
     from timm.models import adapt_input_conv  # type: ignore[attr-defined]
 
-    idle, head = re.compile(KNOWN["ignored"]), config_of(network).get("classifier") or "head"
-    left_out = tuple(f"{name}." for name in ((head,) if isinstance(head, str) else head)) if bare else ()
-    kept = {n: t for n, t in tensors.items() if n in own or not (idle.search(n) or n.startswith(left_out))}
+    idle = re.compile(KNOWN["ignored"])
+    left_out = re.compile(KNOWN["classifiers"] if bare else r"\Z").match
+    kept = {n: t for n, t in tensors.items() if n in own or not (idle.search(n) or left_out(n))}
     kept |= {n: t for n, t in own.items() if n not in kept and idle.search(n)}
     for name, tensor in kept.items():
         needed = own[name].shape if name in own else tensor.shape

@@ -43,9 +43,9 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
         content = timm_folder.folder_config(folder if folder.is_dir() else folder.parent)
         spec.require_meaning(content.get("problem_type") or "")
-    if pretrained and spec.classes:
-        _settle_pretrained_head(spec, network)
-    steps = _load_weights(spec, network, weights, taken) if weights is not None else ()
+    steps = _settle_pretrained_head(spec, network) if pretrained and spec.classes else ()
+    if weights is not None:
+        steps = _load_weights(spec, network, weights, taken)
     config = timm_folder.data_config(network, recorded)
     if recorded:
         steps = (*steps, f"kd uses the {', '.join(recorded)} that its trainer wrote")
@@ -176,8 +176,6 @@ def _own_classes(
         bare = _create(spec, source, False, image_size, 0)[0]
     taken = _take(spec, bare, weights)
     count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
-    if not count:
-        raise _headless(weights, taken)
     return [f"class_{label}" for label in range(2 if count == 1 and spec.softmax else count)], taken
 
 
@@ -220,14 +218,15 @@ def without_meta_warnings() -> Iterator[None]:
         yield
 
 
-def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
-    """Refuse a teacher's weights with another class list; timm would use a random head instead."""
+def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
+    """Refuse a teacher's weights with another class list, for which timm would use a random head; report the changes."""
     config, folder = config_of(network), Path(spec.model.removeprefix("local-dir:"))
     names = config.get("label_names") or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
     rows = _rows(f"{spec.where}.model", spec, config.get("num_classes"), names)
     for name, tensor in network.state_dict().items():
         if name in _head_names(network):
             tensor.copy_(tensor[rows] if rows else torch.zeros_like(tensor))
+    return (REORDERED,) if rows != sorted(rows) else ()
 
 
 def _rows(where: str, spec: Spec, count: int | None, names: Sequence[str] | None) -> list[int]:
@@ -246,10 +245,11 @@ def _rows(where: str, spec: Spec, count: int | None, names: Sequence[str] | None
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
     """Require the model's class names to equal the data's, in the same order."""
     _check_count(where, len(names), classes)
+    names, classes = [*map(nfc, names)], [*map(nfc, classes)]
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
-        if nfc(name) != nfc(expected):
+        if name != expected:
             wrong = f"class {i} is '{name}', the data's is '{expected}'"
-            wrong += " (the same classes in another order)" if {*map(nfc, names)} == {*map(nfc, classes)} else ""
+            wrong += " (the same classes in another order)" if {*names} == {*classes} else ""
             remedy = "Correct the names in the file" if where.endswith(".classes") else FITTED
             raise ModelError(where, wrong, "The data's classes", remedy)
 
@@ -262,18 +262,14 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
         raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
-def _headless(weights: Weights, taken: Taken) -> ModelError:
-    wrong = "; ".join([f"'{weights.file}' has no classifier", *taken.steps])
-    return ModelError(weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}")
-
-
 def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
     """Load a file's tensors with its classifier (zeros for a student of other classes); report the changes."""
     taken, own, heads = taken or _take(spec, network, weights), network.state_dict(), _head_names(network)
     tensors, steps = taken.tensors, taken.steps
     head = next((name for name in heads if name in tensors), None)
     if spec.exact_head and head is None and heads[0] in own:
-        raise _headless(weights, taken)
+        wrong = "; ".join([f"'{weights.file}' has no classifier", *steps])
+        raise ModelError(weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}")
     count = len(tensors[head]) if head is not None else 0
     if spec.exact_head and count == 1 and spec.softmax and len(own[heads[0]]) == 2:
         tensors |= {name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]]) for name in heads if name in own}

@@ -39,18 +39,14 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
     for by_order in (False, True):
         fitting = {name: told for name in tried if (told := _fits(weights, name, by_order)) is not None}
         if names := [name for name in fitting if "became" not in fitting[name]] or [*fitting]:
-            how = (
-                "named by you"
-                if model
-                else "by its file's name"
-                if names[0] in named
-                else "by the shapes of its tensors"
-            )
+            best = names[0]
+            how = "by its file's name" if best in named else "by the shapes of its tensors"
             twins = ", ".join([name for name in names[1:] if name not in named][:3])
-            how += f"; {twins} would fit too (NAME=FILE)" if twins and names[0] not in named else ""
-            return Recognized(names[0], by_order, f"{fitting[names[0]]}; known {how}")
+            how += f"; {twins} would fit too (NAME=FILE)" if twins and best not in named else ""
+            return Recognized(best, by_order, f"{fitting[best]}; known {'by you' if model else how}")
     wrong = f"'{file}' holds the weights of no network of timm whose name is in the file's name, or whose shapes fit"
-    allowed, remedy = "NAME=FILE, where NAME has a fitting network", f"Tried: {', '.join(tried[:8]) or 'none'}"
+    allowed = "NAME=FILE, where NAME has a fitting network"
+    remedy = f"Tried: {', '.join(tried[:8]) or 'none'}"
     known = origin(weights, offered[0].tensors, {}, model or "timm")
     raise known or ModelError(where, wrong, allowed, remedy)
 
@@ -67,4 +63,4 @@ def _fits(weights: Weights, name: str, by_order: bool) -> str | None:
             return None
         rows = next((len(taken.tensors[head]) for head in heads if head in taken.tensors), 0)
         facts = [f"{len(taken.tensors)} tensors of {name}", f"{rows:,} classes" if rows else "no classifier"]
-        return ", ".join(facts + (["in its order, under other names"] if by_order else [*taken.steps]))
+        return ", ".join([*facts, *taken.steps])

@@ -28,5 +28,8 @@ def signature(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the hash of the size of each matrix and kernel."""
     # Vectors and position tables are left out: they depend on the family's format and on the image size.
     kept = {n: t for n, t in tensors.items() if t.ndim in (2, 4, 5) and not re.search("_pos|pos_|position", n)}
-    packed = {n: str(t.numel()).encode() for n, t in kept.items() if t.shape[0] > 1}
-    return {n: int.from_bytes(hashlib.blake2b(size, digest_size=8).digest(), "big") for n, size in packed.items()}
+    return {name: _hash(tensor.numel()) for name, tensor in kept.items() if tensor.shape[0] > 1}
+
+
+def _hash(number: int) -> int:
+    return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest(), "big")

@@ -43,7 +43,7 @@ def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
     return list(names) if names else None
 
 
-def data_config(network: nn.Module, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
+def data_config(network: nn.Module, recorded: Any = None) -> dict[str, Any]:
     """Return the normalization and input size of a timm network, or those `recorded` by its trainer."""
     from timm.data import resolve_model_data_config
 

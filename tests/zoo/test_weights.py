@@ -384,7 +384,8 @@ def test_the_configuration_goes_before_its_trainer(tmp_path):
 def test_a_trainers_record_without_numbers_plays_no_part(wrote, tmp_path):
     torch.save({"state_dict": network("resnet10t").state_dict(), "args": wrote}, tmp_path / "a.pth")
     made = teacher({"model": "resnet10t", "checkpoint": str(tmp_path / "a.pth")})
-    assert made.input_size == timm.get_pretrained_cfg("resnet10t").input_size[-1]
+    plain: Any = network("resnet10t")
+    assert made.input_size == plain.pretrained_cfg["input_size"][-1]
     assert "kd uses" not in " ".join(made.notes)
 
 
@@ -471,7 +472,7 @@ FORMS = {
 def test_names_of_a_right_network(name, tmp_path):
     form = FORMS[name]
     pool = {"global_pool": "avg"} if "global_pool" in form.then.get("args", {}) else {}
-    whole = network(form.model, **pool)
+    whole = network(form.model, 0, 5, **pool)
     tensors = dict(whole.state_dict())
     torch.save({"model": form.change(sub(r"^fc_norm\.", "norm.")(tensors))}, tmp_path / "a.pth")
     keys = {"model": form.model, "args": dict(form.args), "checkpoint": str(tmp_path / "a.pth")}
@@ -514,7 +515,8 @@ def test_folds_of_a_cross_validation_are_no_parts(tmp_path):
 
 def test_an_archive_of_numpy_is_named_and_timm_rewrites_it(tmp_path):
     """Google's weights: timm reads them, under names of JAX."""
-    np.savez(tmp_path / "w.npz", **{"embedding/kernel": np.zeros((1, 1))})
+    arrays: dict[str, Any] = {"embedding/kernel": np.zeros((1, 1))}
+    np.savez(tmp_path / "w.npz", **arrays)
     text = refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "w.npz")})
     assert "an archive of numpy" in text
     assert "Could this error message" not in text

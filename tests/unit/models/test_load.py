@@ -201,6 +201,7 @@ def test_classes_of_another_order_or_other_ones(stored, how):
     made = build(classes=("fig", "apple", "pear"), exact_head=True, **named)
     assert torch.equal(made.network.head.weight, given["head.weight"][[1, 0, 2]])
     assert torch.equal(made.network.head.bias, given["head.bias"][[1, 0, 2]])
+    assert "order of the data's classes" in made.notes[0]
     assert "class 1 is 'fig', the data's is 'fog'." in classes_refused(stored, ("apple", "fog", "pear"), how)
 
 
