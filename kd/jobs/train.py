@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -159,10 +158,10 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
         weights = dict.fromkeys(plan.members, META)
     teachers = load_teachers(plan, data, weights)
     if plan.shard:
-        model: Any = teachers.model
-        first = torch.tensor(model.input_size, device=backend.device)
+        size = getattr(teachers.model, "input_size", 0)
+        first = torch.tensor(size, device=backend.device)
         backend.broadcast_([first])
-        if first != model.input_size:  # what its trainer wrote, which other ranks do not read
+        if first != size:  # what its trainer wrote, which other ranks do not read
             wrong = f"the weights are for {first} px, which rank 0 alone knows"
             raise ModelError("teacher.args", wrong, "", f"Set img_size or pretrained_cfg_overlay.input_size to {first}")
     return teachers

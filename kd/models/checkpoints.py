@@ -62,8 +62,8 @@ def located(where: str, place: str) -> list[Path]:
         for names, remedy in KNOWN["divided"].items():
             if any(path.glob(names)):
                 raise ModelError(where, f"'{path}' has the weights in parts", "One file", remedy.format(folder=path))
-        remedy = "Check the path; `kd-teach` fits a teacher"
-        raise ModelError(where, f"no file '{path}'", "A .safetensors or .pth file, or a folder with one", remedy)
+        allowed = "A .safetensors or .pth file, or a folder with one; `kd-teach` fits a teacher"
+        raise ModelError(where, f"no file '{path}'", allowed, "Check the path")
     if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
         wrong = f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in its folder"
         raise ModelError(where, wrong, "All of them", "Copy the others beside it")
@@ -188,6 +188,6 @@ def _tensors(inside: dict[Any, Any]) -> Tensors:
 def _class_names(value: Any) -> list[str]:
     """Return class names in the order of the logits from a list, {name: position} or {position: name}; else none."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    placed: list[Any] = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
+    placed = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
     named = all(place.isdecimal() and isinstance(name, str) for place, name in placed)
-    return [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []
+    return [str(name) for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []

@@ -48,9 +48,9 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
         steps = _load_weights(spec, network, weights, taken)
     config = timm_folder.data_config(network, recorded)
     if recorded:
-        steps = (*steps, f"kd uses the {', '.join(recorded)} that its trainer wrote")
+        steps += (f"kd uses the {', '.join(recorded)} that its trainer wrote",)
     if spec.exact_head and spec.args.get("in_chans") == 1:
-        steps = (*steps, _see_grey(spec, network, config))
+        steps += (_see_grey(spec, network, config),)
     described = "input_size" in recorded or {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
     free = sized if config_of(network).get("fixed_input_size") else spec.free_size
     made = Classifier(
@@ -219,7 +219,7 @@ def without_meta_warnings() -> Iterator[None]:
 
 
 def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
-    """Refuse a teacher's weights with another class list, for which timm would use a random head; report the changes."""
+    """Refuse a teacher's weights with another class list, for which timm takes a random head; report the changes."""
     config, folder = config_of(network), Path(spec.model.removeprefix("local-dir:"))
     names = config.get("label_names") or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
     rows = _rows(f"{spec.where}.model", spec, config.get("num_classes"), names)
