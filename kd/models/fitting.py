@@ -58,9 +58,10 @@ def take(
             raise known or ModelError(weights.where, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
     if len(names) > 1:
-        wrong = f"'{weights.file}' holds several networks that fit: {', '.join(map(repr, names))}"
+        wrong = f"'{weights.file}' holds several networks that fit: {names}"
         raise SeveralNetworks(weights.where, wrong, "One of them", f"Set {weights.section}.weights to its name")
-    taken, others = fitting[names[0]], ", ".join(repr(name) for name in fitting if name not in names)
+    taken = fitting[names[0]]
+    others = [name for name in fitting if name not in names]
     chosen = f"the set '{taken.name}'" if taken.name else ""
     chosen += " (averaged)" if is_averaged(taken.name) else ""
     chosen += f"; {others} would fit too ({weights.section}.weights: raw, or a name)" if others else ""
@@ -91,10 +92,9 @@ def _parts(whole: Taken) -> Iterator[Taken]:
         yield Taken(name, tensors, steps)
     firsts = dict.fromkeys(re.findall(KNOWN["prefixes"], "\n".join(tensors), re.MULTILINE))
     for first in firsts:
-        start = f"{first}."
-        inside = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
-        rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(start)}
-        shorter = (*steps, f"the prefix '{start}' is left out")
+        inside = {key.removeprefix(first): tensor for key, tensor in tensors.items() if key.startswith(first)}
+        rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(first)}
+        shorter = (*steps, f"the prefix '{first}' is left out")
         if rest and inside.keys().isdisjoint(rest):
             yield Taken(name, inside | rest, shorter)
         if rest:
@@ -203,7 +203,8 @@ def _in_order(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
 
 def _differences(own: Tensors, tensors: Tensors, heads: Collection[str]) -> dict[str, str]:
     """Return the kind of each difference from a network; the number of classes is none."""
-    kinds = {name: "missing head" if name in heads else "missing" for name in own if name not in tensors}
+    headless = {*heads}.isdisjoint(tensors)
+    kinds = {n: "missing head" if headless and n in heads else "missing" for n in own if n not in tensors}
     for name, tensor in tensors.items():
         needed, first = own.get(name), int(name in heads)
         if needed is None:

@@ -283,6 +283,7 @@ def test_empty_tensors_are_named(tmp_path):
         ("module.model.", "module.teacher."),
         ("online_encoder.", "target_encoder."),
         ("net._orig_mod.", "ema_model.module."),
+        ("model.", "ema."),
     ],
 )
 def test_a_student_beside_its_teacher(student, other, tmp_path):
@@ -292,7 +293,7 @@ def test_a_student_beside_its_teacher(student, other, tmp_path):
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
     made = teacher(keys)
     assert same_answers(made, second)
-    others = re.search(r"; '([\w.]+)' would fit too \(teacher\.weights: raw, or a name\)", made.notes[0])
+    others = re.search(r"; \['([\w.]+)'\] would fit too \(teacher\.weights: raw, or a name\)", made.notes[0])
     assert others
     assert same_answers(teacher({**keys, "weights": others[1]}), first)
     assert same_answers(teacher({**keys, "weights": "raw"}), first)
@@ -305,7 +306,7 @@ def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(n
     torch.save({"model": first, "net": second} if nested else flat, tmp_path / "a.pth")
     keys = {"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")}
     text = refusal(keys)
-    assert "several networks that fit: 'model', 'net'" in text
+    assert "several networks that fit: ['model', 'net']" in text
     assert "Set teacher.weights to its name" in text
     for name, seed in (("model", 0), ("net", 1)):
         assert same_answers(teacher({**keys, "weights": name}), network(seed=seed))
@@ -314,7 +315,7 @@ def test_two_networks_of_which_none_is_averaged_are_refused_and_a_name_chooses(n
 def test_several_networks_are_named_to_kd_init(tmp_path):
     first, second = timm.create_model("resnet10t", num_classes=5), timm.create_model("resnet10t", num_classes=5)
     torch.save({"model": first.state_dict(), "net": second.state_dict()}, tmp_path / "a.pth")
-    with pytest.raises(ModelError, match="several networks that fit: 'model', 'net'"):
+    with pytest.raises(ModelError, match=r"several networks that fit: \['model', 'net'\]"):
         identify("--teacher", tmp_path / "a.pth")
 
 
@@ -481,6 +482,12 @@ def test_names_of_a_right_network(name, tmp_path):
         keys |= form.then
     if form.right or form.then:
         assert same_answers(teacher(keys, size=form.size), whole)
+
+
+def test_a_part_of_a_classifier_is_refused(tmp_path):
+    tensors = {name: tensor for name, tensor in network().state_dict().items() if name != "head.bias"}
+    torch.save(tensors, tmp_path / "a.pth")
+    assert "missing: head.bias (1)" in refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / "a.pth")})
 
 
 def test_safetensors_have_no_order_to_offer(tmp_path):
