@@ -19,7 +19,6 @@ from kd.models.checkpoints import KNOWN, Tensors, Weights
 from kd.models.shapes import by_shapes
 
 is_averaged = re.compile(KNOWN["averaged"], re.IGNORECASE).search  # whether a set's name shows averaged weights (EMA)
-IN_ORDER = "its tensors are taken by their order, under other names"
 
 
 class Taken(NamedTuple):
@@ -44,15 +43,15 @@ def take(
     offered = candidates(weights, choice)
     fitting, differences = _fitting(offered, network, model, heads, bare)
     if not fitting:
-        keeps_order = weights.file.suffix != ".safetensors"
-        ordered, moved = _fitting(offered if keeps_order else [], network, model, heads, bare, by_order=True)
+        unordered = weights.file.suffix == ".safetensors"
+        ordered, moved = _fitting([] if unordered else offered, network, model, heads, bare, by_order=True)
         differences = moved if moved and choice == "by_order" else differences
         foreign = ordered or 2 * [*differences.values()].count("missing") > len(network.state_dict())
         known = origin(weights, offered[0].tensors if foreign else {}, differences, model)
         if choice == "by_order" and not (known and config_of(network)):
             fitting = ordered
         if not fitting:
-            remedy = "Correct model or args" + "; safetensors keep no order for by_order" * (not keeps_order)
+            remedy = "Correct model or args" + "; safetensors keep no order for by_order" * unordered
             remedy = f"Set {weights.section}.weights=by_order: all shapes fit" if ordered else remedy
             wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
             raise known or ModelError(weights.where, wrong, "", remedy)
@@ -108,7 +107,8 @@ def _fitting(
     """Return the sets that fit, by name, and the differences of the nearest candidate that does not."""
     own, fitting, nearest = network.state_dict(), dict[str, Taken](), dict[str, str]()
     for name, given, steps in offered:
-        ways = [(IN_ORDER, _in_order(given, own, bare))] if by_order else _named(given, network, model, heads)
+        ordered = [("its tensors are taken by their order, under other names", _in_order(given, own, bare))]
+        ways = ordered if by_order else _named(given, network, model, heads)
         for whose, tensors in ways if name not in fitting else ():
             tensors = _settled(tensors, own, bare)
             differences = _differences(own, tensors, heads)
