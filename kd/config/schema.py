@@ -176,9 +176,9 @@ class NetworkSection:
     be `pretrained`."""
     weights: str = "by_name"
     """Which tensors of `checkpoint` are loaded. by_name: tensors whose names and shapes match, averaged weights (EMA)
-    first. raw: the weights without averaging. Any other word: the set of that name in the file. by_order: by position,
-    for a .pth file with other names; shapes must match (kind timm). A student does not load a classifier with other
-    classes."""
+    first. raw: the weights without averaging. Any other word: the set or prefix of that name in the file. by_order: by
+    position, for a .pth file with other names; shapes must match (kind timm). A student does not load a classifier with
+    other classes."""
     options: Any = None
 
 

@@ -12,7 +12,7 @@ import torch
 from kd import config
 from kd.config import Config
 from kd.core.contracts import Backend
-from kd.core.errors import ConfigError, FolderInUse, RunError
+from kd.core.errors import ConfigError, FolderInUse, ModelError, RunError
 from kd.core.host import peak_mib
 from kd.core.references import redact, written
 from kd.core.scores import Trained
@@ -156,7 +156,15 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
         weights[where] = fit_teacher(fit, target, data, backend)
     if plan.shard and backend.rank != 0:
         weights = dict.fromkeys(plan.members, META)
-    return load_teachers(plan, data, weights)
+    teachers = load_teachers(plan, data, weights)
+    if plan.shard:
+        size = getattr(teachers.model, "input_size", 0)
+        first = torch.tensor(size, device=backend.device)
+        backend.broadcast_([first])
+        if first != size:  # what its trainer wrote, which other ranks do not read
+            wrong = f"the weights are for {first} px, which rank 0 alone knows"
+            raise ModelError("teacher.args", wrong, "", f"Set img_size or pretrained_cfg_overlay.input_size to {first}")
+    return teachers
 
 
 def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> Path:

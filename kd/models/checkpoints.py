@@ -5,12 +5,11 @@
 
 import argparse
 import json
-import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,12 @@ from kd.models.timm_folder import folder_classes
 
 KNOWN: dict[str, Any] = json.loads(Path(__file__).with_name("weights.json").read_text(encoding="utf-8"))
 LARGEST = 100_000  # most tensors in a file: the largest network of timm has 3,000
+CLASSES = re.compile(KNOWN["classes"], re.IGNORECASE).fullmatch
+PART = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of a part of a file
 Tensors = dict[str, Tensor]
 _CLASSES: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDSU"}]
 _RENAMED: list[Any] = [(np.float64(0).__reduce__()[0], f"numpy.{at}.multiarray.scalar") for at in ("core", "_core")]
-_RENAMED += [
-    (getattr(pathlib, f"Pure{system}Path"), f"{module}.{pure}{system}Path")
-    for system in ("Posix", "Windows")
-    for module in ("pathlib", "pathlib._local")
-    for pure in ("", "Pure")
-]
+_RENAMED += [(PureWindowsPath if "Windows" in name else PurePosixPath, name) for name in KNOWN["harmless"].split()]
 """Harmless types often stored beside weights, under their names in Python and numpy."""
 
 
@@ -43,36 +39,43 @@ class Weights:
     where: str  # config path for messages
     file: Path
     sets: Mapping[str, Tensors]  # sets of tensors by their key in the file, such as `model_ema`; "": the whole file
-    classes: list[str] | None  # class names recorded in its folder
-    says: str = ""  # a trainer's record of network and arguments, which shapes may not reveal
+    classes: list[str] | None  # class names recorded in it or in its folder, in the order of its logits
+    trainer: Mapping[str, Any]  # what its trainer wrote of network and pixels, which shapes may not reveal
 
     @property
-    def key(self) -> str:
-        """The config path of the key that chooses among them."""
-        return self.where.replace(".checkpoint", ".weights")
+    def section(self) -> str:
+        """The config path of its model."""
+        return self.where.removesuffix(".checkpoint").lstrip("-")
 
 
 def located(where: str, place: str) -> list[Path]:
-    """Return the file of weights in a configuration, or its parts if it is split."""
+    """Return the file of weights in a configuration, or all of its parts if it is split."""
     path = Path(packages.fetched(where, place))
-    inside = [path / name for name in KNOWN["folder"]] if path.is_dir() else [path]
-    file = next((one for one in inside if one.is_file()), inside[0])
-    if not file.is_file():
-        for files, line in KNOWN["divided"].items():
-            if path.is_dir() and any(path.glob(files)):
-                joined = f"Join them: {line.format(folder=path)}"
-                raise ModelError(where, f"'{path}' has the weights in the parts of several ranks", "One file", joined)
-        remedy = "Check the path" + (", or fit a teacher with `kd-teach`" if where.startswith("teacher") else "")
-        raise ModelError(where, f"no file '{file}'", "A .safetensors or .pth file, or a folder with one", remedy)
-    if not file.name.endswith(".index.json"):
-        return [file]
-    try:
-        files = [file.parent / name for name in sorted(set(json.loads(file.read_bytes())["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(where, f"'{file}' is no index of weights", "", "Write the folder anew") from error
-    if away := [one for one in files if one.parent != file.parent or not one.is_file()]:
-        raise ModelError(where, f"no file '{away[0]}' in the folder, which '{file.name}' names", "", "Copy all parts")
+    path = path.parent if path.name.endswith(".index.json") else path
+    require_no_adapter(where, path)
+    parts = PART.sub(r"-*-of-\1", path.name)
+    if path.is_dir():
+        files = next((found for names in KNOWN["folder"] if (found := sorted(path.glob(names)))), [])
+    else:
+        files = [path] if parts == path.name else sorted(path.parent.glob(parts))
+    if not all(file.is_file() for file in files or [path]):
+        for names, remedy in KNOWN["divided"].items():
+            if any(path.glob(names)):
+                raise ModelError(where, f"'{path}' has the weights in parts", "One file", remedy.format(folder=path))
+        allowed = "A .safetensors or .pth file, or a folder with one; `kd-teach` fits a teacher"
+        raise ModelError(where, f"no file '{path}'", allowed, "Check the path")
+    if (part := PART.search(files[0].name)) and len(files) != int(part[1]):
+        wrong = f"'{files[0]}' is one of {int(part[1])} parts, of which {len(files)} are in its folder"
+        raise ModelError(where, wrong, "All of them", "Copy the others beside it")
     return files
+
+
+def require_no_adapter(where: str, folder: Path) -> None:
+    """Refuse a folder whose weights are those of a network only together with an adapter."""
+    if (folder / "adapter_config.json").is_file():
+        wrong = f"'{folder}' has an adapter (LoRA), so that the weights beside it are not those that were trained"
+        remedy = "Merge it, `model.merge_and_unload().save_pretrained('merged')`, and name that folder"
+        raise ModelError(where, wrong, "Weights with the adapter merged", remedy)
 
 
 def read(where: str, place: str) -> Weights:
@@ -81,16 +84,18 @@ def read(where: str, place: str) -> Weights:
     for file in files:
         one = READERS[_kind(where, file)](where, file)
         content |= one if isinstance(one, dict) else {}
-    sets = dict(_sets(content))
+    nested = dict(_nested(content))
+    named = {place: _tensors(inside) for place, inside in nested.items() if not re.search(KNOWN["beside"], place)}
+    sets = {place: tensors for place, tensors in named.items() if any(tensor.ndim for tensor in tensors.values())}
     _require_few(where, files[0], max(map(len, sets.values()), default=0))
     if not sets:
         allowed = "A state_dict, alone or in a dictionary"
         raise ModelError(where, f"'{files[0]}' holds no tensors by name", allowed, "Save model.state_dict()")
-    told = content.get("args")
-    told = vars(told) if isinstance(told, argparse.Namespace) else told if isinstance(told, dict) else {}
-    given = [f"{key} {told[key]}" for key in ("model", "model_kwargs") if told.get(key)]
-    says = f"its trainer wrote: {', '.join(given)}" if given else ""
-    return Weights(where, files[0], sets, folder_classes(files[0].parent, where), in_short(says) if says else "")
+    recorded = [_class_names(value) for inside in nested.values() for key, value in inside.items() if CLASSES(str(key))]
+    classes = next(filter(None, recorded), None) or folder_classes(files[0].parent, where)
+    wrote = {"model": content.get("arch"), **nested.get("args", {})}
+    trainer = {key: wrote[key] for key in KNOWN["recorded"] if wrote.get(key)}
+    return Weights(where, files[0], sets, classes, trainer)
 
 
 def _require_few(where: str, file: Path, count: int) -> None:
@@ -103,14 +108,18 @@ def _kind(where: str, file: Path) -> str:
     """Return the name of the reader for a file."""
     with file.open("rb") as opened:
         first = opened.read(512)
-    for offset, mark, kind, remedy in KNOWN["kinds"][1:]:
-        if first[offset:].startswith(mark.encode("latin-1")):
+    for mark, kind, remedy in KNOWN["kinds"][1:]:
+        if re.match(mark, first.decode("latin-1"), re.S):
             if kind in READERS:
                 return kind
-            raise ModelError(where, f"'{file}' is no file of weights but {kind}", "", remedy)
-    wrong = "is not whole safetensors" if file.suffix == ".safetensors" else "cannot be read as weights"
-    wrong += " (its first bytes are of no format that is known)" if first else " (it is empty)"
-    raise ModelError(where, f"'{file}' {wrong}", "A .safetensors file, or what torch.save wrote", "Write it anew")
+            raise ModelError(where, f"'{file}' is no file of weights but {kind}", "", remedy.format(file=file))
+    wrong = "its first bytes are of no format that is known" if first else "it is empty"
+    raise ModelError(
+        where,
+        f"'{file}' cannot be read as weights ({wrong})",
+        "A .safetensors file, or what torch.save wrote",
+        "Write it anew",
+    )
 
 
 def _safetensors(where: str, file: Path) -> Tensors:
@@ -127,21 +136,19 @@ def _safetensors(where: str, file: Path) -> Tensors:
 
 def _pickle(where: str, file: Path) -> Any:
     """Read tensors and plain values from torch.save. The error names other objects and how to rewrite the file."""
-    if old := torch.__version__ < "2.7":  # mmap accepts no other names
-        torch.serialization.add_safe_globals(_CLASSES)
-    with nullcontext() if old else torch.serialization.safe_globals([*_CLASSES, *_RENAMED]):
-        try:
-            with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
-                return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            with file.open("rb") as opened:
-                return torch.load(opened, map_location="cpu", weights_only=True)
-        except Exception as error:  # the unpickler raises many types, all caused by the file
-            text, foreign = str(error) or type(error).__name__, list[str]()
-            with suppress(Exception):
-                foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-                foreign.sort(
-                    key=lambda name: (name.startswith(("torch.", "functools.", "collections.", "builtins.")), name)
-                )
+    torch.serialization.add_safe_globals(_CLASSES + _RENAMED * (torch.__version__ >= "2.7"))  # older: no other names
+    try:
+        with suppress(Exception):  # the format before torch 1.6, or another ending, cannot be mapped
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with file.open("rb") as opened:
+            return torch.load(opened, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises many types, all caused by the file
+        text, foreign = str(error) or type(error).__name__, list[str]()
+        with suppress(Exception):
+            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+            foreign.sort(
+                key=lambda name: (name.startswith(("torch.", "functools.", "collections.", "builtins.")), name)
+            )
     named = ", ".join(foreign[:3]) or " ".join(re.findall(r"GLOBAL (\S+)", text)[:1])
     reason = f"objects of {named}, whose reading may run code" if named else in_short(text)
     script = "TorchScript" in text
@@ -165,14 +172,22 @@ READERS: dict[str, Callable[[str, Path], Any]] = {"safetensors": _safetensors, "
 """Readers by kind in `weights.json`: (config path, file) -> dictionaries with tensors by name."""
 
 
-def _sets(content: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, Tensors]]:
-    """Yield the sets of tensors in nested dictionaries; two networks in one set are separated."""
-    tensors = {name: one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
-    twins = sorted({*KNOWN["twins"]} & {name.partition(".")[0] for name in tensors})
-    for twin in twins if len(twins) > 1 else ():
-        yield f"{place}.{twin}".strip("."), {n: t for n, t in tensors.items() if n.startswith(f"{twin}.")}
-    if len(twins) < 2 and any(one.ndim for one in tensors.values()):
-        yield place, tensors
-    for key, inside in content.items():
-        if isinstance(key, str) and isinstance(inside, dict) and not key.startswith(tuple(KNOWN["beside"])):
-            yield from _sets(inside, f"{place}.{key}".strip("."))
+def _nested(content: dict[Any, Any], place: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield nested dictionaries by their place in the file."""
+    yield place, content
+    for key, value in content.items():
+        inside = vars(value) if isinstance(value, argparse.Namespace) else value
+        if isinstance(key, str) and isinstance(inside, dict):
+            yield from _nested(inside, f"{place}.{key}".strip("."))
+
+
+def _tensors(inside: dict[Any, Any]) -> Tensors:
+    return {name: value for name, value in inside.items() if isinstance(name, str) and isinstance(value, Tensor)}
+
+
+def _class_names(value: Any) -> list[str]:
+    """Return class names in the order of the logits from a list, {name: position} or {position: name}; else none."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    placed = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
+    named = all(place.isdecimal() and isinstance(name, str) for place, name in placed)
+    return [str(name) for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []

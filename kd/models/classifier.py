@@ -298,8 +298,14 @@ def layer_groups(network: nn.Module, weight_decay: float, layer_decay: float) ->
     return param_groups_layer_decay(network, weight_decay, exempt, layer_decay=layer_decay)
 
 
-def head_parameters(network: Any) -> list[nn.Parameter]:
-    """Return the parameters of a network's classifiers; [] if it does not declare them."""
+def head_modules(network: Any) -> list[nn.Module]:
+    """Return a network's classifiers; [] if it does not declare them."""
     found = network.get_classifier() if hasattr(network, "get_classifier") else ()
-    modules = found if isinstance(found, (tuple, list)) else (found,)
-    return [parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters()]
+    return [
+        module for module in (found if isinstance(found, (tuple, list)) else (found,)) if isinstance(module, nn.Module)
+    ]
+
+
+def head_parameters(network: Any) -> list[nn.Parameter]:
+    """Return the parameters of a network's classifiers."""
+    return [parameter for module in head_modules(network) for parameter in module.parameters()]

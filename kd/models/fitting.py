@@ -1,7 +1,7 @@
 """Fit the tensors of a file of weights to a network's parameter names.
 
-Steps, with the tables of `kd/models/weights.json`: set (averaged or raw), prefix, names, grid. Each step reports its
-change. All shapes must fit at the end; only a score can show that the meaning fits too.
+Steps, with the tables of `kd/models/weights.json`: candidates (averaged or raw, without wrappers and prefixes), names,
+grid. Each step reports its change. All shapes must fit at the end; only a score can show that the meaning fits too.
 """
 
 import re
@@ -14,15 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from kd.core.errors import ModelError
+from kd.core.errors import ModelError, in_short
 from kd.models.checkpoints import KNOWN, Tensors, Weights
+from kd.models.shapes import by_shapes
+
+is_averaged = re.compile(KNOWN["averaged"], re.IGNORECASE).search  # whether a set's name shows averaged weights (EMA)
 
 
 class Taken(NamedTuple):
-    """A file's tensors under a network's names, and a phrase for each change."""
+    """Tensors of a file that are or may be one network, and a phrase for each change."""
 
+    name: str  # of the set in its file
     tensors: Tensors
     steps: tuple[str, ...] = ()
+
+
+class SeveralNetworks(ModelError):
+    """More than one network of a file fits."""
 
 
 def take(
@@ -32,60 +40,84 @@ def take(
 
     `bare`: the network has no classifier, and the file's is left out.
     """
-    names, fitting, nearest = _ordered(weights, choice), dict[str, Taken](), dict[str, str]()
-    own, closest = network.state_dict(), Tensors()
-    for name in names:
-        ordered = "its tensors are taken by their order, whatever their names" if choice == "by_order" else ""
-        given = [("", _in_order(weights, name, own, bare))] if ordered else _stripped(weights.sets[name])
-        ways = ((prefix, *way) for prefix, tensors in given for way in _named(tensors, network, model))
-        for prefix, whose, tensors in ways:
-            tensors = _settled(tensors, own, network, bare)
-            off = {n: what for n, what in _differences(own, tensors).items() if n not in heads}
-            if not closest or len(off) < len(nearest):
-                nearest, closest = off, tensors
-            if not off:
-                left_out = f"the prefix '{prefix}' is left out" if prefix else ""
-                steps = (ordered or whose, left_out, _grid(weights, name, tensors))
-                fitting[name] = Taken(tensors, tuple(filter(None, steps)))
-                break
+    offered = candidates(weights, choice)
+    fitting, differences = _fitting(offered, network, model, heads, bare)
     if not fitting:
-        raise _refused(weights, names[0], model, own, closest, nearest)
-    name, found = next(iter(fitting.items()))
-    others = ", ".join(repr(other) for other in fitting if other != name)
-    kind = " (averaged, or a teacher beside its student)" if name.endswith("teacher") else " (averaged)"
-    chosen = f"the set '{name}'{kind * is_averaged(name)}" if len(weights.sets) > 1 else ""
-    chosen += f"; {others} would fit too ({weights.key}: raw, or a name)" if others else ""
-    return Taken(found.tensors, tuple(filter(None, (chosen, *found.steps, weights.says))))
+        unordered = weights.file.suffix == ".safetensors"
+        ordered, moved = _fitting([] if unordered else offered, network, model, heads, bare, by_order=True)
+        differences = moved if moved and choice == "by_order" else differences
+        foreign = ordered or 2 * [*differences.values()].count("missing") > len(network.state_dict())
+        known = origin(weights, offered[0].tensors if foreign else {}, differences, model)
+        if choice == "by_order" and not (known and config_of(network)):
+            fitting = ordered
+        if not fitting:
+            remedy = "Correct model or args" + "; safetensors keep no order for by_order" * unordered
+            remedy = f"Set {weights.section}.weights=by_order: all shapes fit" if ordered else remedy
+            wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
+            raise known or ModelError(weights.where, wrong, "", remedy)
+    names = [name for name in fitting if is_averaged(name)] or [*fitting]
+    if len(names) > 1:
+        wrong = f"'{weights.file}' holds several networks that fit: {names}"
+        raise SeveralNetworks(weights.where, wrong, "One of them", f"Set {weights.section}.weights to its name")
+    taken = fitting[names[0]]
+    others = [name for name in fitting if name not in names]
+    chosen = f"the set '{taken.name}'" if taken.name else ""
+    chosen += " (averaged)" if is_averaged(taken.name) else ""
+    chosen += f"; {others} would fit too ({weights.section}.weights: raw, or a name)" if others else ""
+    wrote = in_short(f"its trainer wrote: {weights.trainer}") if weights.trainer else ""
+    return taken._replace(steps=tuple(filter(None, (chosen, *taken.steps, wrote))))
 
 
-def is_averaged(name: str) -> bool:
-    """Return whether a set's name shows averaged weights (EMA)."""
-    return not {*KNOWN["averaged"]}.isdisjoint(re.split(r"[._]", name.lower()))
-
-
-def _ordered(weights: Weights, choice: str) -> list[str]:
-    """Return the sets that a choice allows, averaged ones first, because trainers evaluate these."""
-    names = sorted(weights.sets, key=lambda name: (not is_averaged(name), name.count(".")))
+def candidates(weights: Weights, choice: str = "by_name") -> list[Taken]:
+    """Return what may be one network in a file, as far as a choice allows it."""
+    found = [part for name, tensors in weights.sets.items() for part in _parts(Taken(name, tensors))]
     if choice in ("by_name", "by_order"):
-        return names
-    chosen = [name for name in names if name == choice or (choice == "raw" and not is_averaged(name))]
-    if not chosen:
-        allowed = ", ".join(["by_name, by_order, raw", *filter(None, names)])
+        return found
+    allowed = [taken for taken in found if taken.name == choice or (choice == "raw" and not is_averaged(taken.name))]
+    if not allowed:
         wrong = f"is '{choice}', and '{weights.file}' has no such set of tensors"
-        raise ModelError(weights.key, wrong, f"One of {allowed}", "Choose one")
-    return chosen
+        names = dict.fromkeys(["by_name", "by_order", "raw", *(taken.name for taken in found if taken.name)])
+        raise ModelError(f"{weights.section}.weights", wrong, f"One of {', '.join(names)}", "Choose one")
+    return allowed
 
 
-def _stripped(tensors: Tensors, before: str = "") -> Iterator[tuple[str, Tensors]]:
-    """Yield the tensors unchanged, then with each name prefix removed, with and without tensors that lack it."""
-    yield before, tensors
-    firsts = dict.fromkeys(name.partition(".")[0] for name in tensors if "." in name)
-    for first in (first for first in firsts if first in KNOWN["prefixes"]):
-        inside = {name.removeprefix(f"{first}."): one for name, one in tensors.items() if name.startswith(f"{first}.")}
-        rest = {name: one for name, one in tensors.items() if not name.startswith(f"{first}.")}
+def _parts(whole: Taken) -> Iterator[Taken]:
+    """Yield a set, then without wrappers in its names, then without each prefix, with and without the other tensors."""
+    yield whole
+    name, tensors, steps = whole
+    unwrapped = {re.sub(KNOWN["wrappers"], "", key): tensor for key, tensor in tensors.items()}
+    if unwrapped.keys() != tensors.keys():
+        tensors = unwrapped
+        yield Taken(name, tensors, steps)
+    firsts = dict.fromkeys(re.findall(KNOWN["prefixes"], "\n".join(tensors), re.MULTILINE))
+    for first in firsts:
+        inside = {key.removeprefix(first): tensor for key, tensor in tensors.items() if key.startswith(first)}
+        rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(first)}
+        shorter = (*steps, f"the prefix '{first}' is left out")
         if rest and inside.keys().isdisjoint(rest):
-            yield f"{before}{first}.", inside | rest
-        yield from _stripped(inside, f"{before}{first}.")
+            yield Taken(name, inside | rest, shorter)
+        if rest:
+            shorter = (*shorter, f"and {len(rest)} other tensors, such as '{next(iter(rest))}'")
+        yield from _parts(Taken(f"{name}.{first}".strip(".") if len(firsts) > 1 else name, inside, shorter))
+
+
+def _fitting(
+    offered: list[Taken], network: nn.Module, model: str, heads: Collection[str], bare: bool, by_order: bool = False
+) -> tuple[dict[str, Taken], dict[str, str]]:
+    """Return the sets that fit, by name, and the differences of the nearest candidate that does not."""
+    own, fitting, nearest = network.state_dict(), dict[str, Taken](), dict[str, str]()
+    for name, given, steps in offered:
+        ordered = [("its tensors are taken by their order, under other names", _in_order(given, own, bare))]
+        ways = ordered if by_order else _named(given, network, model, heads)
+        for whose, tensors in ways if name not in fitting else ():
+            tensors = _settled(tensors, own, bare)
+            differences = _differences(own, tensors, heads)
+            if {*differences.values()} <= {"missing head"}:
+                fitting[name] = Taken(name, tensors, (whose, *steps, _resampled(given, tensors)))
+                break
+            if not nearest or len(differences) < len(nearest):
+                nearest = differences
+    return fitting, nearest
 
 
 def family_filter(model: str) -> tuple[Callable[..., Tensors], dict[str, Any], str] | None:
@@ -101,16 +133,22 @@ def family_filter(model: str) -> tuple[Callable[..., Tensors], dict[str, Any], s
     return next(((getattr(module, name), options, family) for name in names if hasattr(module, name)), None)
 
 
-def _named(tensors: Tensors, network: nn.Module, model: str) -> Iterator[tuple[str, Tensors]]:
+def renamed(rules: str, names: Collection[str]) -> dict[str, str]:
+    """Return the new name of each name; `rules`: pairs of a pattern and its replacement, applied in order."""
+    pairs, changed = rules.split(), {name: name for name in names}
+    for pattern, replacement in zip(pairs[::2], pairs[1::2], strict=True):
+        changed = {name: re.sub(pattern, replacement, new) for name, new in changed.items()}
+    return changed
+
+
+def _named(tensors: Tensors, network: nn.Module, model: str, heads: Collection[str]) -> Iterator[tuple[str, Tensors]]:
     """Yield (author of the names, tensors under timm's names) for each known mapping, then unchanged."""
-    files, own = [("", tensors)], network.state_dict()
+    files, own, head = [("", tensors)], network.state_dict(), next(iter(heads), "head.weight").removesuffix("weight")
     for pattern, mark, whose, text in KNOWN["renamed"][1:]:
-        if mark in tensors and re.fullmatch(pattern, model):
-            rules = text.split()
-            renamed = {n: n for n in tensors} if rules else dict(zip(tensors, own, strict=False))
-            for old, new in zip(rules[::2], rules[1::2], strict=True):
-                renamed = {n: re.sub(old, new, one) for n, one in renamed.items()}
-            files.append((f"its names are {whose}", {one: tensors[n] for n, one in renamed.items()}))
+        if re.fullmatch(pattern, model) and any(re.fullmatch(mark, name) for name in tensors):
+            names = renamed(text.replace("HEAD.", head), tensors) if text else dict(zip(tensors, own, strict=False))
+            if len({*names.values()}) == len(tensors):
+                files.append((f"its names are {whose}", {new: tensors[name] for name, new in names.items()}))
     found = family_filter(model)
     for whose, one in files:
         with suppress(Exception), warnings.catch_warnings(), torch.device("cpu"):  # the file may be another family's
@@ -131,87 +169,66 @@ def config_of(network: nn.Module) -> dict[str, Any]:
     return getattr(network, "pretrained_cfg", None) or {}
 
 
-def _settled(tensors: Tensors, own: Tensors, network: nn.Module, bare: bool) -> Tensors:
+def _settled(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
     """Adapt tensors whose shapes differ by axes of length 1 or by colours, and drop unused ones."""
     from timm.models import adapt_input_conv  # type: ignore[attr-defined]
 
-    heads, first = (
-        (one,) if isinstance(one, str) else tuple(one or ())
-        for one in (config_of(network).get("classifier") or "head", config_of(network).get("first_conv"))
-    )
     idle = re.compile(KNOWN["ignored"])
-    left_out = tuple(f"{head}." for head in heads) if bare else ()
-    kept = {n: t for n, t in tensors.items() if n in own or not (idle.search(n) or n.startswith(left_out))}
+    left_out = re.compile(KNOWN["classifiers"] if bare else r"\Z").match
+    kept = {n: t for n, t in tensors.items() if n in own or not (idle.search(n) or left_out(n))}
     kept |= {n: t for n, t in own.items() if n not in kept and idle.search(n)}
     for name, tensor in kept.items():
         needed = own[name].shape if name in own else tensor.shape
-        if tensor.shape != needed and [n for n in tensor.shape if n > 1] == [n for n in needed if n > 1]:
+        if tensor.shape != needed and [n for n in tensor.shape if n != 1] == [n for n in needed if n != 1]:
             kept[name] = tensor.reshape(needed)
-        elif tensor.shape != needed and name.removesuffix(".weight") in first and tensor.ndim == 4:
+        elif len(needed) == tensor.ndim == 4 and tensor.shape[1] == 3 != needed[1]:  # the first layer, of colours
             with suppress(NotImplementedError, AssertionError):
                 kept[name] = adapt_input_conv(needed[1], tensor, tensor.shape[1])
     return kept
 
 
-def _grid(weights: Weights, name: str, tensors: Tensors) -> str:
-    """Describe resampled position embeddings."""
-    given = [t for n, t in weights.sets[name].items() if n.endswith(("pos_embed", "pos_embedding"))]
-    taken = [t for n, t in tensors.items() if n.endswith("pos_embed")]
-    if len(given) != 1 or len(taken) != 1 or given[0].numel() == taken[0].numel():
-        return ""
-    return f"its position embedding {(*given[0].shape,)} became {(*taken[0].shape,)}"
+def _resampled(given: Tensors, tensors: Tensors) -> str:
+    """Describe the first tensor that has another size in the network."""
+    for name, tensor in tensors.items():
+        if name in given and tensor.is_floating_point() and tensor.numel() != given[name].numel():
+            return f"its {name} {(*given[name].shape,)} became {(*tensor.shape,)}"
+    return ""
 
 
-def _in_order(weights: Weights, name: str, own: Tensors, bare: bool) -> Tensors:
+def _in_order(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
     """Rename tensors to a network's names, by position."""
-    if weights.file.suffix == ".safetensors":
-        wrong = f"'{weights.file}' is safetensors, which keep no order, but {weights.key} is by_order"
-        raise ModelError(weights.where, wrong, "A .pth file", f"Name that, or leave {weights.key} out")
-    tensors = weights.sets[name]
-    more = [*tensors][len(own) :]  # two may belong to a classifier that the model does not have
-    names = [*own] if bare and len(more) <= 2 else [*own, *more]
-    return dict(zip(names, tensors.values(), strict=False))
+    more = [*tensors][len(own) + 2 * bare :]  # two may belong to a classifier that the model does not have
+    return dict(zip([*own, *more], tensors.values(), strict=False))
 
 
-def _differences(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names that differ between two sets (missing, unexpected, other shape), by kind."""
-    off = dict.fromkeys(own.keys() - tensors.keys(), "missing")
-    off |= dict.fromkeys(tensors.keys() - own.keys(), "unexpected")
-    return off | {n: "other shape" for n in tensors.keys() & own.keys() if tensors[n].shape != own[n].shape}
+def _differences(own: Tensors, tensors: Tensors, heads: Collection[str]) -> dict[str, str]:
+    """Return the kind of each difference from a network; the number of classes is none."""
+    headless = {*heads}.isdisjoint(tensors)
+    kinds = {n: "missing head" if headless and n in heads else "missing" for n in own if n not in tensors}
+    for name, tensor in tensors.items():
+        needed, first = own.get(name), int(name in heads)
+        if needed is None:
+            kinds[name] = "unexpected"
+        elif needed.is_floating_point() and not tensor.is_floating_point():
+            kinds[name] = "integers"
+        elif tensor.shape[first:] != needed.shape[first:]:
+            kinds[f"{name} {(*tensor.shape,)} != {(*needed.shape,)}"] = "other shape" if tensor.numel() else "empty"
+    return kinds
 
 
-def _refused(
-    weights: Weights, name: str, model: str, own: Tensors, closest: Tensors, off: Mapping[str, str]
-) -> ModelError:
-    """Return the error for a file that does not fit a network: its origin if known, else the differences."""
-    where, kinds = weights.where, ("missing", "unexpected", "other shape")
-    lists = {kind: sorted(name for name, what in off.items() if what == kind) for kind in kinds}
-    if (error := _known(weights, "changed", lists["unexpected"], model)) is not None:
-        return error
-    if 2 * len(lists["missing"]) > len(own) and (error := foreign(weights, name, f"'{model}'")) is not None:
-        return error
-    if lists["missing"] and all(re.search(r"running_(mean|var)$", one) for one in lists["missing"]):
-        wrong = f"'{weights.file}' has the parameters of '{model}' without the statistics of its batch norms"
-        remedy = "Save model.state_dict(), which has both; named_parameters() leaves them out"
-        return ModelError(where, f"{wrong} ({lists['missing'][0]} ...)", "Both of them", remedy)
-    lists["other shape"] = [f"{n} {(*closest[n].shape,)} != {(*own[n].shape,)}" for n in lists["other shape"]]
-    told = "; ".join(f"{kind}: {', '.join(items[:3])} ({len(items)})" for kind, items in lists.items() if items)
-    return ModelError(where, f"the weights are not those of '{model}' ({told})", "", "Correct model or args")
+def _listed(differences: Mapping[str, str]) -> str:
+    """Return the first names of each kind as text."""
+    kinds = {kind: sorted(n for n, of in differences.items() if of == kind) for kind in sorted({*differences.values()})}
+    return "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items())
 
 
-def foreign(weights: Weights, name: str, model: str) -> ModelError | None:
-    """Return the error that names a known origin of a set that is not from timm."""
-    return _known(weights, "changed", weights.sets[name], model) or _known(
-        weights, "foreign", weights.sets[name], model
-    )
-
-
-def _known(weights: Weights, table: str, names: Collection[str], model: str) -> ModelError | None:
-    name_of = model.strip("'")
-    likely = next((re.sub(p, q, name_of) for p, q in KNOWN["torchvision"].items() if re.fullmatch(p, name_of)), name_of)
-    for pattern, what, remedy in KNOWN[table][1:]:
-        if any(re.search(pattern, one) for one in names):
-            wrong = f"'{weights.file}' holds {what}, and {model} does not take them"
-            told = remedy.format(where=weights.where.partition(".")[0], file=weights.file, likely=likely)
+def origin(weights: Weights, tensors: Tensors, differences: Mapping[str, str], model: str) -> ModelError | None:
+    """Return the error that names a known origin of tensors, or of their differences from a network."""
+    lines = sorted(f"{kind} {name}" for name, kind in {**dict.fromkeys(tensors, "unexpected"), **differences}.items())
+    for pattern, what, remedy, takers in KNOWN["origins"][1:]:
+        if re.search(pattern, "\n".join(lines), re.MULTILINE) and not re.fullmatch(takers, model):
+            likely = next((name for name in by_shapes(tensors) if re.fullmatch(takers, name)), "NAME")
+            told = remedy.format(where=weights.section, file=weights.file, likely=likely)
+            wrong = f"'{weights.file}' holds {what}, which '{model}' does not take ({_listed(differences)})"
             return ModelError(weights.where, wrong, "Weights of that network", told)
     return None

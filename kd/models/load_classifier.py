@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from kd.core.errors import ModelError, did_you_mean
 from kd.core.text import nfc
 from kd.models import checkpoints, timm_folder
 from kd.models.checkpoints import Weights
-from kd.models.classifier import Classifier, Preprocessing
+from kd.models.classifier import REORDERED, Classifier, Preprocessing, head_modules
 from kd.models.fitting import Taken, config_of, take
 from kd.models.spec import Spec
 
@@ -26,27 +26,32 @@ LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in grey (ITU-R BT
 
 def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classifier:
     """Build a model with its weights. If its input size is free, it is `image_size`, the side of the data's images."""
-    if not spec.logits:
-        spec = replace(spec, exact_head=False)
     source = _source(spec)
     weights = checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint) if spec.checkpoint else None
+    recorded = _recorded(spec, weights.trainer) if weights is not None else {}
+    image_size = recorded.get("input_size", (image_size,))[-1]
+    if not spec.logits:
+        spec = replace(spec, exact_head=False)
     pretrained = spec.pretrained and weights is None
     own, taken = _own_classes(spec, source, weights, image_size) if spec.classes is None else (None, None)
     _require_source(spec, source, pretrained)
     count = len(spec.classes or own or ())
     network, sized = _create(spec, source, pretrained, image_size, count)
-    classes = spec.classes if spec.classes is not None else own or _numbered(network)
+    numbered = [f"class_{label}" for label in range(getattr(network, "num_classes", 0))]
+    classes = spec.classes if spec.classes is not None else own or config_of(network).get("label_names") or numbered
     if spec.exact_head and (spec.checkpoint or source.startswith("local-dir:")):
         folder = Path(spec.checkpoint or source.removeprefix("local-dir:"))
         content = timm_folder.folder_config(folder if folder.is_dir() else folder.parent)
         spec.require_meaning(content.get("problem_type") or "")
-    if pretrained and spec.classes:
-        _settle_pretrained_head(spec, network)
-    steps = _load_weights(spec, network, weights, taken) if weights is not None else ()
-    config = timm_folder.data_config(network)
+    steps = _settle_pretrained_head(spec, network) if pretrained and spec.classes else ()
+    if weights is not None:
+        steps = _load_weights(spec, network, weights, taken)
+    config = timm_folder.data_config(network, recorded)
+    if recorded:
+        steps += (f"kd uses the {', '.join(recorded)} that its trainer wrote",)
     if spec.exact_head and spec.args.get("in_chans") == 1:
-        steps = (*steps, _see_grey(spec, network, config))
-    described = {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
+        steps += (_see_grey(spec, network, config),)
+    described = "input_size" in recorded or {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
     free = sized if config_of(network).get("fixed_input_size") else spec.free_size
     made = Classifier(
         _laid_out(network),
@@ -61,6 +66,17 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     made.notes = (f"'{spec.checkpoint or spec.model}': {'; '.join(steps)}",) if steps else ()
     made.preprocessing = _preprocessing(config) if spec.exact_head and pretrained else None
     return made
+
+
+def _recorded(spec: Spec, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trainer's arguments about pixels that the configuration does not set, as timm's loader takes them."""
+    side = trainer.get("input_size", trainer.get("img_size"))
+    side = side[-1] if isinstance(side, (list, tuple)) else side
+    recorded = {"mean": trainer.get("mean"), "std": trainer.get("std"), "input_size": side and (3, side, side)}
+    configured = {**spec.args, **spec.args.get("pretrained_cfg_overlay", {})}
+    if "img_size" in configured or not spec.exact_head:  # a student, and a teacher to fit, see the data's size
+        del recorded["input_size"]
+    return {key: value for key, value in recorded.items() if key not in configured and isinstance(value, (list, tuple))}
 
 
 def _laid_out(network: nn.Module) -> nn.Module:
@@ -151,25 +167,16 @@ def _own_classes(
     names = names or (timm_folder.folder_classes(Path(source.removeprefix("local-dir:"))) if ":" in source else None)
     if names or (spec.pretrained and weights is None):
         return names, None  # without a file timm builds the head of its pretrained weights
-    taken, count = None, 0
-    if weights is not None:
-        with torch.device("meta"):  # the classifier's name comes from the network, its number of rows from the file
-            bare = _create(spec, source, False, image_size, 0)[0]
-        taken = _take(spec, bare, weights)
-        count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
-    if not count and weights is not None:
-        raise _headless(weights.where, weights)
-    if not count:
+    if weights is None:
         wrong = f"'{spec.model}' names no classes, and neither does the data (data.labels=none)"
         allowed = "A checkpoint in a folder with label_names, as kd-export writes it"
         remedy = "Choose such a teacher, or take losses on features"
         raise ModelError(f"{spec.where}.checkpoint", wrong, allowed, remedy)
+    with torch.device("meta"):  # the classifier's name comes from the network, its number of rows from the file
+        bare = _create(spec, source, False, image_size, 0)[0]
+    taken = _take(spec, bare, weights)
+    count = next((len(taken.tensors[name]) for name in _head_names(bare) if name in taken.tensors), 0)
     return [f"class_{label}" for label in range(2 if count == 1 and spec.softmax else count)], taken
-
-
-def _numbered(network: nn.Module) -> list[str]:
-    names = config_of(network).get("label_names")
-    return list(names or [f"class_{label}" for label in range(int(getattr(network, "num_classes", 0)))])
 
 
 def _create(spec: Spec, source: str, pretrained: bool, image_size: int, count: int) -> tuple[nn.Module, bool]:
@@ -211,38 +218,40 @@ def without_meta_warnings() -> Iterator[None]:
         yield
 
 
-def _settle_pretrained_head(spec: Spec, network: nn.Module) -> None:
-    """Refuse a teacher's weights with another class list; timm would use a random head instead."""
-    # A student with other classes gets a zero head: timm's random head starts an EfficientNet at a cross-entropy of
-    # 9.4.
-    classes, config = spec.classes or (), config_of(network)
-    count, names = config.get("num_classes"), config.get("label_names")
-    folder = Path(spec.model.removeprefix("local-dir:"))
-    names = names or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
+def _settle_pretrained_head(spec: Spec, network: nn.Module) -> tuple[str, ...]:
+    """Refuse a teacher's weights with another class list, for which timm takes a random head; report the changes."""
+    config, folder = config_of(network), Path(spec.model.removeprefix("local-dir:"))
+    names = config.get("label_names") or (timm_folder.folder_classes(folder) if folder.is_dir() else None)
+    rows = _rows(f"{spec.where}.model", spec, config.get("num_classes"), names)
+    for name, tensor in network.state_dict().items():
+        if name in _head_names(network):
+            tensor.copy_(tensor[rows] if rows else torch.zeros_like(tensor))
+    return (REORDERED,) if rows != sorted(rows) else ()
+
+
+def _rows(where: str, spec: Spec, count: int | None, names: Sequence[str] | None) -> list[int]:
+    """Return the rows of a classifier for the data's classes; none if a student's has others and begins with zeros."""
+    # timm's random head starts an EfficientNet at a cross-entropy of 9.4.
+    classes = [*map(nfc, spec.classes or ())]
+    own = [*map(nfc, names or classes)]
     if spec.exact_head:
-        _check_count(f"{spec.where}.model", count, classes)
-        if names:
-            check_classes(f"{spec.where}.model", names, classes)
-    elif (names and [*map(nfc, names)] != [*map(nfc, classes)]) or (count is not None and count != len(classes)):
-        for name, tensor in network.state_dict().items():
-            if name in _head_names(network):
-                tensor.zero_()
-
-
-class OtherOrder(ModelError):
-    """The model has the data's classes in another order."""
+        _check_count(where, count, classes)
+        check_classes(where, sorted(own), sorted(classes))
+    elif own != classes or count not in (None, len(classes)):
+        return []
+    return [own.index(name) for name in classes]
 
 
 def check_classes(where: str, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Require the model's class names to equal the data's, in the same order; `OtherOrder` if only that differs."""
+    """Require the model's class names to equal the data's, in the same order."""
     _check_count(where, len(names), classes)
+    names, classes = [*map(nfc, names)], [*map(nfc, classes)]
     for i, (name, expected) in enumerate(zip(names, classes, strict=True)):
-        if nfc(name) != nfc(expected):
-            permuted = set(map(nfc, names)) == set(map(nfc, classes))
+        if name != expected:
             wrong = f"class {i} is '{name}', the data's is '{expected}'"
-            wrong += " (the same classes in another order)" if permuted else ""
+            wrong += " (the same classes in another order)" if {*names} == {*classes} else ""
             remedy = "Correct the names in the file" if where.endswith(".classes") else FITTED
-            raise (OtherOrder if permuted else ModelError)(where, wrong, "The data's classes", remedy)
+            raise ModelError(where, wrong, "The data's classes", remedy)
 
 
 def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
@@ -253,32 +262,24 @@ def _check_count(where: str, count: int | None, classes: Sequence[str]) -> None:
         raise ModelError(where, wrong, "Both must be equal: a new head would be random", remedy)
 
 
-def _headless(where: str, weights: Weights) -> ModelError:
-    return ModelError(
-        where, f"'{weights.file}' has no classifier", "Weights with one for losses on logits", f"Fit {FIT}"
-    )
-
-
 def _load_weights(spec: Spec, network: nn.Module, weights: Weights, taken: Taken | None) -> tuple[str, ...]:
     """Load a file's tensors with its classifier (zeros for a student of other classes); report the changes."""
-    where, names, classes = weights.where, weights.classes, spec.classes or weights.classes or ()
     taken, own, heads = taken or _take(spec, network, weights), network.state_dict(), _head_names(network)
     tensors, steps = taken.tensors, taken.steps
     head = next((name for name in heads if name in tensors), None)
     if spec.exact_head and head is None and heads[0] in own:
-        raise _headless(where, weights)
-    if spec.exact_head and head is not None and spec.softmax and len(tensors[head]) == 1 and len(own[head]) == 2:
+        wrong = "; ".join([f"'{weights.file}' has no classifier", *steps])
+        raise ModelError(weights.where, wrong, "Weights with one for losses on logits", f"Fit {FIT}")
+    count = len(tensors[head]) if head is not None else 0
+    if spec.exact_head and count == 1 and spec.softmax and len(own[heads[0]]) == 2:
         tensors |= {name: torch.cat([torch.zeros_like(tensors[name]), tensors[name]]) for name in heads if name in own}
-        steps = (*steps, f"its one logit z became [0, z]: '{[*classes, 'class_1', 'class_1'][1]}' has z")
-    elif spec.exact_head and head is not None and spec.classes:
-        _check_count(where, len(tensors[head]), classes)
-    if names is not None and spec.exact_head:
-        check_classes(where, names, classes)
-    if not spec.exact_head and spec.logits:  # weights with other classes: the student gets a zero head
-        tensors = {name: t for name, t in tensors.items() if name not in own or t.shape == own[name].shape}
-        fresh = {name: torch.zeros_like(own[name]) for name in heads if name in own}
-        same = names is None or [*map(nfc, names)] == [*map(nfc, classes)]
-        tensors = {**fresh, **tensors} if same else {**tensors, **fresh}
+        count = 2
+        names = [*(spec.classes or weights.classes or ()), "class_1", "class_1"]
+        steps = (*steps, f"its one logit z became [0, z]: '{names[1]}' has z")
+    if spec.classes and (head is not None or not spec.exact_head):
+        rows = _rows(weights.where, spec, count, weights.classes)
+        tensors |= {n: tensors[n][rows] if rows else torch.zeros_like(own[n]) for n in heads if n in own}
+        steps = (*steps, REORDERED) if rows != sorted(rows) else steps
     with without_meta_warnings():
         network.load_state_dict(tensors)
     return steps
@@ -295,8 +296,7 @@ def _see_grey(spec: Spec, network: nn.Module, config: dict[str, Any]) -> str:
     shares = torch.tensor(LUMA, device=layer.weight.device).view(1, 3, 1, 1)
     layer.weight, layer.in_channels = nn.Parameter(layer.weight.detach() * shares), 3
     for key in ("mean", "std"):
-        own = config[key] if len(config[key]) == 3 else [config[key][0]] * 3
-        config[key] = [sum(share * one for share, one in zip(LUMA, own, strict=True))] * 3
+        config[key] = [sum(share * value for share, value in zip(LUMA, [*config[key]] * 3, strict=False))] * 3
     return f"it sees the grey of a photograph, with mean {config['mean'][0]:.3f} and std {config['std'][0]:.3f}"
 
 
@@ -308,8 +308,7 @@ def _take(spec: Spec, network: nn.Module, weights: Weights) -> Taken:
 def _head_names(network: nn.Module) -> list[str]:
     """Return the names of the weights, then of the biases, of the layers that compute the logits."""
     count = getattr(network, "num_classes", 0)
-    found = getattr(network, "get_classifier", lambda: None)()
-    heads = {id(layer) for one in (found if isinstance(found, tuple) else (found,)) if one for layer in one.modules()}
+    heads = {id(layer) for module in head_modules(network) for layer in module.modules()}
     names = {
         name
         for name, layer in network.named_modules()

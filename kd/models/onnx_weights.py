@@ -5,30 +5,15 @@ bias. A vision transformer with transformers' names (ViT, DeiT, DINOv2) gets tim
 graphs, and linear layers without a bias.
 """
 
-import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kd.core.errors import ModelError
+from kd.models.checkpoints import KNOWN
+from kd.models.fitting import renamed
 from kd.models.runtimes import require
-
-NAMES = {
-    r"embeddings\.cls_token": "cls_token",
-    r"embeddings\.position_embeddings": "pos_embed",
-    r"embeddings\.patch_embeddings\.projection": "patch_embed.proj",
-    r"encoder\.layer\.(\d+)\.attention\.(?:output\.dense|o_proj)": r"blocks.\1.attn.proj",
-    r"encoder\.layer\.(\d+)\.(?:mlp\.fc1|intermediate\.dense)": r"blocks.\1.mlp.fc1",
-    r"encoder\.layer\.(\d+)\.(?:mlp\.fc2|output\.dense)": r"blocks.\1.mlp.fc2",
-    r"encoder\.layer\.(\d+)\.(?:norm1|layernorm_before)": r"blocks.\1.norm1",
-    r"encoder\.layer\.(\d+)\.(?:norm2|layernorm_after)": r"blocks.\1.norm2",
-    r"encoder\.layer\.(\d+)\.layer_scale(\d)\.lambda1": r"blocks.\1.ls\2.gamma",
-    r"layernorm": "norm",
-}
-"""Names in transformers and in timm, where query, key and value are one matrix."""
-QUERY = re.compile(r"encoder\.layer\.(\d+)\.attention\.(?:attention\.query|q_proj)\.(weight|bias)")
-PARTS = {"query": ("query", "key", "value"), "q_proj": ("q_proj", "k_proj", "v_proj")}
 
 
 def read(where: str, file: Path) -> dict[str, Tensor]:
@@ -57,17 +42,13 @@ def read(where: str, file: Path) -> dict[str, Tensor]:
 
 
 def _as_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found, width = dict[str, Tensor](), tensors["embeddings.cls_token"].shape[-1]
-    for name, tensor in tensors.items():
-        for pattern, replacement in NAMES.items():
-            if match := re.fullmatch(rf"{pattern}((?:\.weight|\.bias)?)", name):
-                found[match.expand(replacement) + match.group(match.lastindex or 0)] = tensor
-        if match := QUERY.fullmatch(name):
-            query = name.split(".")[-2]
-            three = [tensors[name.replace(query, part)] for part in PARTS[query]]
-            found[f"blocks.{match[1]}.attn.qkv.{match[2]}"] = torch.cat(three)
-    if "pos_embed" not in found:  # if the graph resamples it, it is stored in two unnamed parts
+    names, width = renamed(KNOWN["graph"], tensors), tensors["embeddings.cls_token"].shape[-1]
+    timms = {new: tensors[name] for name, new in names.items() if new != name}
+    for query in [name for name in timms if ".attn.q." in name]:
+        three = [timms.pop(query.replace(".q.", f".{part}.")) for part in "qkv"]
+        timms[query.replace(".q.", ".qkv.")] = torch.cat(three)
+    if "pos_embed" not in timms:  # if the graph resamples it, it is stored in two unnamed parts
         folded = [t for name, t in tensors.items() if "::" in name and t.ndim == 3 and t.shape[::2] == (1, width)]
         folded.sort(key=lambda tensor: tensor.shape[1])
-        found["pos_embed"] = torch.cat(folded[-2:], dim=1) if folded else tensors["embeddings.cls_token"][:, :0]
-    return found
+        timms["pos_embed"] = torch.cat(folded[-2:], dim=1) if folded else tensors["embeddings.cls_token"][:, :0]
+    return timms

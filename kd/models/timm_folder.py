@@ -43,11 +43,11 @@ def folder_classes(folder: Path, where: str = "model") -> list[str] | None:
     return list(names) if names else None
 
 
-def data_config(network: nn.Module) -> dict[str, Any]:
-    """Return the normalization and input size that a timm network was built for."""
+def data_config(network: nn.Module, recorded: Any = None) -> dict[str, Any]:
+    """Return the normalization and input size of a timm network, or those `recorded` by its trainer."""
     from timm.data import resolve_model_data_config
 
-    config = resolve_model_data_config(network)
+    config = resolve_model_data_config(network, args=recorded)
     size = getattr(getattr(network, "patch_embed", None), "img_size", None)
     if size is not None:  # the built model's, not the pretrained weights'
         config["input_size"] = (3, *size)

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from kd.core.errors import ModelError, named, needed
 from kd.core.types import Outputs
+from kd.models.checkpoints import require_no_adapter
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
 from kd.parts.networks._processor import Preparation, measure, read_processor
@@ -55,6 +57,7 @@ def read_config(spec: Spec, hub: Any) -> Any:
         wrong = "has trust_remote_code, which runs code of the model's folder"
         remedy = "Leave it out; teacher.kind=torch runs a function of your own"
         raise ModelError(f"{spec.where}.args", wrong, "A model that transformers knows", remedy)
+    require_no_adapter(f"{spec.where}.model", Path(spec.model))
     try:
         with quiet(hub):
             config = hub.AutoConfig.from_pretrained(spec.model, **spec.args)

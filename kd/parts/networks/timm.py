@@ -7,8 +7,8 @@ from torch import nn
 
 from kd.core.errors import ModelError
 from kd.core.facts import NetworkFacts, file_key
-from kd.models.classifier import REORDERED, Classifier
-from kd.models.load_classifier import OtherOrder, load
+from kd.models.classifier import Classifier
+from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.networks._shared import columns, named
 
@@ -30,28 +30,20 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     where = f"{spec.where}.classes"
     if options.classes and spec.where == "student":
         raise ModelError(where, "is set, but a student has the data's classes", "", "Leave it out")
-    wrong: OtherOrder | None = None
     if not (options.classes and spec.logits and spec.exact_head):
-        try:
-            return load(spec, image_size, features)
-        except OtherOrder as error:
-            if spec.where == "student":
-                raise
-            wrong = error
+        return load(spec, image_size, features)
     made = load(replace(spec, classes=None), image_size, features)
     if spec.classes and made.classes == tuple(spec.classes):  # it was fitted on the data's classes
         return made
-    own = () if made.classes[0] == "class_0" and wrong is None else made.classes  # its outputs have no names
+    own = () if made.classes[0] == "class_0" else made.classes  # its outputs have no names
     names, pick = named(spec, made.num_classes, own, options.classes)
     head = made.network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
-        raise wrong or ModelError(where, f"is set, but '{spec.model}' does not end in a linear layer", "", "Fit it")
+        raise ModelError(where, f"is set, but '{spec.model}' does not end in a linear layer", "", "Fit it")
     for rows in columns(pick).values():
         head.weight = nn.Parameter(head.weight.detach()[rows])
         if head.bias is not None:
             head.bias = nn.Parameter(head.bias.detach()[rows])
-        if len(rows) == made.num_classes:
-            made.notes = (*made.notes, f"'{spec.checkpoint or spec.model}': {REORDERED}")
     head.out_features = made.num_classes = len(names)
     made.classes = names
     return made

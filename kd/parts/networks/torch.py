@@ -51,8 +51,11 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
         raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
+    own: list[str] = []
     if spec.checkpoint:  # weights must match exactly; a .pth is read without running code
-        taken = take(read(f"{spec.where}.checkpoint", spec.checkpoint), inner, spec.model, spec.weights)
+        weights = read(f"{spec.where}.checkpoint", spec.checkpoint)
+        own = weights.classes or [] if spec.exact_head else []
+        taken = take(weights, inner, spec.model, spec.weights)
         with without_meta_warnings():
             inner.load_state_dict(taken.tensors)
     size = options.input_size or image_size
@@ -64,7 +67,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         return Embedder(network, num_classes=0, **described)
     first = _first(spec, inner, size)
     shared.require_logits(spec, first, options.outputs)
-    names, network.pick = shared.named(spec, first.shape[1], (), options.classes)
+    names, network.pick = shared.named(spec, first.shape[1], own, options.classes)
     return Classifier(network, num_classes=len(names), classes=names, **described)
 
 

@@ -143,7 +143,9 @@ def test_foreign_weights_are_recognized_and_written(inside, caplog):
     caplog.set_level("INFO", "kd")
     tensors = timm.create_model("tf_efficientnet_lite0").state_dict()
     weights = inside / "efficientnet-lite0-57934424.pth"
-    torch.save({f"other.{number}": tensor for number, tensor in enumerate(tensors.values())}, weights)
+    torch.save(
+        {f"_blocks.0._depthwise_conv.{number}": tensor for number, tensor in enumerate(tensors.values())}, weights
+    )
     text, written = wrote(classes(Path("three"), 5, 5, 5), str(weights))
     taught = written["teacher"]
     assert (taught["model"], taught["weights"], taught["pretrained"]) == ("tf_efficientnet_lite0", "by_order", True)
