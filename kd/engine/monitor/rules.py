@@ -222,8 +222,8 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
 
 
 def gpu_memory_increase(evidence: Evidence) -> Finding | None:
-    """Memory (the GPU's, or on a CPU the process's) grows in every quarter of the run."""
-    samples, facts = evidence.during(), evidence.facts
+    """Memory (the GPU's, or on a CPU the process's) grows in every quarter of the longest start."""
+    samples, facts = max(evidence.during(), key=len, default=[]), evidence.facts
     on_gpu = facts.device == "cuda" and any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
     values = [_gpu(evidence, sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
     if len(values) < 4 * MIN_SAMPLES:
@@ -234,8 +234,8 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
         return None
     whose = "the GPU's memory" if on_gpu else "the training process"
-    moved = f"from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps"
-    text, threshold = f"{whose} grew {moved}, in every quarter", f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
+    text = f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB, in every quarter of one start"
+    threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
     effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
     advice = Advice("profile.steps", _last_steps(evidence), effect)
     if facts.store in ("ram", "views"):
