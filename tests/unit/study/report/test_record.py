@@ -170,6 +170,17 @@ def test_the_first_screen():
     assert "per image on the CPU, model.onnx" in page
 
 
+def test_the_size_of_a_graph_counts_its_weights():
+    """Of openvino.xml the page once showed 0.095 MiB: its weights lie in openvino.bin."""
+    sizes = {"openvino.xml": 99_615, "openvino.bin": 2_437_939, "model.onnx": 2**21, "later.graph": 2**20}
+    parity = {name: {"cpu_ms": 1.25} for name in sizes if name != "openvino.bin"}
+    files = {name: {"bytes": size} for name, size in sizes.items()}
+    page = render([replace(run(), exported={"pick": "openvino.xml", "parity": parity, "files": files})])
+    assert "per image on the CPU, openvino.xml</span><small>2.42 MiB<" in page
+    for name, size in {"model.onnx": "2 MiB", "later.graph": "1 MiB"}.items():
+        assert f'per image on the CPU, {name}</td><td>1.25 ms</td><td class="text">{size}<' in page
+
+
 def test_predictions_by_class():
     answers = Predictions(("fig", "pear", "plum"), [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1], of=4)
     assert answers.accuracy(answers.student)[:2] == [0.5, 1.0]
