@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kd.cli.command import Parser, add_fields, guarded, new_parser, taken, whole_number
 from kd.cluster.requests import Hosting, Job
 from kd.core.errors import ConfigError, ConfigErrors
 from kd.files.json_file import read_json
+
+if TYPE_CHECKING:
+    from kd.deploy.serve.model import Description
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
@@ -126,9 +129,8 @@ def _deploy(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import hosting_requests
-        from kd.deploy.serve.model import describe
 
-        model = describe(options.export)
+        model = _model(options.export)
         requests = hosting_requests(_hosting(options, model.name))
         if _validate(requests, options.dry_run):
             from kd.cluster import aws
@@ -152,9 +154,8 @@ def _transform(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import transform_requests
-        from kd.deploy.serve.model import describe
 
-        model = describe(options.export)
+        model = _model(options.export)
         hosting = _hosting(options, model.name)
         output = options.to or f"{options.output}/transform/{hosting.name}"
         requests = transform_requests(hosting, options.images, output, options.at_once)
@@ -186,6 +187,20 @@ def _hosting_parser(command: str, summary: str, example: str) -> Parser:
     parser.add_argument("--name", default="", help="name of everything created (default: the run's name and the time)")
     _add_account_options(parser, "KD_SERVE_IMAGE", "Dockerfile")
     return parser
+
+
+def _model(export: Path) -> "Description":
+    """Describe the model of an export, whose graph the image must be able to run."""
+    from kd.cluster.requests import IMAGE_RUNTIMES
+    from kd.deploy.serve.model import describe
+    from kd.parts import registry
+
+    model = describe(export)
+    runtime = registry.graphs()[model.file].runtime
+    if runtime not in IMAGE_RUNTIMES:
+        wrong = f"'{model.file}' needs {runtime}, which the image does not have"
+        raise ConfigError("EXPORT", wrong, f"Graphs for {' or '.join(IMAGE_RUNTIMES)}", "Export anew without --formats")
+    return model
 
 
 def _complete(options: argparse.Namespace) -> None:

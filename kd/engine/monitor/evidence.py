@@ -76,7 +76,7 @@ class Evidence:
         return list(filter(None, starts))
 
     def steady(self, rank: int = 0) -> list[Row]:
-        return sum(self.starts(rank), [])
+        return [row for rows in self.starts(rank) for row in rows]
 
     def steps(self, rank: int = 0) -> int:
         return sum(row["steps"] for row in self.steady(rank))
