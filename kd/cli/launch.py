@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd.cli.command import Parser, add_fields, guarded, new_parser, taken, whole_number
-from kd.cluster.requests import Hosting, Job
+from kd.cluster.requests import IMAGE_RUNTIMES, Hosting, Job
 from kd.core.errors import ConfigError, ConfigErrors
 from kd.files.json_file import read_json
 
@@ -130,8 +130,8 @@ def _deploy(argv: Sequence[str]) -> int:
     def command() -> None:
         from kd.cluster.requests import hosting_requests
 
-        model = _model(options.export)
-        requests = hosting_requests(_hosting(options, model.name))
+        hosting, model = _hosting(options)
+        requests = hosting_requests(hosting)
         if _validate(requests, options.dry_run):
             from kd.cluster import aws
 
@@ -155,8 +155,7 @@ def _transform(argv: Sequence[str]) -> int:
     def command() -> None:
         from kd.cluster.requests import transform_requests
 
-        model = _model(options.export)
-        hosting = _hosting(options, model.name)
+        hosting, model = _hosting(options)
         output = options.to or f"{options.output}/transform/{hosting.name}"
         requests = transform_requests(hosting, options.images, output, options.at_once)
         if _validate(requests, options.dry_run):
@@ -189,20 +188,6 @@ def _hosting_parser(command: str, summary: str, example: str) -> Parser:
     return parser
 
 
-def _model(export: Path) -> "Description":
-    """Describe the model of an export, whose graph the image must be able to run."""
-    from kd.cluster.requests import IMAGE_RUNTIMES
-    from kd.deploy.serve.model import describe
-    from kd.parts import registry
-
-    model = describe(export)
-    runtime = registry.graphs()[model.file].runtime
-    if runtime not in IMAGE_RUNTIMES:
-        wrong = f"'{model.file}' needs {runtime}, which the image does not have"
-        raise ConfigError("EXPORT", wrong, f"Graphs for {' or '.join(IMAGE_RUNTIMES)}", "Export anew without --formats")
-    return model
-
-
 def _complete(options: argparse.Namespace) -> None:
     """Take image, role and output from the environment if they are not given as options."""
     errors = []
@@ -221,10 +206,19 @@ def _complete(options: argparse.Namespace) -> None:
     options.output = options.output.rstrip("/")
 
 
-def _hosting(options: argparse.Namespace, model: str) -> Hosting:
+def _hosting(options: argparse.Namespace) -> tuple[Hosting, "Description"]:
+    """Describe an export, whose graph the image must be able to run, and where it is hosted."""
+    from kd.deploy.serve.model import describe
+    from kd.parts import registry
+
+    model = describe(options.export)
+    runtime = registry.graphs()[model.file].runtime
+    if runtime not in IMAGE_RUNTIMES:
+        wrong = f"'{model.file}' needs {runtime}, which the image does not have"
+        raise ConfigError("EXPORT", wrong, f"Graphs for {' or '.join(IMAGE_RUNTIMES)}", "Export anew without --formats")
     _complete(options)
-    name = options.name or _unique_name(model)
-    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz")
+    name = options.name or _unique_name(model.name)
+    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz"), model
 
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:

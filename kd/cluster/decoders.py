@@ -97,8 +97,8 @@ _owned: list[Pool] = []  # the newest pool of this process; the next pool, after
 class Pool:
     """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them; they end with its process.
 
-    A decoder gets calls once it has responded to a ping; the first pass waits for all, at most `deadline`. If it fails or misses a deadline, all decoders of its host are
-    pinged, and get calls again once they respond.
+    A decoder gets calls once it has responded to a ping; a new pool waits for all of them. If it fails or misses a
+    deadline, all decoders of its host are pinged, and get calls again once they respond.
     """
 
     def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
@@ -108,12 +108,13 @@ class Pool:
         self._prefix, self._turn, self._lock = f"{token}-", rank, threading.Lock()
         self._datasets = ray.put(list(datasets)) if rank == 0 else None
         self._silent, self._dropped = set[str](), set[str]()
-        self._met = False
         if rank == 0:
             while _owned:
                 _owned.pop().close()
             _owned.append(self)
         self.grow()
+        if probes := [slot.probe for slot in self.slots]:  # a short run would end before they respond
+            ray.wait(probes, num_returns=len(probes), timeout=deadline)
 
     def close(self) -> None:
         """End the decoders; this process then makes the batches itself."""
@@ -133,15 +134,6 @@ class Pool:
                 with suppress(ValueError):  # it has just ended
                     self.slots.append(RemoteDecoder(name, self._actor(name)))
                     self.slots[-1].ping()
-
-    def meet(self) -> None:
-        """Wait until all decoders have responded, before the first pass only: a short run would end without them."""
-        end = time.monotonic() + self.deadline
-        while not self._met and time.monotonic() < end:
-            with self._lock:
-                self._met = len(self.trusted()) == len(self.slots)
-            time.sleep(0.1)
-        self._met = True
 
     def _actor(self, name: str) -> Any:
         if self._datasets is None:

@@ -45,7 +45,6 @@ class RemoteLoader(LocalLoader):
 
     def _arriving(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
-        self.pool.meet()
         self._compared.clear()
         before = self.made_here
         yield from prefetched(self._made())

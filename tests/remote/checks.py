@@ -54,7 +54,7 @@ def datasets(photos, broken) -> list:
 
 @pytest.fixture(scope="module")
 def pools(datasets) -> list[Pool]:
-    """What rank 0 and rank 1 see of the same decoders, one on each host. The first passes wait for them."""
+    """What rank 0 and rank 1 see of the same decoders, one on each host. A new pool waits for them."""
     return [Pool(datasets, rank, 7, 120.0) for rank in range(2)]
 
 

@@ -29,5 +29,6 @@ def _digits(version: str) -> tuple[int, ...]:
 
 def open_graph(path: Path, threads: int = 1) -> Engine:
     """Open a graph file with its weights beside it, for one call at a time."""
-    graph, *weights = (path.with_name(name).read_bytes() for name in registry.graph_files(path.name))
-    return registry.exporter(path.name).load(path.name, graph, b"".join(weights), threads, 1)
+    weights = registry.graphs()[path.name].weights
+    beside = path.with_name(weights).read_bytes() if weights else b""
+    return registry.exporter(path.name).load(path.name, path.read_bytes(), beside, threads, 1)

@@ -336,13 +336,14 @@ def open_export(
 
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
     """Load the graph, for at most `slots` calls at once, each on `threads` threads."""
-    file, folder, files = description.file, description.folder, description.files
-    graph, *weights = (read_verified(folder, name, files) for name in registry.graph_files(file))
+    content = read_verified(description.folder, description.file, description.files)
+    beside = registry.graphs()[description.file].weights
+    weights = read_verified(description.folder, beside, description.files) if beside else b""
     try:
-        engine = registry.exporter(file).load(file, graph, b"".join(weights), threads, slots)
+        engine = registry.exporter(description.file).load(description.file, content, weights, threads, slots)
     except MissingExtra:
         raise
     except Exception as error:  # runtimes have their own, unrelated error types
-        raise invalid_export(f"'{file}' cannot be loaded ({in_short(error)})") from error
+        raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
     known = {one.name: getattr(description, one.name) for one in fields(description)}
     return LoadedGraph(**known, engine=engine, threads=threads, slots=slots)
