@@ -113,8 +113,11 @@ class Pool:
                 _owned.pop().close()
             _owned.append(self)
         self.grow()
-        if probes := [slot.probe for slot in self.slots]:  # a short run would end before they respond
-            ray.wait(probes, num_returns=len(probes), timeout=deadline)
+        probes = [slot.probe for slot in self.slots]
+        late = ray.wait(probes, num_returns=len(probes), timeout=deadline)[1] if probes else []
+        if late or not probes:
+            missing = f"{len(late)} of {len(probes)} decoders have not responded for {deadline:g} seconds"
+            log.warning("%s: %s; until they do, the trainers make their images", WHERE, missing)
 
     def close(self) -> None:
         """End the decoders; this process then makes the batches itself."""

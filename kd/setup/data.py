@@ -117,18 +117,14 @@ class Data:
             labels[id] = source.label(id)
         return torch.from_numpy(labels)
 
-    def labelled_ids(self, val: bool = False) -> np.ndarray:
-        """Return the ids of the images of a split that have a label."""
-        labels = self.labels(val)
-        return (labels if labels.ndim == 1 else labels.amax(1)).ge(0).nonzero().flatten().numpy()
-
     def with_labels(self) -> Data:
         """Return only the training images with a label, for training on labels alone."""
         if self.plan.labels != "some":
             return self
         from kd.data.subset import subset  # only if some are unlabelled
 
-        ids = self.labelled_ids()
+        labels = self.labels()
+        ids = (labels if labels.ndim == 1 else labels.amax(1)).ge(0).nonzero().flatten().numpy()
         stored = self.stored and (subset(self.stored[0], ids), self.stored[1])
         plan = replace(self.plan, labels="all", labels_per_class=0)
         return replace(self, plan=plan, train=subset(self.train, ids), stored=stored)

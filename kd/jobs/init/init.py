@@ -53,12 +53,13 @@ def init(
     if 0 < found.bits < 16:
         log.info("data: images of 16 bits a channel use %d of them; data.bits scales them all alike", found.bits)
     teacher = find_teacher(teacher_weights, found.data.classes, gpu)
+    wrong = ""
     if found.labels == "none" and (teacher is None or teacher.role == "fit"):
         wrong = f"the images have no labels ({found.why}), and "
         wrong += "a teacher cannot be fitted on them" if teacher else "no pretrained weights are here"
-        raise ConfigError("--teacher", wrong, "Weights of the model to learn from", "Name a file, a folder or a model")
-    if student_weights and teacher is None:
+    elif student_weights and teacher is None:
         wrong = "a student with pretrained weights has little to learn from a teacher with random ones"
+    if wrong:
         raise ConfigError("--teacher", wrong, "Pretrained weights", "Name a file, a folder or a model")
     size = min(224 if gpu else 128 if teacher else 64, found.side)
     size = max(side for side in SIZES if side <= max(size, SIZES[0]))
@@ -153,7 +154,8 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         views, options = FITTING, {"lr": lr, "tuning": {"head_lr_scale": head}}
         batch = min(32, batch)
     if teacher is None or teacher.role == "fit":
-        labelled, val = (len(found.data.labelled_ids(of_val)) for of_val in (False, True))
+        splits = (found.data.train, found.data.val)
+        labelled, val = (len(replace(found.data, train=split).with_labels().train) for split in splits)
         batch = min(batch, 2 ** (labelled.bit_length() - 1))
         steps = max(views, labelled) // batch
         if teacher is not None:

@@ -170,9 +170,8 @@ def _compared(runs: Sequence[RunRecord]) -> str:
     shown = html_table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
     if len(runs) == 1:
         return section("Side by side", "", card("Distilled, and the same student on labels alone", shown))
-    names = [run.name for run in runs]
-    changed = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
-    cards = [card("Results", shown), card("What differs in the configuration", html_table(changed, names))]
+    changed = html_table(differences(runs), [run.name for run in runs])
+    cards = [card("Results", shown), card("What differs in the configuration", changed)]
     return section("Side by side", "", *cards)
 
 
@@ -186,7 +185,7 @@ def _costs(runs: Sequence[RunRecord]) -> str:
 
 
 def _configuration(runs: Sequence[RunRecord]) -> str:
-    changed = {key for key, _ in differences(runs)} if len(runs) > 1 else set()
+    changed = {row["key"] for row in differences(runs)}
     groups: dict[str, list[str]] = {}
     for key in {key: None for run in runs for key in run.keys}:
         values = [run.keys.get(key, "") for run in runs]

@@ -95,8 +95,9 @@ def test_the_axis_of_a_share_ends_at_100_percent():
 
 
 def test_different_keys_are_listed():
-    rows = differences([run(a=1, b=2, **{"run.name": "x"}), run(a=1, b=3, c=4, **{"run.name": "y"})])
-    assert rows == [("b", [2, 3]), ("c", ["-", 4])]
+    runs = run(a=1, b=2, **{"run.name": "x"}), run(a=1, b=3, c=4, **{"run.name": "y"})
+    rows = differences([replace(one, name=one.keys["run.name"]) for one in runs])
+    assert rows == [{"key": "b", "x": 2, "y": 3}, {"key": "c", "x": "-", "y": 4}]
 
 
 def seeded(seed: int, accuracy: float, **keys) -> RunRecord:
