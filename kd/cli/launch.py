@@ -246,10 +246,10 @@ def _unique_name(name: str) -> str:
 
 
 def _local_groups(text: str) -> dict[str, int]:
-    groups = dict(re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text))
-    training = [count for name, count in groups.items() if not name.startswith("data")]
-    if not training or ",".join(f"{name}={count}" for name, count in groups.items()) != text:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of groups such as dnn=1,data=2, one that trains")
-    if sum(map(int, groups.values())) > 250:
-        raise argparse.ArgumentTypeError(f"'{text}' has more than 250 hosts")
-    return {name: int(count) for name, count in groups.items()}
+    found = re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text)
+    groups = {name: int(count) for name, count in found}
+    whole = ",".join(f"{name}={count}" for name, count in groups.items()) == text and sum(groups.values()) <= 250
+    if not whole or all(name.startswith("data") for name in groups):
+        allowed = "a list of groups such as dnn=1,data=2, one that trains, of at most 250 hosts"
+        raise argparse.ArgumentTypeError(f"'{text}' is not {allowed}")
+    return groups

@@ -88,20 +88,6 @@ def built_bare(where: str, model: str) -> tuple[nn.Module, list[str]]:
     return network, _head_names(network)
 
 
-def input_keys(model: str, side: int) -> dict[str, Any]:
-    """Return the key `args` that gives a timm network an input of `side` pixels; empty if its size is fixed.
-
-    It is fixed for networks in folders and on hubs, too.
-    """
-    spec = Spec("", model, {}, None)
-    source = _source(spec)
-    if timm_folder.takes_any_size(source):
-        return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}}
-    with torch.device("meta"):
-        takes_size = ":" not in source and _create(spec, source, False, side, 0)[1]
-    return {"args": {"img_size": side}} if takes_size else {}
-
-
 def _source(spec: Spec) -> str:
     """Return the name in timm's form: a registered name, `local-dir:FOLDER` or `hf-hub:ID`."""
     import timm

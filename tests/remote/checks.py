@@ -55,7 +55,7 @@ def datasets(photos, broken) -> list:
 @pytest.fixture(scope="module")
 def pools(datasets) -> list[Pool]:
     """What rank 0 and rank 1 see of the same decoders, one on each host. A new pool waits for them."""
-    return [Pool(datasets, rank, 7, 120.0) for rank in range(2)]
+    return [Pool(datasets, rank, 7, 60.0) for rank in range(2)]
 
 
 def wait(condition, seconds: float = 120.0) -> bool:

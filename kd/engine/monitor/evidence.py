@@ -73,7 +73,7 @@ class Evidence:
                 starts.append([])
             elif row["kind"] == "steady" and row["steps"]:
                 starts[-1].append(row)
-        return list(filter(None, starts))
+        return starts
 
     def steady(self, rank: int = 0) -> list[Row]:
         return [row for rows in self.starts(rank) for row in rows]
@@ -94,7 +94,7 @@ class Evidence:
 
     def during(self) -> list[list[Row]]:
         """Return the samples in the steady steps of each start; between starts the machine does other work."""
-        spans = [(rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"]) for rows in self.starts()]
+        spans = [(rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"]) for rows in self.starts() if rows]
         return [[sample for sample in self.samples if begin <= sample["time"] <= end] for begin, end in spans]
 
     def mean(self, read: Callable[[Row], float]) -> float | None:

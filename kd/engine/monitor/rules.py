@@ -101,10 +101,10 @@ def data_wait(evidence: Evidence) -> Wait | None:
 
 
 def _parts(loading: Loading, wait_ms: float, facts: Facts) -> str:
-    shares = [f"{100 * part / loading.seconds:.0f} %" for part in (loading.decoding, loading.resizing)]
+    decoding, resizing = (100 * part / loading.seconds for part in (loading.decoding, loading.resizing))
     saved = [min(wait_ms, part / max(1, facts.workers)) for part in (loading.decoding, loading.whole)]
-    text = f"{shares[0]} of the loading is decoding, "
-    text += f"{shares[1]} resizing, the rest augmenting" if loading.resizing else "the rest resizing and augmenting"
+    text = f"{decoding:.0f} % of the loading is decoding, "
+    text += f"{resizing:.0f} % resizing, the rest augmenting" if resizing else "the rest resizing and augmenting"
     text += f"; a store would save {saved[0]:.1f} ms of a step" if facts.new_store else ""
     if loading.whole:
         text += f"; {saved[1]:.1f} ms decode whole images of twice the sides that are needed: JPEGs are decoded reduced"

@@ -15,8 +15,7 @@ from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
 from kd.jobs.init.folder import Folder, Keys, look
 from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher, named
-from kd.models.load_classifier import input_keys
-from kd.models.timm_folder import takes_any_size
+from kd.models.timm_folder import input_keys, takes_any_size
 from kd.setup.open_store import decoded_bytes, keep_rules
 
 SIZES = (64, 96, 128, 160, 192, 224)
@@ -50,8 +49,6 @@ def init(
     found, gpu = look(folder), torch.cuda.is_available()
     for note in found.data.notes:
         log.info("data: %s", note)
-    if 0 < found.bits < 16:
-        log.info("data: images of 16 bits a channel use %d of them; data.bits scales them all alike", found.bits)
     teacher = find_teacher(teacher_weights, found.data.classes, gpu)
     wrong = ""
     if found.labels == "none" and (teacher is None or teacher.role == "fit"):
@@ -125,7 +122,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         *[f"  bits: {max(9, found.bits)}  # used by the sampled images of 16 bits"] * (0 < found.bits < 16),
         f"  {'# ' * (found.labels == 'all')}labels: {'none' if found.labels == 'all' else found.labels}  # {classes}",
         *["  # test_fraction: 0.5  # of the validation images: scored once, when all is chosen"] * (data.test is None),
-        f"  image_size: {size}  # {found.sampled} sampled {found.endings} have {found.side} px (median); {machine}",
+        f"  image_size: {size}  # {found.sampled} sampled images have {found.side} px (median); {machine}",
         f"  batch_size: {batch}",
         f"  {'# ' * (stored > RAM_SHARE * memory)}store: ram  # each image is decoded once: about {stored:,.0f} MiB",
         f"  augment: {{crop_scale: {crop}, jitter: 0.2}}  # flip: 0.0 where left and right differ, as in writing",
@@ -159,8 +156,7 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         batch = min(batch, 2 ** (labelled.bit_length() - 1))
         steps = max(views, labelled) // batch
         if teacher is not None:
-            side = max(size, TEACHER_SIDE)
-            keys |= {**(input_keys(keys["model"], side) if side < 224 else {}), "pretrained": True}
+            keys |= input_keys(keys["model"], max(size, TEACHER_SIDE)) | {"pretrained": True}
         keys["fit"] = {"steps": steps, "evaluate": max(1, steps // 20), "batch_size": batch, **options}
         why += f"; {steps * batch:,} views of {labelled:,} labelled images fit it to your classes"
         few = [f"  min_accuracy: 0.0  # {val} labels of validation do not tell a good teacher from chance"] * (val < 50)
@@ -173,7 +169,7 @@ def _tuned(weights: str, size: int) -> tuple[Keys, str]:
     """Return keys of a student with pretrained weights, and the reason; `--accept` checks its size."""
     keys, why = named("--student", weights)
     any_size = takes_any_size(keys["model"])
-    shape = input_keys(keys["model"], size) if any_size and size < 224 else {}  # a ViT is built for the data's size
+    shape = input_keys(keys["model"], size) if any_size else {}  # a ViT is built for the data's size
     tuning = {"head_lr_scale": RATES[any_size][1]}
     return {**keys, "init": "pretrained", **shape, "tuning": tuning}, why or "named by --student"
 

@@ -10,12 +10,11 @@ import torch
 
 from kd.core.errors import ModelError
 from kd.core.text import nfc
-from kd.files.json_file import read_json
 from kd.models.live_teacher import count_parameters
-from kd.models.load_classifier import input_keys, load, require_weights
+from kd.models.load_classifier import load, require_weights
 from kd.models.recognize import identify
 from kd.models.spec import Spec
-from kd.models.timm_folder import cached
+from kd.models.timm_folder import cached, folder_config, input_keys
 from kd.parts import registry
 from kd.study.sweeps.frontier import timed
 
@@ -57,10 +56,10 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
     if not path.is_dir():
         keys, facts = named(WHERE, text)
         return _fitted(keys, facts, classes) if facts else Teacher(keys, why, "fit" if classes else "logits")
-    if not (path / "config.json").is_file():
+    config = folder_config(path, WHERE)
+    if not config:
         allowed = "A folder that kd-export, timm or transformers wrote"
         raise ModelError(WHERE, f"no config.json in '{path}'", allowed, "Name the file of weights")
-    config = read_json(path / "config.json", WHERE, "Write the folder anew")
     if "model_type" not in config:
         return _fitted({"model": text}, why, classes)
     names = sorted(map(nfc, config.get("id2label", {}).values()))  # transformers'
