@@ -19,6 +19,10 @@ import yaml
 from packaging.requirements import Requirement
 from pieces import tiny
 
+import kd
+from kd.cluster.requests import IMAGE_RUNTIMES
+from kd.parts import registry
+
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -110,11 +114,45 @@ def test_every_extra_is_tried():
     assert set(EXTRAS) == (set(TRIED) | set(NOT_TRIED)) - {""}
 
 
-def test_the_image_of_the_endpoint_takes_its_floors_from_pyproject():
-    """Dockerfile had starlette>=0.40 of its own; below 0.49.1 a Range header burns time."""
+def test_the_reasons_of_the_floors_name_what_kd_uses():
+    """accelerate's named reduce_batch_size_fn, long after the search for a batch size was removed."""
+    section = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
+    named = {word for comment in re.findall("#(.*)", section[1]) for word in re.findall("[a-z]+(?:_[a-z]+)+", comment)}
+    source = "".join(path.read_text() for path in (ROOT / "kd").rglob("*.py"))
+    assert "save_config_for_hf" in named
+    assert {word for word in named if word not in source} == set()
+
+
+def image_requirements() -> list[str]:
+    """Run the line of Dockerfile that lists what the image installs."""
     (words,) = re.findall(r"sed -nE '(.*?)' /src/pyproject.toml", (ROOT / "Dockerfile").read_text())
     command = ["sed", "-nE", words, str(ROOT / "pyproject.toml")]
-    floors = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_the_image_of_the_endpoint_takes_its_floors_from_pyproject():
+    """Dockerfile had starlette>=0.40 of its own; below 0.49.1 a Range header burns time."""
+    floors = image_requirements()
     names = {floor.partition(">=")[0] for floor in floors}
-    assert names == {"numpy", "pillow", "onnxruntime", "starlette", "uvicorn"}
-    assert set(floors) <= set(PROJECT["dependencies"])
+    assert names == {"numpy", "pillow", "starlette", "uvicorn", *IMAGE_RUNTIMES}
+    assert set(floors) <= {*PROJECT["dependencies"], *EXTRAS["openvino"]}
+
+
+def test_the_image_has_the_runtime_of_each_file_that_accept_may_choose():
+    """`--accept` once shipped openvino.int8.xml, which the container could not run."""
+    candidates = {graph.runtime for graph in registry.graphs().values() if not graph.code and not graph.named}
+    assert candidates == set(IMAGE_RUNTIMES)
+
+
+@pytest.mark.slow
+def test_an_endpoint_answers_with_the_packages_of_the_image_alone(distilled, photos, command, tmp_path):
+    """Without torch and timm, from the graph of each runtime."""
+    assert command("export", distilled, "--to", tmp_path / "export", "--openvino").code == 0
+    python = environment(tmp_path / "env", closure(image_requirements()))
+    picture = next((photos / "val" / "fig").glob("*.jpg"))
+    code = "import importlib.util, kd, sys; assert not any(map(importlib.util.find_spec, ('torch', 'timm'))); "
+    code += "print(*[kd.load('export', file)(sys.argv[1]).label for file in ('model.onnx', 'openvino.xml')])"
+    done = subprocess.run([str(python), "-c", code, str(picture)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    labels = done.stdout.split()
+    assert labels == [kd.load(tmp_path / "export")(picture).label] * 2

@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kd.cli.command import Parser, add_fields, guarded, new_parser, taken, whole_number
-from kd.cluster.requests import Hosting, Job
+from kd.cluster.requests import IMAGE_RUNTIMES, Hosting, Job
 from kd.core.errors import ConfigError, ConfigErrors
 from kd.files.json_file import read_json
+
+if TYPE_CHECKING:
+    from kd.deploy.serve.model import Description
 
 ROLE, OUTPUT = "KD_ROLE", "KD_OUTPUT"
 COUNT = whole_number(1, 999_999)
@@ -126,10 +129,9 @@ def _deploy(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import hosting_requests
-        from kd.deploy.serve.model import describe
 
-        model = describe(options.export)
-        requests = hosting_requests(_hosting(options, model.name))
+        hosting, model = _hosting(options)
+        requests = hosting_requests(hosting)
         if _validate(requests, options.dry_run):
             from kd.cluster import aws
 
@@ -152,10 +154,8 @@ def _transform(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd.cluster.requests import transform_requests
-        from kd.deploy.serve.model import describe
 
-        model = describe(options.export)
-        hosting = _hosting(options, model.name)
+        hosting, model = _hosting(options)
         output = options.to or f"{options.output}/transform/{hosting.name}"
         requests = transform_requests(hosting, options.images, output, options.at_once)
         if _validate(requests, options.dry_run):
@@ -206,10 +206,19 @@ def _complete(options: argparse.Namespace) -> None:
     options.output = options.output.rstrip("/")
 
 
-def _hosting(options: argparse.Namespace, model: str) -> Hosting:
+def _hosting(options: argparse.Namespace) -> tuple[Hosting, "Description"]:
+    """Describe an export, whose graph the image must be able to run, and where it is hosted."""
+    from kd.deploy.serve.model import describe
+    from kd.parts import registry
+
+    model = describe(options.export)
+    runtime = registry.graphs()[model.file].runtime
+    if runtime not in IMAGE_RUNTIMES:
+        wrong = f"'{model.file}' needs {runtime}, which the image does not have"
+        raise ConfigError("EXPORT", wrong, f"Graphs for {' or '.join(IMAGE_RUNTIMES)}", "Export anew without --formats")
     _complete(options)
-    name = options.name or _unique_name(model)
-    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz")
+    name = options.name or _unique_name(model.name)
+    return taken(Hosting, options, name=name, model=f"{options.output}/models/{name}/model.tar.gz"), model
 
 
 def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
@@ -237,10 +246,10 @@ def _unique_name(name: str) -> str:
 
 
 def _local_groups(text: str) -> dict[str, int]:
-    groups = dict(re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text))
-    training = [count for name, count in groups.items() if not name.startswith("data")]
-    if not training or ",".join(f"{name}={count}" for name, count in groups.items()) != text:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of groups such as dnn=1,data=2, one that trains")
-    if sum(map(int, groups.values())) > 250:
-        raise argparse.ArgumentTypeError(f"'{text}' has more than 250 hosts")
-    return {name: int(count) for name, count in groups.items()}
+    found = re.findall(r"([A-Za-z][A-Za-z0-9_-]*)=([1-9][0-9]?)(?:,|$)", text)
+    groups = {name: int(count) for name, count in found}
+    whole = ",".join(f"{name}={count}" for name, count in groups.items()) == text and sum(groups.values()) <= 250
+    if not whole or all(name.startswith("data") for name in groups):
+        allowed = "a list of groups such as dnn=1,data=2, one that trains, of at most 250 hosts"
+        raise argparse.ArgumentTypeError(f"'{text}' is not {allowed}")
+    return groups

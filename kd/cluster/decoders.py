@@ -97,8 +97,8 @@ _owned: list[Pool] = []  # the newest pool of this process; the next pool, after
 class Pool:
     """The decoders of a cluster, one per CPU, shared by all ranks. Rank 0 starts them; they end with its process.
 
-    A decoder gets calls once it has responded to a ping. If it fails or misses a deadline, all decoders of its host are
-    pinged, and get calls again once they respond.
+    A decoder gets calls once it has responded to a ping; a new pool waits for all of them. If it fails or misses a
+    deadline, all decoders of its host are pinged, and get calls again once they respond.
     """
 
     def __init__(self, datasets: Sequence[Dataset], rank: int, token: int, deadline: float) -> None:
@@ -113,6 +113,11 @@ class Pool:
                 _owned.pop().close()
             _owned.append(self)
         self.grow()
+        probes = [slot.probe for slot in self.slots]
+        late = ray.wait(probes, num_returns=len(probes), timeout=deadline)[1] if probes else []
+        if late or not probes:
+            missing = f"{len(late)} of {len(probes)} decoders have not responded for {deadline:g} seconds"
+            log.warning("%s: %s; until they do, the trainers make their images", WHERE, missing)
 
     def close(self) -> None:
         """End the decoders; this process then makes the batches itself."""

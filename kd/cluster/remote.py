@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kd.cluster.decoders import WHERE, Call, Pool, RemoteDecoder, Unanswered, log, pack, unpack
+from kd.cluster.decoders import WHERE, Call, Pool, RemoteDecoder, Unanswered, pack, unpack
 from kd.core.contracts import Dataset
 from kd.core.errors import KdError, RunError
 from kd.core.types import TENSORS, Batch
@@ -46,10 +46,7 @@ class RemoteLoader(LocalLoader):
     def _arriving(self) -> Iterator[Batch | KdError]:
         self.pool.grow()
         self._compared.clear()
-        before = self.made_here
         yield from prefetched(self._made())
-        if made := self.made_here - before:
-            log.info("%s: %d images of this pass were made by the trainer itself", WHERE, made)
 
     def _made(self) -> Generator[Batch | KdError, None, None]:
         """Yield the batches of the current requests; keep a window of calls pending at the decoders."""

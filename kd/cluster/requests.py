@@ -32,6 +32,7 @@ TRAINERS, LOADERS = "dnn", "data"  # the instance groups
 SPOT_WAIT_SECONDS = 24 * 3600  # seconds that a job may wait for spot capacity, beside its run time
 PATTERN = re.compile(r"[{*?\[]")
 COUNT = whole_number(1, 999_999)
+IMAGE_RUNTIMES = ("onnxruntime", "openvino")  # installed by `Dockerfile`
 
 
 def _data_group(text: str) -> tuple[str, int]:

@@ -95,7 +95,7 @@ OF_ANY_STUDENT = ("attention", "compile", "tuning")
 
 
 def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError], say: bool) -> None:
-    """Set a dotted key to a value that may be unreadable. A mapping is merged into the present one.
+    """Set a dotted key to a value that may be unreadable. A mapping is merged into the present one; `{}` empties it.
 
     If the override changes the student's network, only the keys `OF_ANY_STUDENT` are kept.
     """
@@ -105,7 +105,7 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
         before = OmegaConf.to_container(raw, resolve=False).get(key) if key == "student" else None  # type: ignore
         if isinstance(given, dict) and isinstance(before, dict) and _other_network(before, given):
             raw[key] = {name: before[name] for name in OF_ANY_STUDENT if name in before}
-        OmegaConf.update(raw, key, given, merge=True)
+        OmegaConf.update(raw, key, given, merge=given != {})
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, TypeError) as error:
         reason = str(error).splitlines()[0]
         errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))

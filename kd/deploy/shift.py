@@ -199,7 +199,7 @@ class Reference:
         return ShiftResult(tally.images, max(0.0, appearance), max(0.0, labels), difference, mix, mean)
 
     def notes(self, tally: Tally) -> tuple[str, ...]:
-        """Return the expected accuracy of new images and their differences, as lines of text."""
+        """Return lines: the expected accuracy of new images, a bound where they look different, and the differences."""
         found = self.compare(tally)
         lines = list(found.lines)
         if self.calibrated and tally.images:
@@ -208,7 +208,8 @@ class Reference:
             if self.right >= 0:
                 measured = f"{self.right / self.tally.images:.1%} of {self.tally.images} validation images"
                 measured += " were right, and they chose the checkpoint"
-                text = f"expected accuracy {self.expected(found.confidence):.1%}: {measured}; {text}"
+                bound = "at most " if found.alarms["appearance"] else ""
+                text = f"expected accuracy {bound}{self.expected(found.confidence):.1%}: {measured}; {text}"
             lines.insert(0, text)
         return tuple(lines)
 

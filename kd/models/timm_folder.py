@@ -167,6 +167,18 @@ def takes_any_size(name: str) -> bool:
     return config is not None and not config.fixed_input_size
 
 
+def input_keys(name: str, side: int) -> dict[str, Any]:
+    """Return the key `args` that gives a timm network an input of `side` pixels; empty for a folder or hub id.
+
+    Also for a CNN from 224 px on, the size of most weights. All others take `img_size` (570 networks of 35 families).
+    """
+    from timm import get_pretrained_cfg  # type: ignore[attr-defined]
+
+    if takes_any_size(name):
+        return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}} if side < 224 else {}
+    return {"args": {"img_size": side}} if get_pretrained_cfg(name) else {}
+
+
 LARGEST = 4096  # network arguments that weights do not show, such as the image size
 
 

@@ -131,6 +131,12 @@ def graphs() -> dict[str, GraphFile]:
     return dict(sorted(found.items(), key=lambda one: one[1].cost))
 
 
+def graph_files(file: str) -> tuple[str, ...]:
+    """Return the names of a graph's files: itself, and that of its weights if they are in a second file."""
+    graph = graphs().get(file)  # None: another version of kd wrote it
+    return (file, graph.weights) if graph is not None and graph.weights else (file,)
+
+
 def exporter(file: str) -> Any:
     """Return the exporter of a graph in `graphs`."""
     return build("exporters", graphs()[file].kind, NoOptions(), "export")

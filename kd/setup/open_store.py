@@ -58,15 +58,19 @@ def open_store(section: DataSection, splits: Splits, run_folder: str, backend: B
     return opened
 
 
+def decoded_bytes(splits: Splits, rules: tuple[Shrunk, EvalTransform]) -> float:
+    """Return the bytes of all records of a store, estimated from decoded training images."""
+    train, val = splits
+    return _mean_bytes(train, rules[0]) * len(train) + slot_bytes(rules[1].most) * len(val)
+
+
 def _require_room(
     splits: Splits, rules: tuple[Shrunk, EvalTransform], ram: bool, folders: list[Path], backend: Backend
 ) -> None:
     ranks, folder = backend.local_world_size, folders[0].parents[1]
-    train, val = splits
     numbers = [0.0, 0.0, 0.0]
     if backend.rank == 0:
-        each = _mean_bytes(train, rules[0]), slot_bytes(rules[1].most)
-        numbers[0] = each[0] * len(train) + each[1] * len(val)
+        numbers[0] = decoded_bytes(splits, rules)
         if ram:
             numbers[2] = free_mib() * 2**20
         else:

@@ -31,9 +31,8 @@ the head (as little as 0.6 %), so the file is practically float32."""
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """Return the files of a graph: itself, and its weights if they are in a second file."""
-    weights = registry.graphs()[path.name].weights
-    return (path, path.with_name(weights)) if weights else (path,)
+    """Return the files of a graph."""
+    return tuple(map(path.with_name, registry.graph_files(path.name)))
 
 
 def size(path: Path) -> int:

@@ -42,7 +42,7 @@ def listed(folder: Path, claimed: Mapping[str, Any]) -> dict[str, Any]:
     """Return bytes and hashes of the files of an export; for a foreign file a text replaces the hash."""
     home = folder.resolve()
     found: dict[str, Any] = {name: {"sha256": "no file"} for name in claimed}
-    known = {*WRITTEN, *(file for name, graph in registry.graphs().items() for file in (name, graph.weights))}
+    known = {*WRITTEN, *(file for name in registry.graphs() for file in registry.graph_files(name))}
     for path in folder.rglob("*"):
         name, place = path.relative_to(folder).as_posix(), Path(os.path.realpath(path))
         if name == MANIFEST_FILE or name.startswith(LEFT_BY_HUB) or (path.is_dir() and not path.is_symlink()):

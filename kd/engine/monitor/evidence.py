@@ -65,8 +65,18 @@ class Evidence:
     samples: Sequence[Row]  # of rank 0's host
     facts: Facts = Facts()
 
+    def starts(self, rank: int = 0) -> list[list[Row]]:
+        """Return the steady rows of each start of the run; the rows of a start begin with its set-up."""
+        starts: list[list[Row]] = [[]]
+        for row in self.timelines.get(rank, ()):
+            if row["kind"] == "setup":
+                starts.append([])
+            elif row["kind"] == "steady" and row["steps"]:
+                starts[-1].append(row)
+        return starts
+
     def steady(self, rank: int = 0) -> list[Row]:
-        return [row for row in self.timelines.get(rank, ()) if row["kind"] == "steady" and row["steps"]]
+        return [row for rows in self.starts(rank) for row in rows]
 
     def steps(self, rank: int = 0) -> int:
         return sum(row["steps"] for row in self.steady(rank))
@@ -82,14 +92,14 @@ class Evidence:
         total, count = summed([row.get("loading_ms", {}) for row in self.steady(rank)]), max(1, self.steps(rank))
         return Loading(**{name: value / count for name, value in total.items()})
 
-    def during(self) -> list[Row]:
-        rows = self.steady()
-        begin, end = (rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"]) if rows else (0.0, -1.0)
-        return [sample for sample in self.samples if begin <= sample["time"] <= end]
+    def during(self) -> list[list[Row]]:
+        """Return the samples in the steady steps of each start; between starts the machine does other work."""
+        spans = [(rows[0]["time"] - rows[0]["wall_ms"] / 1000, rows[-1]["time"]) for rows in self.starts() if rows]
+        return [[sample for sample in self.samples if begin <= sample["time"] <= end] for begin, end in spans]
 
     def mean(self, read: Callable[[Row], float]) -> float | None:
         """Return the mean of a value over these samples; None if there are too few."""
-        values = [read(sample) for sample in self.during()]
+        values = [read(sample) for samples in self.during() for sample in samples]
         return statistics.mean(values) if len(values) >= MIN_SAMPLES else None
 
     def load(self) -> float | None:  # of the machine's cores, percent

@@ -64,8 +64,9 @@ class Advice(NamedTuple):
 
 
 def find(evidence: Evidence) -> list[Finding]:
-    """Return the findings of all rules, the most serious first."""
-    findings = [finding for rule in RULES if (finding := rule(evidence)) is not None]
+    """Return the findings of all rules, the most serious first; none before `MIN_STEPS`."""
+    rules = RULES if evidence.steps() >= MIN_STEPS else ()
+    findings = [finding for rule in rules if (finding := rule(evidence)) is not None]
     return sorted(findings, key=lambda finding: finding.severity != "warning")
 
 
@@ -90,7 +91,7 @@ def data_wait(evidence: Evidence) -> Wait | None:
     """Return the wait for data; None if it is short, or if loading is not known to be its cause."""
     step, facts, loading = evidence.step(), evidence.facts, evidence.loading()
     step_ms, data = sum(step.values()), step.get("data", 0.0)
-    if evidence.steps() < MIN_STEPS or data < DATA_WAIT * step_ms or not loading.seconds:
+    if data < DATA_WAIT * step_ms or not loading.seconds:
         return None
     if loading.seconds < LOADERS_BUSY * facts.workers * step_ms:
         return None
@@ -100,10 +101,10 @@ def data_wait(evidence: Evidence) -> Wait | None:
 
 
 def _parts(loading: Loading, wait_ms: float, facts: Facts) -> str:
-    shares = [f"{100 * part / loading.seconds:.0f} %" for part in (loading.decoding, loading.resizing)]
+    decoding, resizing = (100 * part / loading.seconds for part in (loading.decoding, loading.resizing))
     saved = [min(wait_ms, part / max(1, facts.workers)) for part in (loading.decoding, loading.whole)]
-    text = f"{shares[0]} of the loading is decoding, "
-    text += f"{shares[1]} resizing, the rest augmenting" if loading.resizing else "the rest resizing and augmenting"
+    text = f"{decoding:.0f} % of the loading is decoding, "
+    text += f"{resizing:.0f} % resizing, the rest augmenting" if resizing else "the rest resizing and augmenting"
     text += f"; a store would save {saved[0]:.1f} ms of a step" if facts.new_store else ""
     if loading.whole:
         text += f"; {saved[1]:.1f} ms decode whole images of twice the sides that are needed: JPEGs are decoded reduced"
@@ -143,25 +144,20 @@ def cpu_bottleneck(evidence: Evidence) -> Finding | None:
     """The cores are full: more loader processes than cores, or no core left for decoding."""
     facts, wait, load = evidence.facts, data_wait(evidence), evidence.load()
     workers, own = (evidence.mean(lambda sample, name=name: sample[name]) for name in ("workers_cpu", "process_cpu"))
-    if load is None or workers is None or own is None or evidence.steps() < MIN_STEPS:
+    if load is None or workers is None or own is None:
         return None
     text, taken, loading = f"the cores are {load:.0f} % busy", workers / max(workers + own, 1e-9), evidence.loading()
     decodes = loading.decoding >= READING * loading.seconds
     store = Advice("data.store", facts.new_store, "each image is then decoded once, in the first epoch.")
-    crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED
-    if crowded and loading.busy > (1 - READING) * loading.seconds:
+    computes = loading.busy > (1 - READING) * loading.seconds
+    crowded = facts.workers > facts.share and load >= FULL_CORES and taken >= CROWDED and computes
+    if crowded or facts.workers > FAR_TOO_MANY * facts.share:
         text += f"; {facts.workers} data workers of a rank share {facts.share} cores with the step and take "
         text += f"{100 * taken:.0f} % of what the run uses of them"
         fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "the step then has its cores.")
-        advice = store if decodes and facts.new_store else fewer
-        return _finding("CPUBottleneck", taken, text, f"{FULL_CORES:.0f} % of all cores", advice)
-    if facts.workers > FAR_TOO_MANY * facts.share:
-        text += (
-            f"; {facts.workers} data workers of a rank share {facts.share} cores: {facts.workers / facts.share:.0f} "
-        )
-        text += f"times as many, and they take {100 * taken:.0f} % of what the run uses"
-        fewer = Advice("data.workers", 1 if facts.device == "cpu" else facts.room, "as much is then loaded.")
-        return _finding("CPUBottleneck", taken, text, f"{FAR_TOO_MANY} workers per core", fewer)
+        advice = store if crowded and decodes and facts.new_store else fewer
+        threshold = f"{FULL_CORES:.0f} % of all cores, or {FAR_TOO_MANY} workers per core"
+        return _finding("CPUBottleneck", taken, text, threshold, advice)
     if wait is None or wait.reading >= READING or _can_add_worker(evidence):
         return None
     # a store saves 1.1 to 1.4 times the decoding time, since it also shrinks large images
@@ -186,7 +182,7 @@ def live_teacher(evidence: Evidence) -> Finding | None:
     views = FEW_VIEWS if facts.epochs <= FEW_EPOCHS else VIEWS
     share = step.get("teacher", 0.0) / max(sum(step.values()), 1e-9)
     saves = share * (1 - views / facts.epochs) if facts.live else 0.0
-    if evidence.steps() < MIN_STEPS or share < LIVE_TEACHER or saves < DATA_WAIT:
+    if share < LIVE_TEACHER or saves < DATA_WAIT:
         return None
     text = f"the teacher takes {100 * share:.0f} % of a step in each of {facts.epochs:.3g} epochs"
     effect = f"it then runs in the first {views} epochs only, and its outputs are stored."
@@ -199,7 +195,7 @@ def precision(evidence: Evidence) -> Finding | None:
     step = evidence.step()
     computing = sum(step.get(name, 0.0) for name in ("teacher", "forward", "backward"))
     share = computing / max(sum(step.values()), 1e-9)
-    if evidence.steps() < MIN_STEPS or FLOAT32 * share < DATA_WAIT or not evidence.facts.float32():
+    if FLOAT32 * share < DATA_WAIT or not evidence.facts.float32():
         return None
     text = f"student and teacher take {100 * share:.0f} % of a step and compute in float32, where bfloat16 has units"
     advice = Advice("backend.precision", "bf16", "two measured networks trained 2.0 and 2.6 times as fast.")
@@ -209,7 +205,7 @@ def precision(evidence: Evidence) -> Finding | None:
 def low_gpu_utilization(evidence: Evidence) -> Finding | None:
     """The GPU is idle: data arrive late, or the host launches too little work at a time."""
     load = evidence.mean(lambda sample: _gpu(evidence, sample, "utilization"))
-    if load is None or not load < LOW_GPU or evidence.steps() < MIN_STEPS:
+    if load is None or not load < LOW_GPU:
         return None
     wait, facts = data_wait(evidence), evidence.facts
     effect = "fewer, larger kernels keep it busy. Where it stays idle, a loss may read a value with .item()."
@@ -222,8 +218,8 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
 
 
 def gpu_memory_increase(evidence: Evidence) -> Finding | None:
-    """Memory (the GPU's, or on a CPU the process's) grows in every quarter of the run."""
-    samples, facts = evidence.during(), evidence.facts
+    """Memory (the GPU's, or on a CPU the process's) grows in every quarter of the longest start."""
+    samples, facts = max(evidence.during(), key=len, default=[]), evidence.facts
     on_gpu = facts.device == "cuda" and any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
     values = [_gpu(evidence, sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
     if len(values) < 4 * MIN_SAMPLES:
@@ -234,8 +230,8 @@ def gpu_memory_increase(evidence: Evidence) -> Finding | None:
     if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
         return None
     whose = "the GPU's memory" if on_gpu else "the training process"
-    moved = f"from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB in {evidence.steps()} steps"
-    text, threshold = f"{whose} grew {moved}, in every quarter", f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
+    text = f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB, in every quarter of one start"
+    threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
     effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
     advice = Advice("profile.steps", _last_steps(evidence), effect)
     if facts.store in ("ram", "views"):
@@ -251,8 +247,6 @@ def _last_steps(evidence: Evidence) -> list[int]:
 def batch_size(evidence: Evidence) -> Finding | None:
     """A step is too small: much of its time does not depend on the number of images."""
     step, facts = evidence.step(), evidence.facts
-    if evidence.steps() < MIN_STEPS:
-        return None
     # early ranks wait for late ones in communication, which is no cost of the batch
     ranks = [rank for rank in evidence.timelines if evidence.steps(rank)]
     needed = min(evidence.step(rank).get("communication", 0.0) for rank in ranks)
@@ -309,7 +303,7 @@ def time_share(evidence: Evidence) -> Finding | None:
         return _finding("TimeShare", share - most, text, f"{100 * APART_MOST[name]:.0f} %", advice)
     step = evidence.step()
     whole, forward, backward = sum(step.values()), step.get("forward", 0.0), step.get("backward", 0.0)
-    if not rows or evidence.steps() < MIN_STEPS or forward < max(FORWARD * whole, 2 * backward):
+    if not rows or forward < max(FORWARD * whole, 2 * backward):
         return None
     shares = [f"{100 * part / whole:.0f} %" for part in (forward, backward)]
     text = f"the forward pass with its losses takes {shares[0]} of a step, the backward pass {shares[1]}"

@@ -140,10 +140,13 @@ class Timeline:
         if self._device is not None:
             self._device.mark(name, self._now.device)
 
-    def _next_step(self) -> None:
+    def _read(self) -> None:
         self._charge()
         if self._device is not None:
             self._device.read()
+
+    def _next_step(self) -> None:
+        self._read()
         if self._ended:
             self._write()
         self._now = Step()
@@ -155,9 +158,7 @@ class Timeline:
 
     def window(self, state: State) -> Mapping[str, float]:
         """End a log window and return the values for its training row: `step_ms`, `data_wait`, `ms_NAME`."""
-        self._charge()
-        if self._device is not None:
-            self._device.read()
+        self._read()
         self._ended, self._waited = True, self.communication()
         steps = self._of_steps(self._steps)
         if not steps:
@@ -219,9 +220,7 @@ class Timeline:
 
     def close(self) -> None:
         """Write the last rows. Time after the last complete step counts to the last of them."""
-        self._charge()
-        if self._device is not None:
-            self._device.read()
+        self._read()
         if self._now is not self._setup and not self._now.done and len(self._steps) > 1:
             rest = self._steps.pop()
             for name, seconds in rest.host.items():

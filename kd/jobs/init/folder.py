@@ -3,7 +3,6 @@
 import posixpath
 import random
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ class Folder(NamedTuple):
     sampled: int
     damaged: int  # undecodable images in the sample
     bits: int  # bits used by sampled images of 16 bits per channel; 0: no such images
-    endings: str
 
     @property
     def sets(self) -> bool:
@@ -81,12 +79,11 @@ def _opened(kind: str, **keys: Any) -> tuple[str, str, Data]:
     return "some", "", open_sources(DataPlan(kind=kind, options=options, labels="some"))
 
 
-def _sampled(data: Data) -> tuple[int, int, int, int, str]:
-    """Decode training images in random order; return `side`, `sampled`, `damaged`, `bits` and `endings` of `Folder`."""
+def _sampled(data: Data) -> tuple[int, int, int, int]:
+    """Decode training images in random order; return `side`, `sampled`, `damaged` and `bits` of `Folder`."""
     train, end = data.train, time.monotonic() + SECONDS
-    sides, damaged, endings, bits = list[int](), list[str](), Counter[str](), 0
+    sides, damaged, bits = list[int](), list[str](), 0
     for id in random.Random(0).sample(range(len(train)), min(SAMPLE, len(train))):
-        endings[posixpath.splitext(train.name(id))[1].lower().removeprefix(".") or "nameless"] += 1
         try:
             decoded = train.decode(id)
             sides.append(min(decoded.image.size))
@@ -98,4 +95,4 @@ def _sampled(data: Data) -> tuple[int, int, int, int, str]:
     if not sides:
         wrong = f"none of {len(damaged)} sampled images can be decoded; {damaged[0]}"
         raise DataError("FOLDER", wrong, "Whole images in formats that kd reads", "Replace them")
-    return sorted(sides)[len(sides) // 2], len(sides), len(damaged), bits, " and ".join(endings)
+    return sorted(sides)[len(sides) // 2], len(sides), len(damaged), bits

@@ -4,26 +4,31 @@ import json
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kd.config.tuning import Augment
 from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
 from kd.jobs.init.folder import Folder, Keys, look
 from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher, named
-from kd.models.timm_folder import takes_any_size
+from kd.models.timm_folder import input_keys, takes_any_size
+from kd.setup.open_store import decoded_bytes, keep_rules
 
 SIZES = (64, 96, 128, 160, 192, 224)
 """Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
 where the teacher has random weights too, as in docs/tutorial.md."""
 VIEWS, GPU_VIEWS, TUNING, FITTING = 100_000, 1_000_000, 35_000, 20_000
 """Image visits per run: on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s), with a GPU, for a student with pretrained
-weights (configs/grocery.yaml: 34,000), and for fitting a pretrained teacher (configs/few_labels.yaml: 19,200)."""
+weights (configs/grocery.yaml: 34,000), and for fitting a pretrained teacher (configs/few_labels.yaml: 19,200), also
+where labels are few: with ten a class of fruit a teacher had 50.1 % after 4,608 visits and 63.7 % after 15,360."""
 TEACHER_SIDE = 128
 """Smallest input side of a pretrained teacher, which enlarges smaller images itself: fitted on 1,000 pictures of 32 px,
-EfficientNet-Lite0 reached 69.9 % on 1,000 others at 64 px and 77.0 % at 128."""
+EfficientNet-Lite0 reached 69.9 % on 1,000 others at 64 px and 77.0 % at 128. On fruit of 64 px a linear classifier of a
+ViT-S/14's features reached 40.4 % at 64 px and 53.0 % at 128."""
 SHOWN = 5
 """Repetitions of a cached view: on 1,142 photographs for 300 epochs a student reached 45.4 % with 8 views, each shown
 37 times, and 51.2 % with 60 views. On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
@@ -44,15 +49,14 @@ def init(
     found, gpu = look(folder), torch.cuda.is_available()
     for note in found.data.notes:
         log.info("data: %s", note)
-    if 0 < found.bits < 16:
-        log.info("data: images of 16 bits a channel use %d of them; data.bits scales them all alike", found.bits)
     teacher = find_teacher(teacher_weights, found.data.classes, gpu)
+    wrong = ""
     if found.labels == "none" and (teacher is None or teacher.role == "fit"):
         wrong = f"the images have no labels ({found.why}), and "
         wrong += "a teacher cannot be fitted on them" if teacher else "no pretrained weights are here"
-        raise ConfigError("--teacher", wrong, "Weights of the model to learn from", "Name a file, a folder or a model")
-    if student_weights and teacher is None:
+    elif student_weights and teacher is None:
         wrong = "a student with pretrained weights has little to learn from a teacher with random ones"
+    if wrong:
         raise ConfigError("--teacher", wrong, "Pretrained weights", "Name a file, a folder or a model")
     size = min(224 if gpu else 128 if teacher else 64, found.side)
     size = max(side for side in SIZES if side <= max(size, SIZES[0]))
@@ -100,8 +104,8 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
     batch = min(256 if gpu else 32 if count < 5000 else 64, 2 ** (count.bit_length() - 1))
     steps, memory = epochs * (count // batch), free_mib()
     crop = 0.75 if found.side < size else 0.35
-    kept = (count + len(data.val)) * 3 * min(found.side, size / crop**0.5) ** 2 / 2**20
-    rare = max(counts or [0]) > 10 * min(counts or [1]) and not found.sets
+    shrunk = replace(data.plan, image_size=size, augment=Augment(crop_scale=crop))
+    stored = decoded_bytes((data.train, data.val), keep_rules(shrunk)) / 2**20
     layout = ", ".join(f"{len(one):,} {split}" for split, one in data.splits.items())
     classes = f"{len(counts)} classes of {min(counts):,} to {max(counts):,} images" if counts else found.why
     looked, rate = found.sampled + found.damaged, 0.003 if "xcit" in student["model"] else 0.002
@@ -109,7 +113,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
     machine = f"{cores()} cores, {memory / 1024:.0f} GB free, {'a' if gpu else 'no'} GPU"
     return [
         "run:",
-        f"  epochs: {epochs}  # of {count:,} images: {epochs * count:,} views; --check says how long that takes",
+        f"  epochs: {epochs}  # of {count:,} images: {steps * batch:,} views; --check says how long that takes",
         f"  every: {{evaluate: {max(1, steps // 20)}}}  # 20 times in {steps:,} steps",
         *["  # baseline: true  # the same student on labels alone too: what does the teacher add?"] * bool(counts),
         "data:",
@@ -118,14 +122,13 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         *[f"  bits: {max(9, found.bits)}  # used by the sampled images of 16 bits"] * (0 < found.bits < 16),
         f"  {'# ' * (found.labels == 'all')}labels: {'none' if found.labels == 'all' else found.labels}  # {classes}",
         *["  # test_fraction: 0.5  # of the validation images: scored once, when all is chosen"] * (data.test is None),
-        f"  image_size: {size}  # {found.sampled} sampled {found.endings} have {found.side} px (median); {machine}",
+        f"  image_size: {size}  # {found.sampled} sampled images have {found.side} px (median); {machine}",
         f"  batch_size: {batch}",
-        f"  {'# ' * (kept > RAM_SHARE * memory)}store: ram  # each image is decoded once: up to {kept:,.0f} MB",
+        f"  {'# ' * (stored > RAM_SHARE * memory)}store: ram  # each image is decoded once: about {stored:,.0f} MiB",
         f"  augment: {{crop_scale: {crop}, jitter: 0.2}}  # flip: 0.0 where left and right differ, as in writing",
         *([f"  on_corrupt: skip  # {found.damaged} of {looked} sampled images are damaged"] if found.damaged else []),
         *([f"  max_skipped: {min(1, 2 * found.damaged / looked):.2f}"] if 100 * found.damaged > looked else []),
-        *["  # balance: 0.5  # fewer images of frequent classes"] * (rare and found.labels == "all"),
-        *_teacher(found, teacher, epochs, min(32, batch), size),
+        *_teacher(found, teacher, epochs, batch, size),
         "student:",
         *_keys(student, why),
         *["  # far more accurate where images are few: pretrained weights, kd init --student WEIGHTS"] * (not tuned),
@@ -135,26 +138,29 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
 
 
 def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, size: int) -> list[str]:
-    """Return the teacher's section: local weights and the keys that fit them to the labels, or random weights."""
-    count, val, fitted = len(found.data.train), len(found.data.val), max(5, epochs // 2)
+    """Return the teacher's section: local weights, or random ones, and the keys that fit them to the labels."""
+    count, few = len(found.data.train), list[str]()
     if teacher is None:
-        keys = {
-            "model": f"xcit_nano_12_p{16 if size >= COARSE else 8}_224",
-            "args": {"embed_dim": 128, "depth": 6, "num_heads": 4},
-            "fit": {"epochs": fitted, "lr": 0.0015, "warmup_ratio": 0.1},
-        }
+        model, args = f"xcit_nano_12_p{16 if size >= COARSE else 8}_224", {"embed_dim": 128, "depth": 6, "num_heads": 4}
+        keys: Keys = {"model": model, "args": args}
         why = "random weights, as in docs/tutorial.md: no others are here. With some: kd init --teacher FILE"
+        views, options = epochs * count // 2, {"lr": 0.0015, "warmup_ratio": 0.1}
     else:
         keys, why = dict(teacher.keys), teacher.why
-        keys |= _sized(teacher.any_size, max(size, TEACHER_SIDE))
-        if teacher.role == "fit":
-            fitted = min(30, max(1, round(FITTING / count)))
-            lr, head = RATES[teacher.any_size]
-            fit = {"epochs": fitted, "batch_size": batch, "lr": lr, "tuning": {"head_lr_scale": head}}
-            keys |= {"pretrained": True, "fit": fit}
-            why += f"; its classes are others, so {fitted * count:,} images fit it to yours"
+        lr, head = RATES[takes_any_size(keys["model"])]
+        views, options = FITTING, {"lr": lr, "tuning": {"head_lr_scale": head}}
+        batch = min(32, batch)
+    if teacher is None or teacher.role == "fit":
+        splits = (found.data.train, found.data.val)
+        labelled, val = (len(replace(found.data, train=split).with_labels().train) for split in splits)
+        batch = min(batch, 2 ** (labelled.bit_length() - 1))
+        steps = max(views, labelled) // batch
+        if teacher is not None:
+            keys |= input_keys(keys["model"], max(size, TEACHER_SIDE)) | {"pretrained": True}
+        keys["fit"] = {"steps": steps, "evaluate": max(1, steps // 20), "batch_size": batch, **options}
+        why += f"; {steps * batch:,} views of {labelled:,} labelled images fit it to your classes"
+        few = [f"  min_accuracy: 0.0  # {val} labels of validation do not tell a good teacher from chance"] * (val < 50)
     views = min(epochs, max(2, round(epochs / SHOWN)))
-    few = [f"  min_accuracy: 0.0  # {val} validation images do not tell a good teacher from chance"] * (val < 50)
     cache = f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher predicts {views * count:,} images in all"
     return ["teacher:", *_keys(keys, why), *few, cache]
 
@@ -162,13 +168,10 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
 def _tuned(weights: str, size: int) -> tuple[Keys, str]:
     """Return keys of a student with pretrained weights, and the reason; `--accept` checks its size."""
     keys, why = named("--student", weights)
-    head, shape = RATES[takes_any_size(keys["model"])][1], _sized(takes_any_size(keys["model"]), size)
-    return {**keys, "init": "pretrained", **shape, "tuning": {"head_lr_scale": head}}, why or "named by --student"
-
-
-def _sized(any_size: bool, side: int) -> Keys:
-    """Return arguments that keep a network at the images' size instead of its weights' size, if it supports them."""
-    return {"args": {"pretrained_cfg_overlay": {"input_size": [3, side, side]}}} if any_size and side < 224 else {}
+    any_size = takes_any_size(keys["model"])
+    shape = input_keys(keys["model"], size) if any_size else {}  # a ViT is built for the data's size
+    tuning = {"head_lr_scale": RATES[any_size][1]}
+    return {**keys, "init": "pretrained", **shape, "tuning": tuning}, why or "named by --student"
 
 
 def _losses(found: Folder, teacher: Teacher | None) -> str:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from kd.core.errors import ModelError
-from kd.files.json_file import read_json
+from kd.core.text import nfc
 from kd.models.live_teacher import count_parameters
 from kd.models.load_classifier import load, require_weights
 from kd.models.recognize import identify
 from kd.models.spec import Spec
-from kd.models.timm_folder import cached, folder_classes, takes_any_size
+from kd.models.timm_folder import cached, folder_config, input_keys
+from kd.parts import registry
 from kd.study.sweeps.frontier import timed
 
 WHERE = "--teacher"
@@ -38,7 +39,6 @@ class Teacher(NamedTuple):
     keys: dict[str, Any]  # of the section
     why: str  # the reason for the choice
     role: str  # what the student learns from: "logits", "features", or "fit" (logits after a fit to the labels)
-    any_size: bool = False  # it accepts images of any size, as CNNs do
 
 
 def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None:
@@ -50,19 +50,33 @@ def find_teacher(text: str, classes: Sequence[str], gpu: bool) -> Teacher | None
         why = f"the largest of {', '.join(sorted(here))} in the hub's cache here"
     if not text:
         return None
-    path, role = here[text].parent if "/" in text and text in here else Path(text), "fit" if classes else "logits"
+    path = here[text].parent if "/" in text and text in here else Path(text)
+    if path.name == "model.safetensors" and path.with_name("config.json").is_file():
+        path, text = path.parent, str(path.parent)  # the folder also has the input size and the normalization
     if not path.is_dir():
-        keys, of_file = named(WHERE, text)
-        return Teacher(keys, of_file or why, role, takes_any_size(keys["model"]))
-    if not (path / "config.json").is_file():
+        keys, facts = named(WHERE, text)
+        return _fitted(keys, facts, classes) if facts else Teacher(keys, why, "fit" if classes else "logits")
+    config = folder_config(path, WHERE)
+    if not config:
         allowed = "A folder that kd-export, timm or transformers wrote"
         raise ModelError(WHERE, f"no config.json in '{path}'", allowed, "Name the file of weights")
-    config = read_json(path / "config.json", WHERE, "Write the folder anew")
-    foreign = "model_type" in config  # transformers'
-    names = [*config.get("id2label", {}).values()] if foreign else folder_classes(path, WHERE)
-    own = bool(names) and (not classes or names == [*classes])
-    keys = {"kind": "transformers", "model": text} if foreign else {"model": text}
-    return Teacher(keys, why, "logits" if own else "features" if foreign else "fit")
+    if "model_type" not in config:
+        return _fitted({"model": text}, why, classes)
+    names = sorted(map(nfc, config.get("id2label", {}).values()))  # transformers'
+    own = bool(names) and (not classes or names == sorted(map(nfc, classes)))
+    return Teacher({"kind": "transformers", "model": text}, why, "logits" if own else "features")
+
+
+def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
+    """Return a teacher of weights that are here; it needs a fit unless kd-train takes its outputs as the classes."""
+    spec = Spec(WHERE, args={}, classes=classes or None, pretrained="checkpoint" not in keys, exact_head=True, **keys)
+    options = registry.default_options("networks", "timm")
+    try:
+        made = registry.build("networks", "timm", options, WHERE, spec=spec, image_size=0, features=())
+    except ModelError:
+        return Teacher(keys, why, "fit")
+    # A vision transformer would be built for the data's size.
+    return Teacher(keys | input_keys(keys["model"], made.input_size), f"{why}; its outputs are the classes", "logits")
 
 
 def named(where: str, text: str) -> tuple[dict[str, Any], str]:

@@ -9,6 +9,7 @@ from kd.core.intervals import Samples
 from kd.core.scores import Column
 from kd.core.text import clock, html_table, money, percent
 from kd.files.manifest import served_first
+from kd.parts import registry
 from kd.study.report import sections
 from kd.study.report.confusion import answers
 from kd.study.report.operators import operators
@@ -93,10 +94,11 @@ def _tiles(run: RunRecord) -> str:
     sized = [who for who in ("student", "teacher") if sizes.get(who)]
     counts = [(f"{number(sizes[who] / 1e6)} M", f"parameters of the {who}", "") for who in sized]
     files = run.exported.get("files", {})
-    graphs = [
-        (f"{one['cpu_ms']:.3g} ms", f"per image on the CPU, {name}", f"{files[name]['bytes'] / 2**20:.3g} MiB")
-        for name in served_first(run.exported) if "cpu_ms" in (one := run.exported["parity"][name])
-    ]  # fmt: skip
+    graphs = []
+    for name in served_first(run.exported):
+        if cpu_ms := run.exported["parity"][name].get("cpu_ms"):
+            size = sum(files[part]["bytes"] for part in registry.graph_files(name)) / 2**20
+            graphs.append((f"{cpu_ms:.3g} ms", f"per image on the CPU, {name}", f"{size:.3g} MiB"))
     shown, rest = [*shown, *counts[:1], *graphs[:1]], [*rest, *counts[1:], *graphs[1:]]
     if len(run.val) > 1 and decides.key in run.best:
         flatters = "" if run.scored is not None and run.scored.split == "test" else "on this split, which flatters it"
@@ -168,9 +170,8 @@ def _compared(runs: Sequence[RunRecord]) -> str:
     shown = html_table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
     if len(runs) == 1:
         return section("Side by side", "", card("Distilled, and the same student on labels alone", shown))
-    names = [run.name for run in runs]
-    changed = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
-    cards = [card("Results", shown), card("What differs in the configuration", html_table(changed, names))]
+    changed = html_table(differences(runs), [run.name for run in runs])
+    cards = [card("Results", shown), card("What differs in the configuration", changed)]
     return section("Side by side", "", *cards)
 
 
@@ -184,7 +185,7 @@ def _costs(runs: Sequence[RunRecord]) -> str:
 
 
 def _configuration(runs: Sequence[RunRecord]) -> str:
-    changed = {key for key, _ in differences(runs)} if len(runs) > 1 else set()
+    changed = {row["key"] for row in differences(runs)}
     groups: dict[str, list[str]] = {}
     for key in {key: None for run in runs for key in run.keys}:
         values = [run.keys.get(key, "") for run in runs]

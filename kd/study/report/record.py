@@ -257,11 +257,11 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     )
 
 
-def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Return the keys whose values differ between runs, with the values, except the name."""
+def differences(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return the keys whose values differ between runs, except the name, as rows with a column for each run."""
     keys = sorted({key for run in runs for key in run.keys} - {"run.name", "run.folder"})
-    rows = [(key, [run.keys.get(key, "-") for run in runs]) for key in keys]
-    return [(key, values) for key, values in rows if any(str(value) != str(values[0]) for value in values)]
+    changed = (key for key in keys if len({str(run.keys.get(key, "-")) for run in runs}) > 1)
+    return [{"key": key, **{run.name: run.keys.get(key, "-") for run in runs}} for key in changed]
 
 
 def repeats(runs: Sequence[RunRecord]) -> list[list[RunRecord]]:

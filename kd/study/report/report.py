@@ -125,9 +125,8 @@ def summary(runs: Sequence[RunRecord]) -> str:
     if any(run.cost for run in runs):
         lines += ["Costs:", "", table(price_rows(runs)), ""]
     if len(runs) > 1:
-        names, operators = [run.name for run in runs], table_of(runs)
+        operators, rows = table_of(runs), differences(runs)
         lines += ["Profiled, milliseconds per image:", "", table(operators), ""] if operators else []
         lines += [f"{text}\n" for run in runs if (text := how_to_profile(run))]
-        rows = [{"key": key, **dict(zip(names, values, strict=True))} for key, values in differences(runs)]
         lines += ["What differs in the configuration:", "", table(rows), ""] if rows else ["One configuration.", ""]
     return "\n".join(map(printed, "\n".join(lines).split("\n")))  # names and values are a stranger's too

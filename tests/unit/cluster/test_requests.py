@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 import tarfile
 import time
 import urllib.request
@@ -25,6 +26,7 @@ from kd.config.flat import flat
 from kd.config.schema import Member
 from kd.core.errors import ConfigErrors, RunError
 from kd.core.types import State
+from kd.files.manifest import checksum
 from kd.files.run_dir import RunDir
 from kd.jobs.progress.console import Console
 from kd.parts import registry
@@ -507,6 +509,23 @@ def test_an_export_is_deployed_and_queried(aws, exported, command):
     body = aws("s3").get_object(Bucket="bucket", Key="kd/models/fruit/model.tar.gz")["Body"].read()
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
         assert {"model.onnx", "manifest.json", "config.json"} <= set(archive.getnames())
+
+
+@pytest.mark.parametrize("argv", [("deploy",), ("transform", "s3://bucket/in")])
+def test_a_graph_that_the_image_cannot_run_is_refused(argv, exported, refused, tmp_path):
+    """`kd-export --formats executorch --accept` may choose model.pte, and ExecuTorch needs torch."""
+    folder = tmp_path / "export"
+    shutil.copytree(exported, folder)
+    shutil.copy(folder / "model.onnx", folder / "model.pte")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for key in ("files", "self_check"):
+        manifest[key]["model.pte"] = manifest[key]["model.onnx"]
+    manifest["pick"] = "model.pte"
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+    line = refused("launch", argv[0], folder, *argv[1:], "--instance", "ml.c5.xlarge", *GIVEN, "--dry-run")
+    assert line.startswith("EXPORT: ")
+    assert "'model.pte' needs executorch" in line
+    assert "onnxruntime or openvino" in line
 
 
 def test_an_endpoint_without_a_response_is_named(aws, exported, monkeypatch):

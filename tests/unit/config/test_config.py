@@ -316,9 +316,14 @@ def test_overrides_go_before_the_file():
     assert loaded.optimizer.zero is True
 
 
-def test_a_list_can_be_emptied():
-    raw = minimal(run={"trackers": ["wandb"]})
+def test_a_list_or_a_mapping_can_be_emptied():
+    """`student.args={}` once left the file's arguments."""
+    raw = minimal(run={"trackers": ["wandb"]}, student={"model": "vit", "args": {"depth": 2}})
     assert load(raw, ["run.trackers=[]"]).run.trackers == ()
+    emptied = load(raw, ["student.args={}"]).student
+    assert (emptied.model, emptied.args) == ("vit", {})
+    assert load({**raw, "student.args": {}}).student.args == {}
+    assert load(raw, ["student.args={}", "student.args={width: 3}"]).student.args == {"width": 3}
 
 
 def test_an_override_of_the_student_is_merged_and_takes_over_nothing_of_another_network():

@@ -170,6 +170,21 @@ def test_the_record_is_json_and_says_the_same():
         Reference.read(json.loads(text), ["another", *NAMES[1:]])
 
 
+def test_where_photographs_look_different_the_expected_accuracy_is_a_bound():
+    """Half of the light: 66.3 % were expected and 35.1 % were right (docs/watching.md)."""
+    rng = np.random.default_rng(5)
+    of = reference(rng, 300)
+    of.right = 240
+    dark = tally(of, [(label, score, 1.0, *rest) for label, score, _, *rest in answers(rng, 300)])
+    assert of.compare(dark).alarms == {"appearance": True, "labels": False}
+    expected = 0.8 + dark.confidence / 300 - of.tally.confidence / 300
+    assert of.notes(dark)[0].startswith(f"expected accuracy at most {expected:.1%}: ")
+    assert "at most" not in of.notes(tally(of, answers(rng, 300)))[0]
+    one = tally(of, answers(rng, 300, [0.55] + [0.05] * 9))  # its mix alone: 63.5 % were expected, 71.6 % right
+    assert of.compare(one).alarms == {"appearance": False, "labels": True}
+    assert "at most" not in of.notes(one)[0]
+
+
 def test_a_label_that_validation_never_gave():
     of = Reference.of(["a", "b"], [(0, (0.9, 100.0, 5.0, 0.0, 0.0))] * 500, calibrated=False)
     found = of.compare(tally(of, [(1, 0.9, 100.0, 5.0, 0.0, 0.0)] * WINDOW))

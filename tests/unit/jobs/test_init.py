@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,9 @@ from kd.core.errors import KdError
 from kd.jobs.check import check
 from kd.jobs.init.init import _yaml, init
 from kd.models.recognize import identify
-from kd.setup.recipe import resolve
+from kd.setup.build import distributed
+from kd.setup.data import open_data
+from kd.setup.recipe import fit_folders, resolve
 
 DATA = Path(os.environ.get("KD_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 """Where folders of real photographs lie, if they do."""
@@ -173,6 +176,87 @@ def test_foreign_weights_are_recognized_and_written(inside, caplog):
     assert "by the shapes of its tensors; tf_efficientnet_lite0 would fit too (NAME=FILE)" in found.why
     with pytest.raises(KdError, match=r"--teacher: .*NAME=FILE"):
         identify("--teacher", Path("mine.pth"), "resnet18")
+
+
+def few_labels(root: Path, labelled: int = 5) -> Path:
+    """Three classes of so many labelled images, and 60 without a label."""
+    classes(root / "train", *[labelled] * 3)
+    classes(root / "val", 2, 2, 2)
+    loose(root / "train" / "unlabelled", 60)
+    return root
+
+
+def test_a_fit_counts_labelled_images(inside):
+    """Of 150 labels and 992 images without one it once said that 20,000 images fit the teacher; 1,024 did."""
+    torch.save(timm.create_model("test_resnet").state_dict(), "test_resnet.pth")
+    for weights in ("test_resnet.pth", ""):
+        text, written = wrote(few_labels(Path("few" + weights)), weights)
+        fit = written["teacher"]["fit"]
+        assert written["data"]["labels"] == "some"
+        assert fit["batch_size"] == 8  # whole batches of 15 images
+        checked = resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"]))
+        check(checked)
+        ((recipe, _),) = fit_folders(checked.teacher, "").values()
+        views = recipe.loop.length.steps * recipe.data.batch_size
+        assert f"{views:,} views of 15 labelled images" in text
+        assert (views == 20_000) == bool(weights)
+        Path("made.yaml").unlink()
+
+
+def trained(names: list[str], outputs: int, file: Path) -> Path:
+    """Write weights of a network of so many outputs, and the names of its classes, as a folder of timm's does."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(timm.create_model("test_vit", num_classes=outputs).state_dict(), file)
+    if names:
+        content = {"architecture": "test_vit", "num_classes": outputs, "label_names": names}
+        (file.parent / "config.json").write_text(json.dumps(content))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("names", "outputs", "fitted"),
+    [
+        (["apple", "fig", "pear"], 3, True),
+        (["pear", "apple", "fig"], 3, True),
+        ([], 3, True),  # kd-train refuses it unless it is above chance
+        (["ant", "bee", "cat"], 3, False),
+        ([], 5, False),
+    ],
+)
+def test_weights_of_the_datas_own_classes_are_not_fitted_again(names, outputs, fitted, inside):
+    """It said "its classes are others" of every file, and fitted a fitted teacher again."""
+    root = classes(Path("three"), 5, 5, 5)
+    _, written = wrote(root, str(trained(names, outputs, Path("weights/test_vit.pth"))))
+    taught = written["teacher"]
+    assert ("fit" in taught, "pretrained" in taught) == (not fitted, not fitted)
+    assert ("min_accuracy" in taught) == (not fitted)
+    assert taught["args"] == {"img_size": 160 if fitted else 128}  # the size of its weights
+    (teacher,) = check(resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"]))).teachers.members
+    assert teacher.classes == CLASSES
+    assert teacher.input_size == taught["args"]["img_size"]
+
+
+def test_a_file_in_an_export_is_its_export(teacher):
+    root = classes(Path("three"), 5, 5, 5)
+    for weights in (teacher, teacher / "model.safetensors"):
+        _, written = wrote(root, str(weights))
+        assert written["teacher"]["model"] == str(teacher)
+        assert "checkpoint" not in written["teacher"]
+        Path("made.yaml").unlink()
+
+
+def test_the_store_takes_whole_pages():
+    """It said "up to 32 MB" of a store of 44: images of other pixels, and no pages."""
+    text, _ = wrote(classes(Path("three"), 300, 300, 300))
+    settings = config.load("made.yaml", ["data.store=disk", f"run.folder={Path.cwd()}"])
+    with distributed(settings.backend) as backend:
+        opened = open_data(resolve(settings).data, backend)
+        for source in opened.stored:
+            for id in range(len(source)):
+                source.decode(id)
+    used = sum(file.stat().st_blocks * 512 for file in Path("stores").rglob("pixels"))
+    (stated,) = re.findall(r"store: ram .* ([\d.,]+) M", text)
+    assert float(stated) == pytest.approx(used / 2**20, abs=0.6)
 
 
 def test_a_student_may_be_a_transformer_or_a_folder(teacher):

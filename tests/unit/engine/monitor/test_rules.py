@@ -127,7 +127,32 @@ def test_only_samples_during_the_steady_steps_count():
     """The first 0.8 s of steps end at 1,000 s, the last at 1,002 s."""
     samples = [sample(time=time) for time in (200.0, 999.1, 999.3, 1000.5, 1001.9, 1002.1)]
     found = Evidence({0: [steady(), steady(time=1002.0)]}, samples).during()
-    assert [one["time"] for one in found] == [999.3, 1000.5, 1001.9]
+    assert [[one["time"] for one in start] for start in found] == [[999.3, 1000.5, 1001.9]]
+
+
+STARTED = {"kind": "setup", "steps": 0, "step": 0, "wall_ms": 5000.0, "ms": {"setup": 5000.0}}
+
+
+def test_memory_is_compared_within_one_start():
+    """Processes of one run, each flat, once "grew from 1210 to 1321 MiB, in every quarter"."""
+    rows, samples = [], []
+    for start, mib in enumerate((1210.0, 1250.0, 1290.0, 1321.0)):
+        end = 1000.0 + 100 * start
+        rows += [STARTED | {"time": end - 1}, steady(time=end)]
+        samples += [sample(time=end - 0.02 * i, process_mib=mib) for i in reversed(range(30))]
+    assert "MemoryIncrease" not in ask(*rows, samples=samples, store="ram")
+    one_process = [row for row in rows if row["kind"] != "setup"]
+    assert "from 1210 to 1321 MiB" in ask(*one_process, samples=samples)["MemoryIncrease"].evidence
+    grows = [sample(time=1300.0 - 0.02 * i, process_mib=1500.0 - 5 * i) for i in reversed(range(31))]
+    assert ask(*rows, samples=samples[:-30] + grows)["MemoryIncrease"].severity == "warning"
+
+
+def test_the_set_up_between_two_starts_is_no_load():
+    """The cores are full in the steps, and idle in the minute in which the run was started again."""
+    rows = [steady(), STARTED | {"time": 1059.0}, steady(time=1060.0)]
+    samples = [sample(time=end - 0.1 * i, cpu=[100.0, 100.0]) for end in (1000.0, 1060.0) for i in range(5)]
+    samples += [sample(time=1002.0 + i, cpu=[0.0, 0.0]) for i in range(50)]
+    assert Evidence({0: rows}, samples).load() == 100.0
 
 
 def test_a_slow_loader_is_named_by_its_parts():
