@@ -37,8 +37,9 @@ from kd.core.types import SiftContext
 from kd.data.loader import Share
 from kd.models.cache import Codec, open_store
 from kd.parts.datasets import csv, imagefolder
-from kd.parts.datasets._decode import Repeated, label_images, part
+from kd.parts.datasets._decode import Repeated, label_images
 from kd.parts.datasets._folder import File, Files, ImageFolder
+from kd.parts.datasets._splits import part
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan
 from kd.setup.data import Data, DataPlan
@@ -63,7 +64,7 @@ def listing(count: int, random: bool = False) -> ImageFolder:
     classes = [f"n{folder:08d}" for folder in range(count // FOLDER)]
     column = Repeated(classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER))
     order, label = label_images(column, classes, None, "data.root", "train", "all")
-    ids = part(files.names, label, VAL, "train")
+    ids, _ = part(files.names, None, label, VAL, "train")
     return ImageFolder("/nowhere", files.take(ids), label[ids], order, ())
 
 

@@ -30,6 +30,9 @@ class Source(Protocol):
     splits get its classes and must use them, even if they lack some. An unlistable folder, or a class that training
     does not have, is a DataError. `recognizes(folder)`, where a module has it, returns the keys of `data` for a folder
     of its layout, or None: `kd init` tries all kinds.
+
+    A source may have `encoded(id)`, the bytes of a file without decoding it; `sizes`, the bytes of all files at
+    listing, int64 [N]; `group(id)`, what an image belongs to by `data.group`.
     """
 
     fingerprint: str  # a hash of the listing (names, labels, sizes of all files), independent of the folder's path
@@ -51,7 +54,6 @@ class Source(Protocol):
 
     def prepare(self) -> None:
         """Create missing images (render, unpack) on rank 0, before any is decoded. Listing must work without it."""
-        ...
 
     def decode(self, id: int) -> Decoded:
         """Return the image as RGB, 8 bits a channel, and the CRC-32 of its encoded bytes.
@@ -125,7 +127,6 @@ class Score(Protocol):
 
     def cut(self) -> None:
         """Mark the end of assembling batches; XLA cuts its graph here."""
-        ...
 
 
 class Sifter(Protocol):
@@ -161,7 +162,6 @@ class Sifter(Protocol):
 
     def observe(self, ids: Tensor, losses: Tensor) -> None:
         """Record the unweighted losses [B] of a step without waiting for the device."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that a resumed run needs. All ranks must call it."""
@@ -223,7 +223,6 @@ class Teacher(Protocol):
 
     def flush(self) -> None:
         """Store outputs that are still on the device; called when the loop syncs with the device anyway."""
-        ...
 
 
 class Loss(Protocol):
@@ -265,11 +264,9 @@ class Backend(Protocol):
         Raises:
             BackendError: fewer processes joined than the launcher started, or the device is missing.
         """
-        ...
 
     def seed(self, seed: int) -> None:
         """Seed the generators of this process, including the device's."""
-        ...
 
     def put(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Move batches to the device, ahead of their use where possible."""
@@ -281,7 +278,6 @@ class Backend(Protocol):
 
     def check_divided(self, stages: int) -> None:
         """Raise BackendError if a frozen module cannot run in this many pipeline stages; 0: if it cannot be sharded."""
-        ...
 
     def shard(self, module: nn.Module, source: Mapping[str, Tensor]) -> nn.Module:
         """Shard a frozen module on the meta device, and load rank 0's `source`. All ranks must call it."""
@@ -317,7 +313,6 @@ class Backend(Protocol):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load what `optimizer_state` returned, on this number of ranks or another one."""
-        ...
 
     def counters(self) -> dict[str, float]:
         """Return values of this rank for the log: memory, compilations. Must not wait for the device."""
@@ -329,7 +324,6 @@ class Backend(Protocol):
 
     def end_step(self) -> None:
         """Mark the end of a step; XLA cuts its graph here."""
-        ...
 
     def reduce_mean(self, tensor: Tensor) -> Tensor:
         """Return the mean over ranks (all-reduce SUM, then divide)."""
@@ -339,7 +333,6 @@ class Backend(Protocol):
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite `tensors` with those of rank 0."""
-        ...
 
     def barrier(self) -> None: ...
 

@@ -2,18 +2,20 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from kd.core.contracts import HasWarnings, Reducing, Source, Stamped
+from kd.core.contracts import Reducing, Source
 from kd.core.errors import DataError, did_you_mean
 from kd.core.seeds import seed_from
 from kd.core.text import names_of, nfc
 from kd.core.types import Decoded, Label
 
 EXCLUDE = "data.exclude"
+OPTIONAL = ("stamp", "encoded", "group")  # methods that a source may have: a subset has those of its source
 
 
 def decoded(source: Source, id: int, least: Callable[[int, int], float] | None) -> Decoded:
@@ -36,11 +38,17 @@ class Subset:
 
     known: np.ndarray | None = None  # which images keep their label, bool [N]; None: all that have one
 
-    def __init__(self, source: Source, ids: np.ndarray, *notes: str) -> None:
+    def __init__(self, source: Any, ids: np.ndarray, *notes: str) -> None:
+        """Show the images at positions `ids`, int64 [N]; `notes` are appended to the source's warnings."""
         self.source, self.ids, self.classes = source, ids, source.classes
-        self.notes: Sequence[str] = (*(source.notes if isinstance(source, HasWarnings) else ()), *notes)
         content = source.fingerprint.encode() + ids.astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.notes: Sequence[str] = (*getattr(source, "notes", ()), *notes)
+        if hasattr(source, "sizes"):
+            self.sizes = source.sizes[ids]
+        for name in OPTIONAL:
+            if hasattr(source, name):
+                setattr(self, name, partial(_at, getattr(source, name), ids))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -61,18 +69,8 @@ class Subset:
         return decoded(self.source, int(self.ids[id]), least)
 
 
-class StampedSubset(Subset):
-    """A subset of a `Stamped` source."""
-
-    source: Stamped
-
-    def stamp(self, id: int) -> int:
-        return self.source.stamp(int(self.ids[id]))
-
-
-def subset(source: Source, ids: np.ndarray, *notes: str) -> Subset:
-    """Return the images of a source at positions `ids`, int64 [N]; `notes` are appended to its warnings."""
-    return (StampedSubset if isinstance(source, Stamped) else Subset)(source, ids, *notes)
+def _at(method: Callable[[int], Any], ids: np.ndarray, id: int) -> Any:
+    return method(int(ids[id]))
 
 
 def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
@@ -93,23 +91,26 @@ def keep_labels(source: Source, number: int, seed: int, hide: bool) -> Source:
         kept.append(drawn)
     ids = np.sort(np.concatenate(kept))
     note = f"{key}: {len(ids)} of {len(source)} training images keep their label"
+    labelled = Subset(source, ids, f"{note}, the others are left out")
     if not hide:
-        return subset(source, ids, f"{note}, the others are left out")
-    made = subset(source, ids, note)
-    made.known, made.ids = np.isin(np.arange(len(source)), ids), np.arange(len(source))
-    made.fingerprint = hashlib.sha256(b"hidden" + made.fingerprint.encode()).hexdigest()
+        return labelled
+    every = np.arange(len(source))
+    made = Subset(source, every, note)
+    made.known = np.isin(every, ids)
+    made.fingerprint = hashlib.sha256(b"hidden" + labelled.fingerprint.encode()).hexdigest()
     return made
 
 
 def set_aside(val: Source, fraction: float) -> tuple[Source, Source]:
     """Split off about `fraction` of the validation images as a test split."""
-    # The hash of a name decides, so images added later do not move others.
-    draws = np.array([seed_from("test split", val.name(id)) for id in range(len(val))], np.uint64)
+    # The hash of a name or of its group decides, so images added later do not move others.
+    group = getattr(val, "group", val.name)
+    draws = np.array([seed_from("test split", group(id)) for id in range(len(val))], np.uint64)
     tested = draws < fraction * 2**63
     if tested.all() or not tested.any():
         wrong = f"is {fraction:g}, which leaves one split of {len(val)} validation images empty"
         raise DataError("data.test_fraction", wrong, "Some images for each", "Change it, or add validation images")
-    parts = subset(val, np.flatnonzero(~tested)), subset(val, np.flatnonzero(tested))
+    parts = Subset(val, np.flatnonzero(~tested)), Subset(val, np.flatnonzero(tested))
     known = [any(np.max(part.label(id)) >= 0 for id in range(len(part))) for part in parts]
     if any(known) and not all(known):
         split, part = ("validation", parts[0]) if known[1] else ("test", parts[1])
@@ -138,7 +139,7 @@ def without(file: str, splits: Mapping[str, Source]) -> dict[str, Source]:
             raise DataError(EXCLUDE, f"'{file}' names all images of the split '{split}'", "Some are left", "Shorten it")
         if out.any():
             note = f"data.exclude: {out.sum()} of {len(source)} images of the split '{split}' are left out"
-            rest[split] = subset(source, np.flatnonzero(~out), note)
+            rest[split] = Subset(source, np.flatnonzero(~out), note)
     if missing:
         first, more = min(missing), f"; {len(missing)} of {len(wanted)} names are missing" if len(missing) > 1 else ""
         few = sum(map(len, splits.values())) < 10_000

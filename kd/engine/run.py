@@ -40,13 +40,11 @@ class Logger(Protocol):
 
     def step(self, state: State, progress: float) -> None:
         """Show the state after a step, and the share of all planned steps that are done, 0 to 1."""
-        ...
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None: ...
 
     def info(self, text: str) -> None:
         """Show a line; an empty text shows nothing."""
-        ...
 
 
 class RunStore(Protocol):
@@ -54,11 +52,9 @@ class RunStore(Protocol):
 
     def log(self, kind: str, state: State, values: dict[str, float]) -> None:
         """Write a row of metrics: `kind` is "train" or "val"."""
-        ...
 
     def checkpoint(self, state: State, tensors: dict[str, Tensor], info: dict[str, Any], best: bool) -> None:
         """Write a checkpoint atomically: after a crash, the old or the new one exists."""
-        ...
 
     def restore(self) -> tuple[State, dict[str, Tensor], dict[str, Any]] | None:
         """Return the newest complete checkpoint, or None for a new run."""

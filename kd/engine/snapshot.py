@@ -1,19 +1,16 @@
 """Save and restore a run: weights, averages, optimizer, sifter. No random state, and never the teacher."""
 
-import hashlib
 import zlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from kd.core.contracts import Backend
 from kd.core.errors import NonFiniteLoss, RunError
+from kd.core.ranks import differing
 from kd.core.types import State
 from kd.engine.meter import AFTER_DIVERGING
 from kd.engine.run import Run
-
-DIGEST = 8  # compared bytes of a hash; each is sent as a float32, which is exact
 
 
 @torch.no_grad()
@@ -63,7 +60,7 @@ def restore(run: Run) -> State:
     """Load the newest checkpoint into the run's parts on every rank; a fresh run starts at State()."""
     found = run.store.restore()
     content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
-    if not agree(run.backend, content):
+    if differing(run.backend, content):
         own = f"one of step {found[0].step}" if found is not None else "none"
         wrong = f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds {own}"
         remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
@@ -90,17 +87,6 @@ def restore(run: Run) -> State:
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def agree(backend: Backend, content: str) -> bool:
-    """Return whether every rank passed rank 0's text. All ranks must call this; all get the same result."""
-    if backend.world_size == 1:
-        return True
-    digest = hashlib.sha256(content.encode()).digest()[:DIGEST]
-    own = torch.tensor(list(digest), dtype=torch.float32, device=backend.device)
-    first = backend.reduce_sum(own if backend.rank == 0 else torch.zeros_like(own))
-    differs = (own != first).any().float()
-    return backend.reduce_sum(differs).item() == 0
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:

@@ -14,6 +14,7 @@ from kd.core.contracts import Source
 from kd.core.errors import ModelError, RunError
 from kd.core.evaluation import Sampled
 from kd.core.host import environment, signals
+from kd.core.ranks import of_rank_0
 from kd.core.scores import Scored, Trained, skipped_text
 from kd.core.types import State
 from kd.engine.loop import train
@@ -83,6 +84,8 @@ def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, ti
     facts = built.facts | facts_of(built.run, setting)
     require_same("data", known, facts)
     require_same("teacher", known, facts)
+    for name in known.get("contents", ()):
+        require_same(name, known["contents"], facts["contents"])
     folder.record(**facts)
     announce(facts, known, setting, console, title)
     console.info(f"{title}: resumes from step {step:,}" if (step := folder.step()) else "")
@@ -102,6 +105,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "classes": list(data.classes),
         "data": data.fingerprint,
         "test": data.test.fingerprint if data.test is not None else "",
+        "contents": data.contents,
         "environment": environment(),
         "date": date.today().isoformat(),
         "parameters": {"student": count_parameters(run.distillation.student)},
@@ -265,9 +269,8 @@ def evaluate_and_checkpoint(built: Built, folder: RunDir, test: bool = True) -> 
     if backend.rank == 0:
         known = folder.scored()
         known = known if known is not None and known.data == source.fingerprint else None
-    is_known = torch.tensor([float(known is not None)], device=backend.device)
-    backend.broadcast_([is_known])
-    if is_known.item():
+    [is_known] = of_rank_0(backend, [known is not None])
+    if is_known:
         return known
     if backend.rank == 0:
         state, tensors, _ = folder.best()

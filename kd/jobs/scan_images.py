@@ -63,6 +63,7 @@ def scan(
     if found:
         earlier = lists.with_ids(lists.read_repeats(audit), splits) if looked < total else []
         lists.write_repeats(audit, lists.worst_first([*earlier, *found]), splits)
+        lines.append("          data.group keeps frames of a clip, or pieces of a plate, in one split")
         lines.append(f"          listed in '{audit}', with pictures; data.exclude={audit / lists.EXCLUDE}")
     return lines
 

@@ -7,13 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from kd import config
 from kd.config import Config
 from kd.core.contracts import Backend
 from kd.core.errors import ConfigError, FolderInUse, ModelError, RunError
 from kd.core.host import peak_mib
+from kd.core.ranks import of_rank_0
 from kd.core.references import redact, written
 from kd.core.scores import Trained
 from kd.files.run_dir import BILLED, RunDir
@@ -25,9 +24,10 @@ from kd.setup.build import distributed
 from kd.setup.build_teacher import META, Setting, Teachers, load_teachers
 from kd.setup.data import Data, open_data
 from kd.setup.recipe import Recipe, Record, TeacherPlan, as_long, fit_folders, flatten, is_fitted, is_free, resolve
+from kd.setup.same_data import same_contents
 
 POLL = 0.5  # seconds between two checks of the folder
-MINE, FITTED, IN_USE = 0, 1, 2  # rank 0's finding; a number, because it is summed over the ranks
+MINE, FITTED, IN_USE = 0, 1, 2  # rank 0's finding; a number, which it sends to the others
 log = logging.getLogger("kd")
 
 
@@ -38,9 +38,8 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     """
     started = time.perf_counter() - before
     recipe = resolve(settings)
-    checked = check(recipe)  # report errors before the teacher is fitted
     record = recipe.record
-    with accounted(started), opened(recipe, obtain_teachers, started, listed=checked.data) as (setting, folder):
+    with accounted(started), opened(recipe, obtain_teachers, started, checked=True) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
         if recipe.baseline is not None:
             alone, title = as_long(recipe.baseline, folder), f"{record.name} (labels only)"
@@ -69,7 +68,7 @@ def opened(
     started: float | None = None,
     fill: bool = True,
     examine: Callable[[Data], None] = lambda data: None,
-    listed: Data | None = None,
+    checked: bool = False,
 ) -> Iterator[tuple[Setting, RunDir]]:
     """Open the inputs of a job, quick failures first, and the run folder if it is written. All ranks must call it.
 
@@ -79,11 +78,12 @@ def opened(
         started: start of the command by `time.perf_counter`; None: the run folder is neither written nor locked.
         fill: fill `data.store`; False for a job that reads each image once.
         examine: is called with the data before a teacher is loaded; may raise.
-        listed: its splits, if they are listed already.
+        checked: run `check` first, on every rank.
     """
     with distributed(recipe.backend) as backend:
-        data = open_data(recipe.data, backend, fill, listed)
+        data = open_data(recipe.data, backend, fill, check(recipe).data if checked else None)
         examine(data)
+        data = replace(data, contents=same_contents(data.splits, backend))
         with ExitStack() as stack:
             folder = RunDir(recipe.record.path, backend.rank)
             if started is not None:
@@ -159,8 +159,7 @@ def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers
     teachers = load_teachers(plan, data, weights)
     if plan.shard:
         size = getattr(teachers.model, "input_size", 0)
-        first = torch.tensor(size, device=backend.device)
-        backend.broadcast_([first])
+        first = int(of_rank_0(backend, [size])[0])
         if first != size:  # what its trainer wrote, which other ranks do not read
             wrong = f"the weights are for {first} px, which rank 0 alone knows"
             raise ModelError("teacher.args", wrong, "", f"Set img_size or pretrained_cfg_overlay.input_size to {first}")
@@ -218,8 +217,7 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
                 outcome = FITTED if is_fitted(target) else MINE  # it may have been fitted since the first check
             except FolderInUse as error:
                 outcome, holder = IN_USE, str(error.wrong)
-        mine = float(outcome if backend.rank == 0 else 0)
-        outcome = int(backend.reduce_sum(torch.tensor([mine], device=backend.device)).item())
+        [outcome] = of_rank_0(backend, [outcome])
         if outcome == FITTED:
             return None
         if outcome == MINE:
@@ -239,13 +237,6 @@ def open_fit(stack: ExitStack, record: Record, target: Path, backend: Backend, t
 
 def _content(path: Path) -> str:
     """Return sizes and times of a run folder's files: they change while the run makes progress."""
-    found = []
-    for file in sorted([*path.glob("*"), *path.glob("checkpoints/*")]):
-        try:
-            state = file.stat()
-        except OSError:  # removed since the listing
-            continue
-        # checking the lock changes its time, and the monitor continues in a hanging run
-        if file.name != ".lock" and not file.name.startswith("monitor_"):
-            found.append(f"{file.name} {state.st_size} {state.st_mtime_ns}")
-    return "\n".join(found)
+    # The monitor continues in a hanging run. No file of rows is ever removed.
+    files = [*path.glob("metrics.jsonl"), *path.glob("timeline_*.jsonl")]
+    return "\n".join(f"{file.name} {file.stat().st_size}" for file in sorted(files))

@@ -15,6 +15,7 @@ from torch import nn
 from kd.config.schema import BackendSection, TeacherSection
 from kd.core.contracts import Backend, HasWarnings, Source, TeacherModel
 from kd.core.errors import CorruptImage, ModelError, NotPrepared, RunError
+from kd.core.ranks import of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.data.views import Views
@@ -179,9 +180,8 @@ def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
     error, line = {}, ""
     if section.precision == "auto" and mode.precision == "bf16":
         error, line = logit_error(replace(mode, compiled=False), factory, setting)
-        apart = torch.tensor([float(not error["of_std"] <= LARGEST_ERROR)], device=backend.device)
-        backend.broadcast_([apart])  # rank 0 decides: the last bits may differ on another machine
-        if apart.item():
+        [near] = of_rank_0(backend, [error["of_std"] <= LARGEST_ERROR])  # last bits may differ on another machine
+        if not near:
             exact, error = replace(mode, precision="fp32"), {**error, "refused": str(mode)}
             line = f"{exact}: in {mode}, {line.partition('; ')[2]}; {LARGEST_ERROR:g} is allowed"
             mode = exact

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from kd.config.schema import Augment, DataSection
 from kd.core.contracts import Backend, Dataset, HasWarnings, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib
+from kd.core.ranks import of_rank_0
 from kd.core.text import class_order, one_line
 from kd.data.loader import LocalLoader, Share
 from kd.data.views import FORMAT, EvalTransform, MixupCutmix, TrainTransform, Views, build_policy
@@ -49,6 +50,7 @@ class Data:
     stored: tuple[Source, Source] | None = None
     """Training and validation images behind a store of decoded pixels, if there is one."""
     teacher_classes: tuple[str, ...] = ()  # the teacher's classes, if the images are unlabelled
+    contents: Mapping[str, int] = field(default_factory=dict)  # see `kd.setup.same_data`
 
     @property
     def fingerprint(self) -> str:
@@ -76,8 +78,14 @@ class Data:
         notes = [note for one in self.splits.values() if isinstance(one, HasWarnings) for note in one.notes]
         names = self.train.classes
         if list(names) != sorted(names) and list(names) == class_order(names):
-            both = (", ".join(order[:3]) for order in (names, sorted(names)))
-            notes.append("classes in the order of numbers: {}, ...; as text it would be {}, ...".format(*both))
+            text = f"classes in the order of numbers: {', '.join(names[:3])}, ...; "
+            notes.append(f"{text}as text it would be {', '.join(sorted(names)[:3])}, ...")
+        if getattr(self.plan.options, "group", ""):
+            splits: Any = self.splits.values()
+            train, *others = ({one.group(id) for id in range(len(one))} for one in splits)
+            shared = sorted(train & set().union(*others))
+            more = len(shared) - 1
+            notes += [f"data.group: '{one}' and {more} more are in training and in another split" for one in shared[:1]]
         return [*dict.fromkeys(notes)]
 
     def images(self) -> DatasetSpec:
@@ -112,22 +120,20 @@ class Data:
         """Return the label of every image of a split, int64 [N] or int8 [N, C]; -1: unlabelled."""
         source = self.val if val else self.train
         first = np.asarray(source.label(0))
-        labels = np.empty((len(source), *first.shape), first.dtype)
-        for id in range(len(source)):
-            labels[id] = source.label(id)
-        return torch.from_numpy(labels)
+        labels = map(source.label, range(len(source)))
+        return torch.from_numpy(np.fromiter(labels, np.dtype((first.dtype, first.shape))))
 
     def with_labels(self) -> Data:
         """Return only the training images with a label, for training on labels alone."""
         if self.plan.labels != "some":
             return self
-        from kd.data.subset import subset  # only if some are unlabelled
+        from kd.data.subset import Subset  # only if some are unlabelled
 
         labels = self.labels()
         ids = (labels if labels.ndim == 1 else labels.amax(1)).ge(0).nonzero().flatten().numpy()
-        stored = self.stored and (subset(self.stored[0], ids), self.stored[1])
+        stored = self.stored and (Subset(self.stored[0], ids), self.stored[1])
         plan = replace(self.plan, labels="all", labels_per_class=0)
-        return replace(self, plan=plan, train=subset(self.train, ids), stored=stored)
+        return replace(self, plan=plan, train=Subset(self.train, ids), stored=stored)
 
     def evaluate(self) -> EvalTransform:
         return EvalTransform(self.plan.image_size, self.plan.crop_pct)
@@ -236,10 +242,6 @@ def train_transform(size: int, augment: Augment, where: str = "data.augment") ->
     return TrainTransform(size, augment.crop_scale, augment.flip, augment.jitter, augment.policy, augment.erase)
 
 
-# ---------------------------------------------------------------------------------- division of the batch, and the
-# loaders
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
     """The division of the global batch over ranks and micro-batches."""
@@ -318,10 +320,10 @@ def _remote(
     from kd.cluster.decoders import Pool  # Ray: 1 s of imports, and an extra
     from kd.cluster.remote import RemoteLoader
 
-    token = torch.tensor([secrets.randbelow(2**24)], dtype=torch.float32, device=backend.device)
-    pools = [Pool(both, 0, int(token.item()), section.deadline)] if backend.rank == 0 else []
-    backend.broadcast_([token])
-    pool = pools[0] if pools else Pool(both, backend.rank, int(token.item()), section.deadline)
+    token = secrets.randbelow(2**24)
+    pools = [Pool(both, 0, token, section.deadline)] if backend.rank == 0 else []
+    [shared] = of_rank_0(backend, [token])
+    pool = pools[0] if pools else Pool(both, backend.rank, int(shared), section.deadline)
     common, share = _loading(section, backend), _share(backend, split.batch_size, split.accumulate)
     train = RemoteLoader(pool, 0, both[0], share, **common)
     return train, RemoteLoader(pool, 1, both[1], _share(backend, split.eval_batch * split.world_size), **common)

@@ -14,6 +14,7 @@ from torch import nn
 from kd.config.schema import QUANTIZED, RUNTIMES
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import KdError, ModelError, named
+from kd.core.ranks import of_rank_0
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.models.classifier import count_attention
@@ -87,9 +88,8 @@ def torch_mode(precision: str, attention: str, compiled: bool, module: Any, back
     own_precision, own_kernel = backend.auto_mode.split("+")
     network, trained = getattr(module, "student", module), hasattr(module, "student")
     pays = precision == "auto" and own_precision == "bf16" and backend.bf16_pays(partial(made_of, network), trained)
-    half = torch.tensor([float(pays)], device=backend.device)
-    backend.broadcast_([half])
-    precision = ("bf16" if half.item() else "fp32") if precision == "auto" else precision
+    [pays] = of_rank_0(backend, [pays])
+    precision = ("bf16" if pays else "fp32") if precision == "auto" else precision
     if attention == "auto":  # without attention layers there is one kernel
         attention = own_kernel if count_attention(module) else "unfused"
     return ExecutionMode(precision, attention, compiled)

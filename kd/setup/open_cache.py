@@ -12,6 +12,7 @@ import torch
 from kd.config.schema import QUANTIZED, Cache
 from kd.core.contracts import Dataset, Teacher
 from kd.core.errors import ConfigError, CorruptImage, ModelError
+from kd.core.ranks import of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
 from kd.files.records import record_bytes
@@ -101,8 +102,7 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> Ca
     made_from = cache_identity(plan, model.identity(), mode, data, codec)
     name, path = Path(plan.model).name.replace(":", "_"), plan.cache.path
     folder = Path(path) if path else hashed_folder(Path(data.plan.folder) / "caches", name, made_from)
-    mine = torch.tensor(1.0 if backend.rank == 0 and owned(folder) else 0.0, device=backend.device)
-    writable = bool(backend.reduce_sum(mine).item())
+    [writable] = of_rank_0(backend, [backend.rank == 0 and owned(folder)])
     if backend.rank == 0 and not writable:
         log.info("teacher.cache: '%s' has another writer or may not be written; it is read only.", folder)
     if backend.rank == 0 and codec.features:
@@ -110,7 +110,7 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> Ca
     store = None
     for turn in (True, False):  # rank 0 creates the folder, then the others find it
         if turn == (backend.rank == 0):
-            store = open_store(folder, made_from, codec, len(data.train), writable)
+            store = open_store(folder, made_from, codec, len(data.train), bool(writable))
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, backend.facts.compiles or mode.compiled, backend.facts.cpu)

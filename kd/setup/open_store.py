@@ -4,12 +4,11 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from kd.config.schema import DataSection
 from kd.core.contracts import Backend, Source
 from kd.core.errors import CorruptImage, RunError
 from kd.core.host import free_mib
+from kd.core.ranks import of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.data.store import (
     PIXELS,
@@ -78,9 +77,7 @@ def _require_room(
             numbers[1] = sum(file.stat().st_blocks * 512 for file in files if file.is_file())
             existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
             numbers[2] = shutil.disk_usage(existing).free
-    found = torch.tensor(numbers, dtype=torch.float32, device=backend.device) / 2**20
-    backend.broadcast_([found])
-    total, there, left = found.tolist()
+    total, there, left = (number / 2**20 for number in of_rank_0(backend, numbers))
     needed = total * ranks if ram else max(0.0, total - there)
     if needed > left:
         copies = f" on each of {ranks} ranks, {_size(needed)} in all" if ram and ranks > 1 else ""
@@ -100,12 +97,11 @@ def store_views(views: Views, number: int, backend: Backend) -> StoredViews:
     """Keep the first `number` views of each image in memory; ConfigError: too little memory. All ranks must call it."""
     sizes = (record_bytes(view_bytes(one)) for one in (views, views.small) if one is not None)
     total = number * len(views) * sum(sizes) / 2**20
-    left = torch.tensor([free_mib()], dtype=torch.float32, device=backend.device)
-    backend.broadcast_([left])
-    if total * backend.local_world_size > left.item():
+    [left] = of_rank_0(backend, [free_mib()])
+    if total * backend.local_world_size > left:
         wrong = f"is views, and {number} views of {len(views)} images take {_size(total)} on each rank of this host; "
         remedy = "Set data.store=ram or disk, which keep decoded pixels, or fewer views"
-        raise RunError("data.store", f"{wrong}{_size(left.item())} of memory are left", "What fits", remedy)
+        raise RunError("data.store", f"{wrong}{_size(left)} of memory are left", "What fits", remedy)
     if backend.rank == 0:
         log.info("store: %s of views in memory, once all %d of each image are made", _size(total), number)
     return StoredViews(views, number)

@@ -276,6 +276,7 @@ FREE = (
     "data.root",
     "data.copies",
     "data.exclude",
+    "data.group",
     "data.test",  # test_split etc.: no weight depends on them
     "data.workers",
     "data.loader",

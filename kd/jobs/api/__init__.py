@@ -190,6 +190,7 @@ def _run(
     val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
     val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
+    data = arguments.fingerprint(world) if isinstance(sink, RunDir) or world.world_size > 1 else ""
     split = split_batch(section, world.world_size, num_images)
     shares = [1.0] * len(teachers)
     model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
@@ -209,7 +210,7 @@ def _run(
     evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
     if isinstance(sink, RunDir):
         shapes = {name: list(tensor.shape) for name, tensor in student.network.state_dict().items()}
-        facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
+        facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": data}
         facts["criterion"] = fingerprint_of(criterion)
         for key in facts:
             require_same(key, sink.manifest(), facts)

@@ -23,6 +23,7 @@ from kd.models.classifier import LogitsModel
 from kd.models.examination import examine, require_apart
 from kd.models.examined import IMAGES
 from kd.setup.recipe import Recipe, resolve
+from kd.setup.same_data import require_equal
 from kd.study.finished import MAP_DATASET
 
 LABELS = ("all", "some", "none", "sets")
@@ -132,15 +133,17 @@ class Arguments:
         named = isinstance(names, Collection) and len(names) == count
         return [str(name) for name in names] if named else [f"class_{number}" for number in range(count)]
 
-    def fingerprint(self) -> str:
-        """Return a hash of both splits' data, as far as items have names or paths."""
+    def fingerprint(self, world: Backend) -> str:
+        """Return a hash of both splits' data; DataError: it differs between ranks. All ranks must call this."""
         hashes = [
             f"loader {len(items.dataset)}"  # type: ignore[arg-type]
             if isinstance(items, DataLoader)
             else MapDataset(items, self.seed, where, self.labels).fingerprint()
             for where, items in (("train", self.train), ("val", self.val))
         ]
-        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+        digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+        require_equal(digest, map("split {} with the hash {}".format, ("train", "val"), hashes), world)
+        return digest
 
     def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
         """Return the loader of a split and its number of images."""

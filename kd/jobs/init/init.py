@@ -34,6 +34,8 @@ SHOWN = 5
 37 times, and 51.2 % with 60 views. On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
 """Learning rate and `head_lr_scale` for pretrained weights of CNNs (configs/few_labels.yaml) and transformers."""
+FRAME = r"(.*\d[^/]*\D)\d+\.\w+$"
+"""A name as of a frame: it ends with a number after another one, as clip7_0012.jpg does and IMG_0012.jpg does not."""
 log = logging.getLogger("kd")
 RAM_SHARE = 0.3  # largest share of the free memory for decoded images
 
@@ -121,6 +123,7 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         *(f"  # {note}" for note in data.notes),
         *[f"  bits: {max(9, found.bits)}  # used by the sampled images of 16 bits"] * (0 < found.bits < 16),
         f"  {'# ' * (found.labels == 'all')}labels: {'none' if found.labels == 'all' else found.labels}  # {classes}",
+        *_frames(found),
         *["  # test_fraction: 0.5  # of the validation images: scored once, when all is chosen"] * (data.test is None),
         f"  image_size: {size}  # {found.sampled} sampled images have {found.side} px (median); {machine}",
         f"  batch_size: {batch}",
@@ -135,6 +138,14 @@ def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student
         f"losses: {_losses(found, teacher)}",
         f"optimizer: {{lr: {rate}, warmup_ratio: 0.1}}  # as in configs/{'grocery' if tuned else 'vit_food'}.yaml",
     ]
+
+
+def _frames(found: Folder) -> list[str]:
+    """Return `data.group` as a choice if names look like those of frames: several series of each class, numbered."""
+    train = found.data.train
+    series = {re.sub(FRAME, r"\1", train.name(id)) for id in range(len(train))}
+    likely = 2 * len(train.classes) < len(series) < len(train) / 3
+    return [f"  # group: '{FRAME}'  # {len(series):,} series of names, as of frames: each in one split"] * likely
 
 
 def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, size: int) -> list[str]:

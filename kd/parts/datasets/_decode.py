@@ -9,7 +9,7 @@ import warnings
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -34,27 +34,20 @@ MOST_CLASSES = 1_000_000  # limit of numeric labels; a larger one is a date or a
 MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")  # TIFF and BMP last
 
 
-def read_image(
-    read: Callable[[], bytes],
-    subject: str,
-    where: str,
-    remedy: str = REMEDY,
-    least: Least | None = None,
-    bits: int = 16,
-) -> Decoded:
-    """Read an image file, with retries if the storage fails, and `decode` it."""
+def read(content: Callable[[], bytes], subject: str, where: str, remedy: str = REMEDY) -> bytes:
+    """Read an image file, with retries if the storage fails."""
     allowed = "Every listed file can be read; data.on_corrupt=skip is for damaged images only"
-    return decode(retried(read, subject, where, allowed=allowed, remedy=remedy), subject, where, least, bits)
+    return retried(content, subject, where, allowed=allowed, remedy=remedy)
 
 
-def read_file(path: str | bytes, subject: str, where: str, least: Least | None, bits: int = 16) -> Decoded:
+def read_file(path: str | bytes, subject: str, where: str) -> bytes:
 
     def content() -> bytes:
         with open(path, "rb") as file:
             check_bytes(os.fstat(file.fileno()).st_size, subject, where)
             return file.read()
 
-    return read_image(content, subject, where, least=least, bits=bits)
+    return read(content, subject, where)
 
 
 def check_bytes(size: int, subject: str, where: str) -> None:
@@ -219,6 +212,22 @@ def label_images(
     return order, np.array([position[name] if name in labelled else -1 for name in names.texts], np.int32)[names.of]
 
 
+def label_sets(
+    rows: Sequence[Collection[str] | None], order: Sequence[str], where: str, subjects: Sequence[object]
+) -> np.ndarray:
+    """Return the sets as int8 [N, C] of 0 and 1; -1 for None, an image without a label."""
+    position = {name: i for i, name in enumerate(order)}
+    sets = np.zeros((len(rows), len(order)), np.int8)
+    for row, labels, subject in zip(sets, rows, subjects, strict=True):
+        if unknown := sorted({*(labels or ())} - {*position}):
+            wrong = f"{subject} has the label '{unknown[0]}', which no training image has"
+            remedy = did_you_mean(unknown[0], order) or "Rename it"
+            raise DataError(where, wrong, f"Allowed: {first_few(order)}", remedy)
+        row[:] = -(labels is None)
+        row[[position[label] for label in labels or ()]] = 1
+    return sets
+
+
 MOST_KINDS = 6  # endings named in a line
 
 
@@ -240,54 +249,38 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def hold_out(keys: Iterable[bytes], labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Choose the validation images: bool [N], about `fraction` of each class."""
-    # The images of a class are ranked by the hash of their key and the first are held out, so the choice depends only
-    # on the keys, not on machine, listing order or seed. Every class of two images or more has at least one on either
-    # side. Related images (frames of one film) are not kept together.
-    digests = bytearray()
-    for key in keys:
-        digests += hashlib.blake2b(key, digest_size=8).digest()
-    order = np.lexsort((np.frombuffer(digests, ">u8"), labels))
-    held = np.zeros(len(labels), bool)
-    stops = np.cumsum(np.bincount(labels + 1))  # unlabelled images (-1) are held out like a class
-    for start, stop in zip(np.r_[0, stops[:-1]], stops, strict=True):
-        count = int(stop - start)
-        if count > 1:
-            held[order[start : start + min(max(int(fraction * count + 0.5), 1), count - 1)]] = True
-    return held
-
-
 def facts_of(options: Any, test: str, label: str = "class") -> DatasetFacts:
     """Return the facts of options whose key of the test split is `test`."""
     return DatasetFacts(label=label, root=getattr(options, "root", ""), test=test if getattr(options, test) else "")
 
 
-def check_splits(options: Any, kind: str) -> None:
-    train, val, test, fraction = options.train_split, options.val_split, options.test_split, options.val_fraction
-    if not train or not val or (train == val and not fraction):
-        raise ValueError(f"train_split and val_split must be two different {kind}s; to share one, set val_fraction")
-    if test and test in (train, "" if fraction else val):
-        wrong = f"test_split must be another {kind} than train_split and val_split; or set test_fraction"
-        raise ValueError(wrong)
-
-
-def part(keys: Iterable[bytes], labels: np.ndarray, fraction: float, split: str) -> np.ndarray:
-    """Return the ids of "train" or "val", with validation images held out; see `hold_out`."""
-    ids = np.flatnonzero(hold_out(keys, labels, fraction) == (split == "val"))
-    if not len(ids):
-        wrong = f"no class has two images, so that none is left for the split '{split}'"
-        raise DataError("data.val_fraction", wrong, "", "Add images")
-    return ids
-
-
 class Listed:
     """A listing of existing images; base of all sources of files. See `kd.core.contracts.Source`."""
 
-    classes: tuple[str, ...]
-    _labels: np.ndarray  # one class each, or sets, int8 [N, C]
-    _stamps: np.ndarray
+    where: str  # config path for errors
+    noun = "image"  # an image in errors
     bits = 16  # `data.bits`
+    groups: Repeated | None = None  # of each image, by `data.group`
+
+    def __init__(
+        self, classes: Sequence[str], names: Names, labels: np.ndarray, sizes: np.ndarray, stamps: np.ndarray
+    ) -> None:
+        """Store the listing in order; labels: one class each, or sets, int8 [N, C].
+
+        The fingerprint is equal for equal listings on every machine. It has the sizes of files and not their times: a
+        copy of the data is the same data.
+        """
+        self.classes, self._labels, self.sizes, self._stamps = tuple(classes), labels, sizes, stamps
+        self.names = names
+        digest = hashlib.sha256()
+        title = "\0".join(classes).encode("utf-8", "surrogatepass")
+        arrays = [np.ascontiguousarray(labels, "<i4").reshape(-1), np.ascontiguousarray(sizes, "<i8").reshape(-1)]
+        columns = ((one.nbytes, [one.data]) for one in arrays)
+        for length, pieces in ((len(title), [title]), (names.size, names.joined()), *columns):
+            digest.update(length.to_bytes(8, "little"))
+            for piece in pieces:
+                digest.update(piece)
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -302,7 +295,19 @@ class Listed:
         return self.decode_reduced(id, None)
 
     def decode_reduced(self, id: int, least: Least | None) -> Decoded:
+        return decode(self.encoded(id), self.subject(id), self.where, least, self.bits)
+
+    def encoded(self, id: int) -> bytes:
         raise NotImplementedError
+
+    def name(self, id: int) -> str:
+        return text(self.names[id])
+
+    def group(self, id: int) -> str:
+        return self.groups.texts[self.groups.of[id]] if self.groups else self.name(id)
+
+    def subject(self, id: int) -> str:
+        return f"{self.noun} '{self.name(id)}'"
 
     def prepare(self) -> None: ...
 
@@ -313,15 +318,5 @@ def stamp(status: os.stat_result) -> int:
     return (status.st_mtime_ns + 3 * status.st_ctime_ns) % 2**64
 
 
-def fingerprint(classes: Sequence[str], names: Names | bytes, labels: np.ndarray, sizes: np.ndarray) -> str:
-    """Hash a listing; equal listings have equal hashes on every machine."""
-    # File sizes are included, times are not: a copy of the data is the same data.
-    digest = hashlib.sha256()
-    title = "\0".join(classes).encode("utf-8", "surrogatepass")
-    arrays = [np.ascontiguousarray(labels, "<i4").reshape(-1), np.ascontiguousarray(sizes, "<i8").reshape(-1)]
-    listed = (names.size, names.joined()) if isinstance(names, Names) else (len(names), [names])
-    for length, pieces in ((len(title), [title]), listed, *((one.nbytes, [one.data]) for one in arrays)):
-        digest.update(length.to_bytes(8, "little"))
-        for piece in pieces:
-            digest.update(piece)
-    return digest.hexdigest()
+def text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")  # a name in another encoding must be printable

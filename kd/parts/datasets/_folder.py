@@ -13,20 +13,19 @@ from typing import NamedTuple
 import numpy as np
 
 from kd.core.errors import CorruptImage, DataError, did_you_mean
-from kd.core.types import Decoded
-from kd.files.pixels import Least
 from kd.files.storage import retried
 from kd.parts.datasets._decode import (
     ENDINGS,
     MAGIC,
     Listed,
     Names,
-    fingerprint,
+    Repeated,
     first_few,
     left_out,
     read_file,
     refuse,
     stamp,
+    text,
 )
 
 WHERE = "data.root"
@@ -81,23 +80,27 @@ class Files(NamedTuple):
 class ImageFolder(Listed):
     """A listing of image files, stored in a few arrays that are cheap to pickle and to share with forked workers."""
 
+    where = WHERE
+    noun = "file"
+
     def __init__(
-        self, root: str, files: Files, labels: np.ndarray, classes: Sequence[str], notes: Sequence[str]
+        self,
+        root: str,
+        files: Files,
+        labels: np.ndarray,
+        classes: Sequence[str],
+        notes: Sequence[str],
+        groups: Repeated | None = None,
     ) -> None:
-        """Store files below `root` in order, and labels: one class each, or sets, int8 [N, C]."""
-        self.classes, self.notes = tuple(classes), tuple(notes)
-        self._root = os.fsencode(root)
-        self.names, self._labels, self._stamps = files.names, labels, files.stamps
-        self.fingerprint = fingerprint(self.classes, files.names, labels, files.sizes)
+        """Store files below `root`."""
+        super().__init__(classes, files.names, labels, files.sizes, files.stamps)
+        self.notes, self._root, self.groups = tuple(notes), os.fsencode(root), groups
 
-    def name(self, id: int) -> str:
-        return text(self.names[id])
-
-    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
+    def encoded(self, id: int) -> bytes:
         path = os.path.join(self._root, self.names[id])
         if not self._stamps[id] and not os.path.exists(path):
             raise _dangling(os.fsdecode(path), self.name(id))
-        return read_file(path, f"file '{self.name(id)}'", WHERE, least, self.bits)
+        return read_file(path, self.subject(id), WHERE)
 
 
 _Listed = tuple[bytes, frozenset[tuple[int, int]], Iterator[tuple[bytes, File | None]]]
@@ -221,7 +224,8 @@ def is_folder(entry: os.DirEntry[bytes]) -> bool:
         return False
 
 
-def folders(path: str) -> list[str]:
+def folders(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones; none if it cannot be listed."""
     try:
         kept = (e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith("."))
         return sorted(name for name in kept if os.fsencode(name) not in SYSTEM)
@@ -238,7 +242,3 @@ def find_root(root: str) -> str:
     path = os.path.abspath(root)
     near = did_you_mean(os.path.basename(path), folders(os.path.dirname(path)))
     raise DataError(WHERE, f"the folder '{root}' does not exist", near, "Check the path, or fetch the images first")
-
-
-def text(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")  # a name in another encoding must be printable

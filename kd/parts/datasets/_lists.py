@@ -3,7 +3,7 @@
 import csv
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ import numpy as np
 from kd.core.errors import DataError, did_you_mean
 from kd.core.text import nfc
 from kd.files import tables
-from kd.parts.datasets._decode import READ_BY, part
+from kd.parts.datasets._decode import READ_BY, Repeated
 from kd.parts.datasets._folder import ENDINGS, File, entries_of, file_of, folders, is_folder, is_image, text
+from kd.parts.datasets._splits import grouped, part
 
 SLOW = 10_000  # folder size from which no similar name is proposed for a missing one
 
@@ -22,6 +23,7 @@ class Entry(NamedTuple):
     name: str  # name as written: a path in data.root or an absolute one below it, with or without ending
     label: Any  # value from the reader of the list
     line: int = 0  # line number; 0: the list has no lines
+    group: str = ""  # cell of the column `data.group`
 
     def __str__(self) -> str:
         return f"line {self.line}: '{self.name}'" if self.line else f"'{self.name}'"
@@ -41,11 +43,11 @@ class Lists:
     def __init__(self, options: Any, ending: str) -> None:
         self.keys = {split: f"{split}_{ending}" for split in ("train", "val", "test")}
         self.files = {split: getattr(options, key) for split, key in self.keys.items()}
-        self.root, self.val_fraction = options.root, options.val_fraction
+        self.options, self.root = options, options.root
         if not self.root or not self.files["train"]:
             wrong = f"root and {self.keys['train']} must be set: the folder of the images, and the file that lists them"
             raise ValueError(wrong)
-        if bool(self.files["val"]) == bool(self.val_fraction):
+        if bool(self.files["val"]) == bool(options.val_fraction):
             raise ValueError(f"{self.keys['val']} or val_fraction is needed; set one of them")
 
     def key(self, split: str) -> str:  # config path of the list with the images of a split
@@ -81,11 +83,11 @@ class Lists:
         unlisted = sum(all(name not in one for one in (own, *others.values())) for name in beside)
         return own, [*notes, *[f"{unlisted} images beside the listed ones are in no list"] * bool(unlisted)]
 
-    def held(self, names: Sequence[bytes], labels: np.ndarray, split: str) -> np.ndarray:
-        """Return the positions of the images of a split among those of its list, by `val_fraction` of each class."""
-        if not self.val_fraction or split == "test":
-            return np.arange(len(names))
-        return part(names, labels, self.val_fraction, split)
+    def held(self, found: Mapping[bytes, Listed], labels: np.ndarray, split: str) -> tuple[np.ndarray, Repeated | None]:
+        """Return the positions of the images of a split among those of its list, and their groups."""
+        texts = (one.entry.group or text(name) for name, one in found.items())
+        groups = grouped(self.options.group, split, texts)
+        return part(found, groups, labels, self.options.val_fraction, split)
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[str], Any]) -> Any:

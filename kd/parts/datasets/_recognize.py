@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kd.files.tables import DELIMITERS, read_text, table
+from kd.parts.datasets._folder import folders
 
 SPLITS = {
     "train": ("train", "training"),
@@ -25,14 +26,9 @@ MOST_ROOTS = 20  # most inner folders searched for the images of a table
 Keys = dict[str, Any]  # keys of the section `data`, without `kind`
 
 
-def inner_folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
-
-
 def tables(folder: Path, kind: str) -> Keys | None:
     """Return the keys of tables of a kind beside images, if the first line of the training table names an image."""
-    inner = inner_folders(folder)
+    inner = folders(folder)
     there: dict[str, Path] = {}
     splits = [name for name in inner if any(name.lower() in names for names in SPLITS.values())]
     inside = [file for name in splits for file in (folder / name).glob("*.csv")]  # Roboflow's form

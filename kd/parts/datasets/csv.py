@@ -43,6 +43,11 @@ class Options:
     label_key: str = "label"
     """Column of the labels: class names, or integers."""
 
+    group: str = ""
+    """What belongs together, such as the frames of a clip, and stays in one split if kd splits by hash: a column,
+    `parent` (the folder), or a pattern with the group in brackets, such as '(.*)_', searched in the path. Empty: each
+    image alone."""
+
     def __post_init__(self) -> None:
         Lists(self, "list")
         given = [one for one in (self.train_list, self.val_list, self.test_list) if one]
@@ -68,9 +73,9 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     column = column if is_text else as_classes(column, "data.label_key")
     own = class_order({*column.texts} - {""})
     order, label = label_images(column, own, classes, where, split, labels)
-    keep = lists.held(names, label, split)
+    keep, groups = lists.held(found, label, split)
     files = Files.of((names[id], found[names[id]].file) for id in keep)
-    return ImageFolder(root, files, label[keep], order, notes)
+    return ImageFolder(root, files, label[keep], order, notes, groups)
 
 
 def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
@@ -82,10 +87,12 @@ def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:
         keys = ["image_key"] if labels == "none" else ["image_key", "label_key"]
         columns = [_column(header, getattr(options, key), f"data.{key}", path) for key in keys]
         image, *label = columns
+        group = options.group if options.group in header else ""
         entries = list[Entry]()
         for number, row in rows:
             one_line(number, *(row[column] for column in columns))
-            entries.append(Entry(row[image], intern(row[label[0]].strip()) if label else "", number))
+            name = intern(row[label[0]].strip()) if label else ""
+            entries.append(Entry(row[image], name, number, group and row[header.index(group)]))
         return entries
 
     return content(path, where, [*DELIMITERS, ".txt"], FORM, read)

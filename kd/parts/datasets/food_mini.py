@@ -25,7 +25,7 @@ from kd.core.errors import DataError, NotPrepared
 from kd.core.facts import DatasetFacts
 from kd.core.host import cores
 from kd.core.types import Decoded, Label
-from kd.parts.datasets._decode import read_image
+from kd.parts.datasets._decode import decode, read
 from kd.parts.datasets._food.menu import PAINTERS
 from kd.parts.datasets._food.paint import VERSION, file_name
 
@@ -104,7 +104,8 @@ class FoodMini:
             raise NotPrepared("data.root", f"'{self.folder}' is not painted yet", "", "kd-train paints it")
         file = self.folder.parent / self.name(id)
         remedy = f"Remove '{self.folder}'; the next run paints it anew"
-        return read_image(file.read_bytes, f"file '{file}'", "data.root", remedy)
+        subject = f"file '{file}'"
+        return decode(read(file.read_bytes, subject, "data.root", remedy), subject, "data.root")
 
 
 def folder_name(options: Options) -> str:

@@ -4,18 +4,18 @@ Needs the extra: `pip install 'PATH/kd[hf]'`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean, named, needed
 from kd.core.facts import DatasetFacts, file_key
-from kd.core.types import Decoded
-from kd.files.pixels import Least
 from kd.parts.datasets import _decode as images
+from kd.parts.datasets._splits import check_splits, grouped, part
 
 WHERE = "data.path"
 ROWS = 10_000  # rows per lookup of sizes
@@ -42,6 +42,8 @@ class Options:
     """Test split: scored once, at the end of a run, and never used for choices. Empty: no test split."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
+    group: str = ""
+    """Column of what belongs together, such as the clip of a frame, and stays in one split if kd splits by hash."""
     image_key: str = ""
     """Column of the images; empty: the only image column."""
     label_key: str = ""
@@ -55,33 +57,31 @@ class Options:
             raise ValueError("label_keys must name two columns or more, each once, and label_key none")
         if not self.path:
             raise ValueError("path is empty; it must be a dataset name or a folder")
-        images.check_splits(self, "split")
+        check_splits(self, "split")
 
 
 class HuggingFace(images.Listed):
     """Rows of a memory-mapped table with kd's own decoder, so corrupt images are handled as in other datasets."""
 
+    where = WHERE
+
     def __init__(
         self, table: Any, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str], split: str, image_key: str
     ) -> None:
-        self.classes = tuple(classes)
-        self._table, self._rows, self._labels, self._split, self._image_key = table, rows, labels, split, image_key
         sizes, stamps = _files(table, image_key)
-        self._stamps = stamps[rows]
-        self.fingerprint = images.fingerprint(self.classes, rows.astype("<i8").tobytes(), labels, sizes[rows])
+        super().__init__(classes, images.Names([rows.astype("<i8").tobytes()]), labels, sizes[rows], stamps[rows])
+        self._table, self._rows, self._split, self._image_key = table, rows, split, image_key
 
     def name(self, id: int) -> str:
         return f"{self._split}[{self._rows[id]}]"
 
-    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
-        subject, cell = f"image '{self.name(id)}'", self._table[int(self._rows[id])][self._image_key] or {}
+    def encoded(self, id: int) -> bytes:
+        cell = self._table[int(self._rows[id])][self._image_key] or {}
         data: bytes | None = cell.get("bytes")
         path: Any = cell.get("path")
         if data is None and path is None:
-            raise images.refuse(subject, WHERE, "the row holds no image")
-        if data is None:
-            return images.read_file(path, f"{subject} ({os.path.basename(path)})", WHERE, least, self.bits)
-        return images.decode(data, subject, WHERE, least, self.bits)
+            raise images.refuse(self.subject(id), WHERE, "the row holds no image")
+        return images.read_file(path, f"{self.subject(id)} ({os.path.basename(path)})", WHERE) if data is None else data
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
@@ -109,12 +109,15 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
     if labels == "none" or not options.label_keys:
         order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
-    rows = np.arange(len(table))
-    if shared:
-        alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
-        rows = images.part((str(row).encode() for row in rows), alike, options.val_fraction, split)
+    cells = table.with_format(None)[_column(hub, table.features, "group", options.group)] if options.group else ()
+    groups = grouped(options.group, split, map(str, cells))
+    alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
+    numbers = (str(row).encode() for row in range(len(table)))
+    rows, groups = part(numbers, groups, alike, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
-    return HuggingFace(table, rows, label[rows], order, split_name, image_key)
+    source = HuggingFace(table, rows, label[rows], order, split_name, image_key)
+    source.groups = groups
+    return source
 
 
 def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -146,12 +149,22 @@ def _load(hub: Any, options: Options) -> dict[str, Any]:
         raise DataError(WHERE, wrong, "A folder, or a name on the hub", "Check the path")
     try:
         loaded = hub.load_from_disk(path) if saved else hub.load_dataset(path, options.name or None)
+        if not saved and _outdated(path, loaded):
+            loaded = hub.load_dataset(path, options.name or None, download_mode="reuse_cache_if_exists")
     except Exception as error:  # errors of the hub, the file system or many parsers: all mean that it cannot be loaded
         wrong = f"'{options.path}' cannot be loaded ({named(error)})"
         allowed = "A folder, or a name on the hub with data.name where it has several configurations"
         remedy = "Check the name, the network and, for a private dataset, `hf auth login`"
         raise DataError(WHERE, wrong, allowed, remedy) from error
     return dict(loaded) if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
+
+
+def _outdated(path: str, tables: Mapping[str, Any]) -> bool:
+    """Return whether a local parquet file has changed since its rows were copied to the cache."""
+    # The hub's loader compares mtime alone, which a copy of a file may keep; nothing keeps ctime.
+    copied = [os.path.getmtime(file["filename"]) for table in tables.values() for file in table.cache_files]
+    changed = map(os.path.getctime, Path(path).rglob("*.parquet"))
+    return bool(copied) and max(changed, default=0) > min(copied)
 
 
 SIZES = (8, 16, 32, 64)  # bits of an integer that may be a label

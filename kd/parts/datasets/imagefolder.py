@@ -12,12 +12,11 @@ import numpy as np
 from kd.core.errors import DataError, did_you_mean
 from kd.core.facts import file_key
 from kd.core.text import class_order, nfc
-from kd.parts.datasets._decode import ENDINGS, Repeated, check_splits, facts_of, first_few, label_images, part
+from kd.parts.datasets._decode import ENDINGS, Repeated, facts_of, first_few, label_images
 from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
-from kd.parts.datasets._recognize import HELD_OUT, SPLITS, inner_folders
+from kd.parts.datasets._recognize import HELD_OUT, SPLITS
+from kd.parts.datasets._splits import check_splits, grouped, part
 
-ALSO_CALLED = {"train": ("training",), "val": ("validation", "valid", "dev", "test"), "test": ("testing", "eval")}
-"""Other names of split folders: proposed in the error, never chosen silently (validating on `test` is a decision)."""
 facts = partial(facts_of, test="test_split")
 
 
@@ -36,6 +35,9 @@ class Options:
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of each class held out for validation, chosen by a hash of the path: from `root` if it has no split
     folders, from `train_split` if `test_split` is set."""
+    group: str = ""
+    """What belongs together, such as the frames of a clip, and stays in one split if kd splits by hash: a pattern with
+    the group in brackets, such as '(.*)_', searched in the path below the split's folder. Empty: each image alone."""
     unlabelled: str = "unlabelled"
     """With `labels: some`, the folder beside the classes' whose images have no label."""
 
@@ -47,8 +49,8 @@ class Options:
 
 def recognizes(folder: Path) -> dict[str, Any]:
     """Return the keys of a folder; any folder may hold class folders."""
-    inner = inner_folders(folder)
-    while len(inner) == 1 and (below := [one.name for one in (folder / inner[0]).iterdir() if one.is_dir()]):
+    inner = folders(folder)
+    while len(inner) == 1 and (below := folders(folder / inner[0])):
         folder, inner = folder / inner[0], below  # one folder around all others, as in archives
     there = {name.lower(): name for name in inner}
     found = {split: there[one] for split, names in SPLITS.items() for one in reversed(names) if one in there}
@@ -69,7 +71,8 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
         listing = Listing(root, folder)
     files, notes = listing.files, listing.notes
-    class_of = Repeated([text(name[len(folder) + 1 if folder else 0 :]) for name in listing.folders], listing.folder_of)
+    start = len(folder) + 1 if folder else 0  # of a path in the folder of the split
+    class_of = Repeated([text(name[start:]) for name in listing.folders], listing.folder_of)
     if not len(files.names):
         raise _no_images(os.path.join(root, os.fsdecode(folder)), split, notes)
     if labels != "none":
@@ -84,10 +87,11 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     except DataError as error:  # a class may be missing because its files are unreadable
         wrong = "; ".join([error.wrong, *notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error
+    groups = grouped(options.group, split, (text(name[start:]) for name in files.names))
+    ids, groups = part(files.names, groups, label, options.val_fraction, split)
     if shared:
-        ids = part(files.names, label, options.val_fraction, split)
         files, label = files.take(ids), label[ids]
-    return ImageFolder(root, files, label, order, notes)
+    return ImageFolder(root, files, label, order, notes, groups)
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:
@@ -96,7 +100,8 @@ def _split_folder(options: Options, split: str, root: str) -> str:
     if os.path.isdir(os.path.join(root, name)):
         return name.strip("/")
     there = folders(root)
-    near = next((f"Did you mean '{other}'?" for other in ALSO_CALLED[split] if other in there), "")
+    # Other names are proposed and never chosen silently: validating on `test` is a decision.
+    near = next((f"Did you mean '{other}'?" for other in (*SPLITS[split], "test") if other in there), "")
     wrong = f"'{root}' has no folder '{name}'. It has: {first_few(there) or 'no folders'}"
     remedy = f"Set data.{key}, or data.{'test' if split == 'test' else 'val'}_fraction=0.1" + (
         " where the class folders lie directly in data.root" if split != "test" else ""

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from kd.core.errors import DataError, did_you_mean
+from kd.core.errors import DataError
 from kd.core.facts import file_key
 from kd.core.text import class_order, nfc
 from kd.files.tables import DELIMITERS, one_line
-from kd.parts.datasets._decode import facts_of, first_few
+from kd.parts.datasets._decode import facts_of, first_few, label_sets
 from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
-from kd.parts.datasets._lists import Entry, Listed, Lists, content, table
+from kd.parts.datasets._lists import Entry, Lists, content, table
 from kd.parts.datasets._recognize import tables
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
@@ -44,6 +44,9 @@ class Options:
     """The same for the test images, scored once, at the end of a run. Empty: none."""
     val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
     """Share of the images held out for validation, chosen by a hash of the path, if there is no `val_labels`."""
+    group: str = ""
+    """What belongs together, such as the frames of a clip, and stays in one split if kd splits by hash: `parent` (the
+    folder), or a pattern with the group in brackets, such as '(.*)_', searched in the path. Empty: each image alone."""
     separator: str = "|"
     """Separator of labels in a table of two columns."""
 
@@ -67,30 +70,17 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         wrong += f", and lacks {len(absent) - 1} more" if len(absent) > 1 else ""
         raise DataError(where, wrong, f"Columns: {first_few(columns[where])}", "Add it, of 0 where no image shows it")
     names = [*found]
-    keep = lists.held(names, np.zeros(len(names), np.int64), split)
+    keep, groups = lists.held(found, np.zeros(len(names), np.int64), split)
     chosen = {names[id]: found[names[id]] for id in keep}
     files = Files.of((name, one.file) for name, one in chosen.items())
     if labels == "none":
-        return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes)
-    return ImageFolder(root, files, _sets([*chosen.values()], order, where, labels), order, notes)
-
-
-def _sets(found: Sequence[Listed], order: Sequence[str], where: str, labels: str) -> np.ndarray:
-    """Return the sets as int8 [N, C] of 0 and 1; -1 for an unlabelled image."""
-    position, sets = {name: i for i, name in enumerate(order)}, np.zeros((len(found), len(order)), np.int8)
-    for row, (entry, _) in enumerate(found):
-        if entry.label is None:
-            if labels == "all":
-                wrong = f"{entry} has no entry (an empty list would say that it shows no class)"
-                raise DataError(where, wrong, "Labels for each image", "Add them, or set data.labels=some")
-            sets[row] = -1
-            continue
-        if unknown := sorted(entry.label - position.keys()):
-            wrong = f"{entry} has the label '{unknown[0]}', which no training image has"
-            near = did_you_mean(unknown[0], order) or "Rename it"
-            raise DataError(where, wrong, f"Allowed: {first_few(order)}", near)
-        sets[row, [position[label] for label in entry.label]] = 1
-    return sets
+        return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes, groups)
+    entries = [one.entry for one in chosen.values()]
+    if labels == "all" and (bare := [entry for entry in entries if entry.label is None]):
+        wrong = f"{bare[0]} has no entry (an empty list would say that it shows no class)"
+        raise DataError(where, wrong, "Labels for each image", "Add them, or set data.labels=some")
+    sets = label_sets([entry.label for entry in entries], order, where, entries)
+    return ImageFolder(root, files, sets, order, notes, groups)
 
 
 def _read(

@@ -18,11 +18,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from kd.core.errors import DataError, did_you_mean
+from kd.core.errors import DataError
 from kd.core.facts import DatasetFacts, file_key
 from kd.core.text import class_order, nfc
-from kd.core.types import Decoded
-from kd.files.pixels import Least
 from kd.files.shards import Shard, content, find, members, origins, read
 from kd.parts.datasets import _decode as images
 
@@ -113,21 +111,15 @@ class WebDataset(images.Listed):
     """Images at known offsets in tar files."""
 
     def __init__(self, index: _Index, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
-        self.classes, self._labels, self._where, self._shards = tuple(classes), labels, where, index.shards
-        self._shard_of, self._offsets, self._sizes = index.shard_of, index.offsets, index.sizes
-        self._stamps = np.array([images.stamp(os.stat(path)) for path in self._shards], np.uint64)[self._shard_of]
-        self._names, self.notes = index.names, index.notes
-        self.fingerprint = images.fingerprint(self.classes, self._names, labels, self._sizes)
+        stamps = np.array([images.stamp(os.stat(path)) for path in index.shards], np.uint64)[index.shard_of]
+        super().__init__(classes, index.names, labels, index.sizes, stamps)
+        self.where, self._shards, self._shard_of, self._offsets = where, index.shards, index.shard_of, index.offsets
+        self.notes = index.notes
 
-    def name(self, id: int) -> str:
-        return self._names[id].decode("utf-8", "backslashreplace")
-
-    def decode_reduced(self, id: int, least: Least | None) -> Decoded:
-        shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self._sizes[id])
-        subject = f"image '{self.name(id)}'"
-        images.check_bytes(size, subject, self._where)
-        more = {"least": least, "bits": self.bits}
-        return images.read_image(lambda: content(shard, offset, size), subject, self._where, **more)
+    def encoded(self, id: int) -> bytes:
+        shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self.sizes[id])
+        images.check_bytes(size, self.subject(id), self.where)
+        return images.read(lambda: content(shard, offset, size), self.subject(id), self.where)
 
 
 def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
@@ -147,7 +139,10 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         order, label = _sets(index.labels, names, classes, where)
         return WebDataset(index, label, order, where)
     if names:
-        class_of, own = _named(index.labels, names), names
+        composed = index.labels._replace(texts=[nfc(text) for text in index.labels.texts])
+        raw = images.as_classes(composed, "data.label_key")
+        places, own = _places({*raw.texts}, names), names
+        class_of = raw._replace(texts=[places.get(text, text) for text in raw.texts])
     else:
         class_of, own = images.name_labels(index.labels, ())
     order, label = images.label_images(class_of, [name for name in own if name], classes, where, split, labels)
@@ -233,28 +228,12 @@ def _sets(
     raw: images.Repeated, names: Sequence[str], classes: Sequence[str] | None, where: str
 ) -> tuple[Sequence[str], np.ndarray]:
     """Return the class order and the labels of each image, int8 [N, C]; -1 without a label member."""
-    written = [json.loads(text) if text else None for text in raw.texts]
+    written: list[list[str] | None] = [json.loads(text) if text else None for text in raw.texts]
     own = list(names) or class_order({name for one in written for name in one or ()})
     order = own if classes is None else list(classes)
-    position = {name: place for place, name in enumerate(order)}
     places = _places({*chain(*filter(None, written))}, names) if names else {}
-    position |= {text: position[name] for text, name in places.items() if name in position}
-    rows = np.zeros((len(written), len(order)), np.int8)
-    for row, labels in zip(rows, written, strict=True):
-        if unknown := sorted({*(labels or ())} - {*position}):
-            remedy = did_you_mean(unknown[0], order) or "Rename it"
-            wrong = f"an image has the label '{unknown[0]}', which no training image has"
-            raise DataError(where, wrong, f"Allowed: {images.first_few(order)}", remedy)
-        row[:] = -1 if labels is None else row
-        row[[position[label] for label in labels or ()]] = 1
-    return order, rows[raw.of]
-
-
-def _named(raw: images.Repeated, names: Sequence[str]) -> images.Repeated:
-    """Return the class name of each image from labels that are names or positions in `names`; "": unlabelled."""
-    raw = images.as_classes(raw._replace(texts=[nfc(text) for text in raw.texts]), "data.label_key")
-    name_of = _places({*raw.texts}, names)
-    return raw._replace(texts=[name_of.get(text, text) for text in raw.texts])
+    rows = [labels and [places.get(label, label) for label in labels] for labels in written]
+    return order, images.label_sets(rows, order, where, ["an image"] * len(rows))[raw.of]
 
 
 def _places(texts: Collection[str], names: Sequence[str]) -> dict[str, str]:

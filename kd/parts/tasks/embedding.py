@@ -17,6 +17,7 @@ from kd.core.errors import DataError
 from kd.core.evaluation import Evaluation, Evaluator, Split, Task
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples
+from kd.core.ranks import of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.types import Batch, Outputs
 from kd.parts.tasks._logits import Answers, gathered, require_images
@@ -113,9 +114,8 @@ class EmbeddingEvaluator(Evaluator):
             student.train(training)
         if not values:
             return {}
-        shared = torch.tensor(list(values.values()), device=self.backend.device)
-        self.backend.broadcast_([shared])  # another processor may round differently
-        return dict(zip(values, shared.tolist(), strict=True))
+        shared = of_rank_0(self.backend, [*values.values()])  # another processor may round differently
+        return dict(zip(values, shared, strict=True))
 
     def of(self, teacher: Teacher) -> EmbeddingEvaluator:
         other = copy.copy(self)

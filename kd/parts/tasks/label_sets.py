@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from kd.core.evaluation import Evaluation
 from kd.core.facts import NoOptions as Options
 from kd.core.intervals import Samples, resampled
+from kd.core.ranks import of_rank_0
 from kd.core.scores import Column, GraphScores, Scores
 from kd.core.text import AS_TRAINED
 from kd.core.types import Batch
@@ -124,9 +125,8 @@ class LabelSetsEvaluator(LogitsEvaluator):
             self._known = (*self._known, teacher[known]) if self.labelled else ()
             values |= {f"teacher_{name}": value for name, value in of_teacher.items()}
             values |= {"kl": divergence(teacher, student), "agreement": jaccard(teacher > 0, student > 0)}
-        shared = torch.tensor(list(values.values()), device=self.backend.device)
-        self.backend.broadcast_([shared])  # another processor may round otherwise
-        return dict(zip(values, shared.tolist(), strict=True))
+        shared = of_rank_0(self.backend, [*values.values()])  # another processor may round otherwise
+        return dict(zip(values, shared, strict=True))
 
     def samples(self) -> dict[str, Samples]:
         """Return the bootstrap values of the own scores; the same resamples for student and teacher."""

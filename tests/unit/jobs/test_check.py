@@ -44,6 +44,7 @@ def test_repeats_are_named_listed_and_shown(settings: dict, leaking: Path, tmp_p
     assert "train:train/fig/03.jpg = val:val/fig/copy.jpg (same bytes, 1.00)" in lines[2]
     assert "labelled apple and pear" in lines[3]
     assert f"data.exclude={tmp_path / 'run/audit/exclude.txt'}" in lines[-1]
+    assert "data.group keeps frames of a clip" in lines[-2]
     with (tmp_path / "run/audit/duplicates.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["kind"] for row in rows] == ["same bytes", "a part"]

@@ -354,3 +354,29 @@ def test_bad_input_is_one_line(what, words, command):
     assert re.search(words, answer.err), answer
     if what == "exists":
         assert Path("bad.yaml").read_text() == "run: {}"
+
+
+@pytest.mark.parametrize(
+    ("names", "proposed"),
+    [
+        ([f"clip{clip}_{frame:04d}" for clip in range(4) for frame in range(5)], True),
+        ([f"IMG_20{clip}-frame{frame}" for clip in range(4) for frame in range(5)], True),
+        ([f"IMG_{number:04d}" for number in range(20)], False),
+        ([f"{number:05d}" for number in range(20)], False),
+        ([f"n01440764_{number}" for number in range(20)], False),
+        ([f"DSC{number // 10}_{number}" for number in range(20)], False),
+        ([f"jumbo_jet_s_{number:06d}" for number in range(10)] + [f"liner_s_{number}" for number in range(10)], False),
+    ],
+)
+def test_names_of_frames_propose_the_key_that_keeps_them_together(inside, names, proposed):
+    for number, name in enumerate(CLASSES[:2]):
+        (inside / "photos" / name).mkdir(parents=True)
+        for place, stem in enumerate(names):
+            Image.new("RGB", (20, 20), (9 * place, 80 * number, 40)).save(inside / "photos" / name / f"{stem}.jpg")
+    file, _ = init(inside / "photos", None, "", "", None, None)
+    line = [line for line in file.read_text().splitlines() if line.startswith("  # group: ")]
+    assert len(line) == proposed
+    if proposed:
+        file.write_text(file.read_text().replace(line[0], line[0].replace("# ", "", 1)))
+        section = config.load(str(file)).data
+        assert re.search(section.options.group, f"apple/{names[7]}.jpg")

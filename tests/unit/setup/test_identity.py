@@ -173,6 +173,10 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "data.label_keys [hf]": ("FR", "[a, c]", "kind: hf, path: a, label_keys: [a, b]", SEVERAL),
     "data.label_sets [webdataset]": ("R", "true", *SHARDS, "data.labels=none", "teacher.fit.epochs=0"),
     "data.bits": ("FR", "12"),
+    "data.group [imagefolder]": ("", "(.*)_"),  # other splits have another fingerprint
+    "data.group [csv]": ("", "clip", *LISTS),
+    "data.group [hf]": ("", "clip", *HF),
+    "data.group [multilabel]": ("", "parent", *SETS),
     "data.progressive.size": ("R", "32", SMALL),
     "data.progressive.until": ("R", "0.6", SMALL),
     "data.label_key [csv]": ("FR", "c", *LISTS),

@@ -13,7 +13,8 @@ from PIL import Image, ImageCms
 from kd.core.errors import DataError
 from kd.files import pixels
 from kd.files.pixels import Most, boxed, count_scans
-from kd.parts.datasets._decode import FORMATS, Repeated, decode, hold_out, name_labels
+from kd.parts.datasets._decode import FORMATS, Repeated, decode, name_labels
+from kd.parts.datasets._splits import hold_out
 
 RNG = np.random.default_rng(0)
 NOISE = Image.fromarray(RNG.integers(0, 256, (24, 32, 3), np.uint8))

@@ -63,6 +63,28 @@ def test_the_stamp_is_made_of_the_times_of_the_files(tmp_path):
     assert [after.stamp(id) != before.stamp(id) for id in range(2)] == [False, True]
 
 
+def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
+    """The loader's own copy of the rows is found again by mtime alone."""
+    file = tmp_path / "d" / "train-0.parquet"
+    file.parent.mkdir()
+    table([0, 1, 1]).to_parquet(str(file))
+    chosen = Options(path=str(file.parent), val_split="train", val_fraction=0.5)
+    before, times = build(chosen, "train", None), file.stat()
+    rows = [png(9), png(8), png(7)]
+    hub.Dataset.from_dict(
+        {"image": [{"bytes": row, "path": None} for row in rows], "label": [0, 1, 1]}, features=table([0]).features
+    ).to_parquet(str(file))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = build(chosen, "train", None)
+    read = [before.encoded(id) for id in range(len(before))], [after.encoded(id) for id in range(len(after))]
+    assert {*read[0]} <= {png(0), png(1), png(2)}
+    assert {*read[1]} <= {*rows}
+    prepared = [one["filename"] for one in after._table.cache_files]
+    times = [os.stat(one).st_mtime_ns for one in prepared]
+    again = build(chosen, "train", None)
+    assert [os.stat(one["filename"]).st_mtime_ns for one in again._table.cache_files] == times  # copied once
+
+
 def test_one_saved_table_is_the_training_split(tmp_path):
     table([0, 1]).save_to_disk(str(tmp_path / "d"))
     assert len(build(Options(path=str(tmp_path / "d")), "train", None)) == 2

@@ -1,0 +1,26 @@
+"""What the ranks of a run tell each other. All ranks must call these functions; all get the same result."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from kd.core.contracts import Backend
+
+
+def gathered(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
+    """Return the numbers of every rank as float32, whole ones exact below 2^24. All ranks give equally many."""
+    table = torch.zeros(backend.world_size, len(numbers), device=backend.device)
+    table[backend.rank] = torch.tensor(list(numbers))
+    return backend.reduce_sum(table).tolist()
+
+
+def of_rank_0(backend: Backend, numbers: Sequence[float]) -> list[float]:
+    """Return the numbers of rank 0."""
+    return gathered(backend, numbers)[0]
+
+
+def differing(backend: Backend, content: str) -> list[int]:
+    """Return the ranks whose text is not rank 0's."""
+    digests = gathered(backend, hashlib.sha256(content.encode()).digest())
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
