@@ -24,7 +24,7 @@ where the teacher has random weights too, as in docs/tutorial.md."""
 VIEWS, GPU_VIEWS, TUNING, FITTING = 100_000, 1_000_000, 35_000, 20_000
 """Image visits per run: on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s), with a GPU, for a student with pretrained
 weights (configs/grocery.yaml: 34,000), and for fitting a pretrained teacher (configs/few_labels.yaml: 19,200), also
-where labels are few: with ten a class of fruit a teacher had 50.1 % after 4,608 visits and 63.7 % after 15,360."""
+where labels are few: with ten a class of fruit a teacher had 50.3 % after 4,608 visits, 61.0 % after 20,000."""
 TEACHER_SIDE = 128
 """Smallest input side of a pretrained teacher, which enlarges smaller images itself: fitted on 1,000 pictures of 32 px,
 EfficientNet-Lite0 reached 69.9 % on 1,000 others at 64 px and 77.0 % at 128. On fruit of 64 px a linear classifier of a
