@@ -5,15 +5,17 @@ import zlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kd.core.contracts import Backend
-from kd.core.errors import NonFiniteLoss, RunError
+from kd.core.errors import ModelError, NonFiniteLoss, RunError, in_short
 from kd.core.types import State
+from kd.engine.criterion import StudentWithLoss
 from kd.engine.meter import AFTER_DIVERGING
 from kd.engine.run import Run
 
 DIGEST = 8  # compared bytes of a hash; each is sent as a float32, which is exact
+LOADABLE = "A new network must load the state that a checkpoint holds"
 
 
 @torch.no_grad()
@@ -29,7 +31,7 @@ def average_buffers(run: Run, state: State) -> None:
     named = {name: tensor for name, tensor in student.named_buffers() if name in saved and tensor.is_floating_point()}
     tensors = list(named.values())
     if run.average is not None:
-        tensors += [run.average.average[name] for name in named]
+        tensors += [run.average.average[name] for name in named if name in run.average.average]
     if not tensors:
         return
     mean = run.backend.reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
@@ -47,10 +49,7 @@ def snapshot(run: Run, state: State, best: bool) -> None:
         raise NonFiniteLoss("optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING)
     optimizer, sifter = run.backend.optimizer_state(run.optimizer), run.sifter.state_dict()
     if run.backend.rank == 0:
-        tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}
-        if run.average is not None:
-            tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
-        tensors |= {f"sifter.{name}": value for name, value in sifter.items()}
+        tensors = weights_of(run) | {f"sifter.{name}": value for name, value in sifter.items()}
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
             kept = {name: value for name, value in entries.items() if not isinstance(value, bool)}  # muon's shapes
@@ -69,18 +68,23 @@ def restore(run: Run) -> State:
         remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
         raise RunError("run.folder", wrong, "All ranks resume from one run folder", remedy)
     if found is None:
+        try:
+            load_distillation(run.distillation, weights_of(run))  # equal values; after the last step it would be late
+        except RuntimeError as error:
+            wrong = f"the student's state does not load into it again ({in_short(error)})"
+            raise ModelError("student.model", wrong, LOADABLE, "Correct its state_dict") from error
         return State()
     state, tensors, info = found
     try:
-        run.distillation.load_state_dict(_under("model.", tensors))
+        run.distillation.load_state_dict(tensors_below("model.", tensors))
     except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed
         wrong = f"the checkpoint of step {state.step} does not fit the student's network, whose code has changed since"
         raise RunError("student.model", wrong, "", "Undo the change, or start a new run") from error
     if run.average is not None:
-        run.average.load(_under("average.", tensors))
-    run.sifter.load_state_dict(_under("sifter.", tensors))
+        run.average.load(tensors_below("average.", tensors))
+    run.sifter.load_state_dict(tensors_below("sifter.", tensors))
     entries: dict[int, dict[str, Tensor]] = {}
-    for name, value in _under("optimizer.", tensors).items():
+    for name, value in tensors_below("optimizer.", tensors).items():
         index, _, key = name.partition(".")
         entries.setdefault(int(index), {})[key] = value
     saved = {"state": entries, "param_groups": info["optimizer_groups"]}
@@ -88,7 +92,39 @@ def restore(run: Run) -> State:
     return state
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def weights_of(run: Run) -> dict[str, Tensor]:
+    """Return the tensors of student, losses and averages by their names in a checkpoint."""
+    tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            wrong = f"its '{name.removeprefix('model.student.network.')}' is a {type(value).__name__}"
+            raise ModelError("student.model", wrong, LOADABLE, "Save it as a tensor: register_buffer")
+    if run.average is not None:
+        tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
+    return tensors
+
+
+def require_same_state(run: Run, before: Mapping[str, Tensor]) -> None:
+    """Require that a step has changed no name and no shape of the state: a new network could not load it."""
+    shapes, old = ({name: value.shape for name, value in one.items()} for one in (weights_of(run), before))
+    if changed := [name for name in shapes | old if shapes.get(name) != old.get(name)]:
+        wrong = f"its state has another '{changed[0].removeprefix('model.student.network.')}' after a training step"
+        raise ModelError("student.model", wrong, LOADABLE, "Register it in __init__, or with persistent=False")
+
+
+def load_distillation(distillation: StudentWithLoss, tensors: dict[str, Tensor]) -> None:
+    """Load a checkpoint's weights of the losses' projectors and of the student, averaged ones first."""
+    distillation.load_state_dict(tensors_below("model.", tensors))
+    load_student(distillation.student, tensors)
+
+
+def load_student(student: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load a checkpoint's weights of the student, averaged ones first."""
+    student.load_state_dict(tensors_below("model.student.", tensors) | tensors_below("average.", tensors))
+
+
+def tensors_below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 

@@ -20,6 +20,7 @@ from kd.core.seeds import seed_from
 from kd.core.types import Dims
 from kd.engine.criterion import Criterion, StudentWithLoss, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
+from kd.engine.snapshot import load_student
 from kd.files.run_dir import RunDir
 from kd.models.classifier import (
     Classifier,
@@ -177,19 +178,6 @@ def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
         compile_forward(module.student)  # inside DDP's wrapper, whose hooks stay outside the graph
-
-
-def load_distillation(distillation: StudentWithLoss, tensors: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint's weights of the losses' projectors and of the student, averaged ones first."""
-    prefix = "model."
-    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    load_student(distillation.student, tensors)
-
-
-def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint's weights of the student, averaged ones first."""
-    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
-    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
 
 # ----------------------------------------------------------------------------------------------------- fine-tuning

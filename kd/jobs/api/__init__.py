@@ -191,7 +191,11 @@ def _run(
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
     evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
     if isinstance(sink, RunDir):
-        shapes = {name: list(tensor.shape) for name, tensor in student.network.state_dict().items()}
+        shapes = {
+            name: list(tensor.shape)
+            for name, tensor in student.network.state_dict().items()
+            if isinstance(tensor, Tensor)
+        }
         facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
         facts["criterion"] = fingerprint_of(criterion)
         for key in facts:

@@ -25,6 +25,7 @@ LABELS = ("all", "some", "none", "sets")
 OWN_WORDS = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
+    (r"\bstudent\.model\b", "student"),
     (r"\b(losses\[\d+\]|sifter|backend)\.kind\b", r"\1"),
     (r"\b(losses\[\d*\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
     (r"\blabels=(\w+)", r"labels='\1'"),
