@@ -95,7 +95,7 @@ def distill(
         student: maps the same images to logits; trained in place.
         train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
             but for a last batch that is not full.
-        val: the same, for evaluation; a DataLoader must not shuffle.
+        val: the same, for evaluation: all images that a DataLoader's sampler draws once, also those of its last batch.
         losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
         sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.
         epochs: passes over the data.

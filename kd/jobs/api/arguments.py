@@ -5,11 +5,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
@@ -22,6 +23,8 @@ from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import MAP_DATASET
 
 LABELS = ("all", "some", "none", "sets")
+LOADING = ("collate_fn", "num_workers", "worker_init_fn", "multiprocessing_context", "persistent_workers", "timeout")
+"""How a DataLoader loads images, whichever its sampler draws."""
 OWN_WORDS = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
@@ -149,10 +152,8 @@ class Arguments:
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        # the teacher's outputs are kept by position
-        if where == "val" and isinstance(items.sampler, (RandomSampler, SubsetRandomSampler)):
-            raise ConfigError(where, "is a DataLoader that shuffles", "One order in every pass", "Set shuffle=False")
-        num_images = drawn(items) // batch_size * batch_size
+        items = in_one_order(items) if where == "val" else items
+        num_images = drawn(items) if where == "val" else drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
     def image(self) -> Tensor:
@@ -185,6 +186,15 @@ def drawn(items: Any) -> int:
     """Return the number of images per epoch of a DataLoader, from its sampler."""
     sampler = getattr(items.batch_sampler, "sampler", items.sampler)
     return len(sampler if hasattr(sampler, "__len__") else items.dataset)
+
+
+def in_one_order(items: DataLoader) -> DataLoader:
+    """Return a loader of each image that a DataLoader's sampler draws now, in that order in every pass."""
+    # The teacher's outputs are kept by position. `drop_last` would leave images out of a score.
+    batches: Any = items.batch_sampler
+    ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)
+    kept = {name: getattr(items, name) for name in LOADING}
+    return DataLoader(items.dataset, batch_of(items, 1), sampler=[*islice(ids, drawn(items))], **kept)
 
 
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
@@ -261,6 +271,6 @@ def _require_items(where: str, items: Any) -> None:
         raise DataError(where, "is empty", allowed, "Check where its items come from")
     if isinstance(items, DataLoader) and not batch_of(items, 0):
         raise DataError(where, "is a DataLoader whose batches have no fixed size", allowed, "Pass batch_size to it")
-    if isinstance(items, DataLoader) and drawn(items) < batch_of(items, 0):
+    if isinstance(items, DataLoader) and where == "train" and drawn(items) < batch_of(items, 0):
         wrong = f"has {drawn(items)} images, and a batch {batch_of(items, 0)}"
         raise ConfigError(where, wrong, "One full batch or more", "Take smaller batches")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from kd.core.types import State
 from kd.data.loader import batches_of, evaluation_plan
 from kd.data.map_dataset import BatchLoader, MapDataset
 from kd.files.run_dir import RunDir
-from kd.jobs.api.arguments import Arguments, batch_of
+from kd.jobs.api.arguments import Arguments, batch_of, drawn, in_one_order
 from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.recipe import Recipe, resolve, values_of
 from kd.setup.student import best_student
@@ -176,14 +178,15 @@ class Pixels:
         labels = self.arguments.labels
         if isinstance(items, DataLoader):
             size = batch_of(items, 1)
-            count = min(limit or len(items.dataset), len(items.dataset))  # type: ignore[arg-type]
-            for batch in BatchLoader(items, size, split, labels).epoch(evaluation_plan(count, size), 0):
-                yield batch.image, batch.label.numpy()
-            return
-        dataset = MapDataset(items, self.arguments.seed, split, labels)
-        ids = evenly_spaced(len(dataset), limit or len(dataset))
-        for batch in batches_of(dataset, ids, BATCH):
-            yield batch.image, batch.label.numpy()
+            loader = in_one_order(items)
+            every = BatchLoader(loader, size, split, labels).epoch(evaluation_plan(drawn(loader), size), 0)
+            batches = islice(every, math.ceil(limit / size) or None)
+        else:
+            dataset = MapDataset(items, self.arguments.seed, split, labels)
+            batches = batches_of(dataset, evenly_spaced(len(dataset), limit or len(dataset)), BATCH)
+        for batch in batches:
+            seen_B = batch.weight > 0
+            yield batch.image[seen_B], batch.label[seen_B].numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
         """Return normalized images [B, 3, S, S] as uint8; refuse another normalization than by `mean` and `std`."""
