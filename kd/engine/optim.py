@@ -85,13 +85,10 @@ class EMA:
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
         # The parameters themselves, not state_dict(): ZeRO replaces their storage later.
-        live, saved = dict(module.named_parameters(remove_duplicate=False)), module.state_dict().keys()
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            if name in saved and name.endswith(STATISTICS):
-                live[name] = buffer
-        self._live = {
-            name: tensor for name, tensor in live.items() if tensor.is_floating_point() or tensor.is_complex()
-        }
+        live: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        live |= {name: buffers[name] for name in module.state_dict() if name.endswith(STATISTICS)}
+        self._live = {name: live[name] for name in live if live[name].is_floating_point() or live[name].is_complex()}
         # A shared tensor (tied weights) has several names, and is averaged under one of them.
         self._once = [*{id(tensor): name for name, tensor in self._live.items()}.values()]
         made = {id(self._live[name]): self._live[name].detach().clone() for name in self._once}

@@ -14,7 +14,7 @@ from kd.config.reads import loss_facts
 from kd.config.schema import DataSection, LossSection
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend, Teacher
-from kd.core.errors import ModelError, raised
+from kd.core.errors import ConfigError, ModelError, raised
 from kd.core.host import environment
 from kd.core.seeds import seed_from
 from kd.core.types import Dims
@@ -35,6 +35,7 @@ from kd.models.live_teacher import FAILURES, require_repeatable
 from kd.models.spec import Spec
 from kd.parts import registry
 from kd.setup.build_teacher import Setting, Teachers
+from kd.setup.data import BatchSplit
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
 from kd.setup.recipe import StudentPlan
 
@@ -116,6 +117,18 @@ def build_criterion(
             loss = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[number])
             terms.append(Term(section.kind, section.weight * share, loss, facts, number))
     return Criterion(terms, labelled)
+
+
+def require_images(split: BatchSplit, criterion: Criterion) -> None:
+    """Require micro-batches in which a loss that compares images with one another has enough of them."""
+    for name, term in zip(criterion.names, criterion.all, strict=True):
+        sizes = {"data.micro_batch" if split.accumulate > 1 else "data.batch_size": split.micro_batch}
+        if term.facts.agreement:
+            sizes["data.eval_batch"] = split.eval_batch
+        for key, images in sizes.items():
+            if term.weight and images < term.facts.images:
+                wrong = f"gives '{name}' micro-batches of {images}, and it compares images with one another"
+                raise ConfigError(key, wrong, f"{term.facts.images} or more on each rank", "Raise it")
 
 
 def build_distillation(plan: StudentPlan, teachers: Teachers, meta: bool = False) -> StudentWithLoss:

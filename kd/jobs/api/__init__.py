@@ -45,7 +45,7 @@ from kd.models.live_teacher import LiveTeacher
 from kd.setup.build import distributed, settings_of, sift_context, sifter_of
 from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, Record
-from kd.setup.student import build_criterion
+from kd.setup.student import build_criterion, require_images
 
 
 def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
@@ -182,6 +182,7 @@ def _run(
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
     sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
     criterion = _criterion(recipe, arguments, Dims(num_classes, 0, 0, classes=tuple(classes), labels=known))
+    require_images(split, criterion)
     distillation = StudentWithLoss(student, criterion, task).to(world.device)
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
@@ -191,11 +192,7 @@ def _run(
     val = Split(val_loader, evaluation_plan(num_val, val_batch))
     evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
     if isinstance(sink, RunDir):
-        shapes = {
-            name: list(tensor.shape)
-            for name, tensor in student.network.state_dict().items()
-            if isinstance(tensor, Tensor)
-        }
+        shapes = {name: list(getattr(value, "shape", ())) for name, value in student.network.state_dict().items()}
         facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": arguments.fingerprint()}
         facts["criterion"] = fingerprint_of(criterion)
         for key in facts:

@@ -202,6 +202,8 @@ def test_ema_hands_back_the_average():
         ({"losses": [{"kind": "kll"}]}, r"^losses\[0\]: no part named 'kll' in losses. .*Did you mean 'kl'"),
         ({"losses": [{"kind": "kl", "temp": 1}]}, r"^losses\[0\]\['temp'\]: no such key"),
         ({"optimizer": {"lrr": 1}}, r"^optimizer\['lrr'\]: no such key"),
+        ({"losses": "dist", "batch_size": 2}, r"^batch_size: gives 'dist' micro-batches of 2, .* 3 or more"),
+        ({"losses": Criterion([loss_term("dist")]), "batch_size": 1}, r"^batch_size: gives 'dist' micro-batches of 1"),
         ({"sifter": "histry"}, r"^sifter: no part named 'histry'.*Did you mean 'history'"),
         ({"epochs": 0}, r"^epochs: is 0"),
         ({"workers": -1}, r"^workers: is -1"),
