@@ -1,6 +1,10 @@
 """Open a graph by the name of its file, in the runtime that its exporter names."""
 
+import ctypes
+import os
 import re
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,33 @@ from kd.parts import registry
 
 WHERE = "export"
 Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+
+
+class PerProcess:
+    """An engine that a forked process opens anew, at its first call: a runtime's threads stay in their process."""
+
+    all = weakref.WeakSet["PerProcess"]()
+
+    def __init__(self, opener: Callable[[], Engine]) -> None:
+        self.opener, self.opening = opener, threading.Lock()
+        self.engine: Engine | None = opener()
+        self.all.add(self)
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        if self.engine is None:
+            with self.opening:
+                self.engine = self.engine or self.opener()
+        return self.engine(pixels)
+
+    @classmethod
+    def after_fork(cls) -> None:
+        for one in cls.all:
+            # It is never freed: its destructor would wait for those threads, and the process would not end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.engine))
+            one.engine, one.opening = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=PerProcess.after_fork)
 
 
 def require_version(file: str, least: str) -> None:
