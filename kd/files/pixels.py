@@ -176,7 +176,7 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
 
 
 def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
-    """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is unknown.
+    """Return an opened image as upright RGB, 8 bits per channel; Beyond: the range of its values is unknown.
 
     Transparent pixels are blended over white; dropping the alpha channel would show hidden colours. 16-bit grey keeps
     the upper 8 of `bits`, as Pillow does of 16 for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first
@@ -195,7 +195,8 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
         upper = np.asarray(image).astype(np.uint16) >> (bits - 8)  # convert() would clip at 255 and give a white image
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits per channel have")
+        wrong = f"has pixels of mode {image.mode}, which have no known range"
+        raise Beyond("bits", wrong, "Convert it to 8 or 16 bits per channel")
     elif image.getbands()[-1] in ("A", "a") or "transparency" in image.info:
         canvas = Image.new("RGBA", image.size, "white")
         canvas.alpha_composite(image.convert("RGBA"))
