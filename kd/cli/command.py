@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import io
 import logging
 import os
 import re
@@ -30,6 +31,8 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130  # 2 is argparse's
 
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     """Run a command and return its exit code; a `resumable` one writes a checkpoint on SIGTERM and SIGINT."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of any alphabet, and files': as Python's own stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     log, lines = logging.getLogger("kd"), _Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
