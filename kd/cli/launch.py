@@ -55,6 +55,7 @@ def _train(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd import config
+        from kd.cluster.hosts import overrides
         from kd.cluster.requests import training_request
         from kd.config.flat import file_keys, flat
 
@@ -69,8 +70,7 @@ def _train(argv: Sequence[str]) -> int:
             extra=_read_json(options.extra) if options.extra else {},
         )
         planned, request = _plan(job), training_request(job)
-        final = request["HyperParameters"].items()
-        config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with the changes by options
+        config.load({}, overrides(request["HyperParameters"]), here=False)  # with the changes by options
         send = _validate({"CreateTrainingJob": request}, options.dry_run)
         for line in planned:
             print(line, file=sys.stderr)  # the requests of a dry run are JSON

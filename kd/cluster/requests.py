@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import posixpath
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kd.cluster.aws_limits import refusals
 from kd.cluster.cloudwatch import definitions
+from kd.cluster.hosts import PIECE
 from kd.cluster.sagemaker_profiler import sections
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
 from kd.core.facts import BackendFacts
@@ -30,6 +32,7 @@ CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 during a job, a
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
 SPOT_WAIT_SECONDS = 24 * 3600  # seconds that a job may wait for spot capacity, beside its run time
+MOST_KEYS, MOST_TEXT = 100, 2500  # CreateTrainingJob: hyperparameters, and characters of one
 PATTERN = re.compile(r"[{*?\[]")
 COUNT = whole_number(1, 999_999)
 
@@ -107,7 +110,7 @@ def training_request(job: Job) -> dict[str, Any]:
             "MetricDefinitions": definitions(job.keys["run.name"]),
         },
         "RoleArn": job.role,
-        "HyperParameters": dict(sorted(keys.items())),
+        "HyperParameters": _hyperparameters(keys),
         "OutputDataConfig": {"S3OutputPath": f"{job.output}/output"},
         "ResourceConfig": {**_instances(job), "VolumeSizeInGB": job.volume},
         "StoppingCondition": stop,
@@ -121,6 +124,15 @@ def training_request(job: Job) -> dict[str, Any]:
     if job.profiler:
         request |= sections(job.image, job.output)
     return _joined(request, job.extra)
+
+
+def _hyperparameters(keys: dict[str, str]) -> dict[str, str]:
+    """Return a configuration by its keys or, where the service would refuse those, as JSON in numbered pieces."""
+    if len(keys) <= MOST_KEYS and max(map(len, keys.values())) <= MOST_TEXT:
+        return dict(sorted(keys.items()))
+    text = json.dumps(keys)
+    cuts = range(0, len(text), MOST_TEXT)
+    return {f"{PIECE}{number:03}": text[cut : cut + MOST_TEXT] for number, cut in enumerate(cuts)}
 
 
 def _joined(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
