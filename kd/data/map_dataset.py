@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -147,7 +147,7 @@ class BatchLoader:
     """A DataLoader of (images, labels) batches, in its own order. See `kd.core.contracts.Loader`."""
 
     # Not handled: ids. The order is the DataLoader's, so sifters cannot remember images, and a resumed epoch has
-    # another shuffle. Shapes stay fixed: in training a short last batch is dropped, else it is padded with weight 0.
+    # another shuffle. A short last batch is dropped: shapes stay fixed.
 
     def __init__(
         self, batches: Iterable[Any], batch_size: int, where: str = "train", labels: str = "all", num_classes: int = 0
@@ -160,21 +160,11 @@ class BatchLoader:
         self._empty += 1
         for number, item in enumerate(islice(self.batches, len(plan.ids) // self.batch_size)):
             image, label = self.labels.split(item, f"batch {number}")
-            first = number * self.batch_size
-            weights = plan.weights[first : first + self.batch_size]
-            drawn = int(weights.sum())
-            if len(image) != drawn and self.labels.where != "train":
-                wrong = f"batch {number} has {len(image)} images, and its sampler draws {drawn}"
-                raise DataError(self.labels.where, wrong, "All images are scored", "Let collate_fn keep each")
-            if number < start or len(image) != drawn:
-                continue
-            none = self.labels.kind == "none"
-            known = torch.full((len(image),), -1) if none else self.labels.check(label, f"batch {number}")
-            self._empty = 0
-            batch = Batch.of(image, known, torch.arange(first, first + len(image)))
-            if len(image) < self.batch_size:
-                batch = replace(batch.take(torch.arange(self.batch_size) % len(image)), weight=weights)
-            yield batch
+            if number >= start and len(image) == self.batch_size:
+                none = self.labels.kind == "none"
+                known = torch.full((len(image),), -1) if none else self.labels.check(label, f"batch {number}")
+                first, self._empty = number * self.batch_size, 0
+                yield Batch.of(image, known, torch.arange(first, first + self.batch_size))
         if self._empty == TRIES:  # else the epoch would begin again and again
             wrong = f"its DataLoader ends before the {start + 1}. whole batch of {len(plan.ids) // self.batch_size}"
             raise DataError(self.labels.where, wrong, "Whole batches", "Give its sampler a length, or pass the dataset")

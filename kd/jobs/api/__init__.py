@@ -32,6 +32,7 @@ from kd.jobs.api.arguments import (
     fingerprint_of,
     in_own_words,
     known_labels,
+    map_style,
     own_words,
 )
 from kd.jobs.api.result import Distilled, Result
@@ -95,7 +96,7 @@ def distill(
         student: maps the same images to logits; trained in place.
         train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
             but for a last batch that is not full.
-        val: the same, for evaluation: all images that a DataLoader's sampler draws once, also those of its last batch.
+        val: the same, for evaluation; of a DataLoader, all images that its sampler draws at the start.
         losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
         sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.
         epochs: passes over the data.
@@ -121,7 +122,7 @@ def distill(
         RunError: `folder` holds another run.
     """
     teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
-    arguments = Arguments(teachers, student, train, val, losses, sifter, labels, workers, seed)
+    arguments = Arguments(teachers, student, train, map_style("val", val), losses, sifter, labels, workers, seed)
     image = arguments.image()
     size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
     recipe = arguments.recipe(image, size, run=length, optimizer=optimizer or {}, backend=backend or {})
@@ -173,9 +174,8 @@ def _run(
     classes = arguments.classes(count_classes(models, image, world.device))
     section, task, seed, num_classes = recipe.data, recipe.student.task, recipe.loop.seed, len(classes)
     batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
-    val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
-    val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
+    val_loader, num_val = arguments.loader("val", batch_size, num_classes, world)
     split = split_batch(section, world.world_size, num_images)
     shares = [1.0] * len(teachers)
     model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
@@ -189,7 +189,7 @@ def _run(
         context = sift_context(num_images, known, world, split, seed)
         sifter, line = sifter_of(recipe.loop, context)
         console.info(in_own_words(line))
-    val = Split(val_loader, evaluation_plan(num_val, val_batch))
+    val = Split(val_loader, evaluation_plan(num_val, batch_size))
     evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
     if isinstance(sink, RunDir):
         shapes = {name: list(getattr(value, "shape", ())) for name, value in student.network.state_dict().items()}

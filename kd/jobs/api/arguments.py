@@ -23,8 +23,6 @@ from kd.setup.recipe import Recipe, resolve
 from kd.study.finished import MAP_DATASET
 
 LABELS = ("all", "some", "none", "sets")
-LOADING = ("collate_fn", "num_workers", "worker_init_fn", "multiprocessing_context", "persistent_workers", "timeout")
-"""How a DataLoader loads images, whichever its sampler draws."""
 OWN_WORDS = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
@@ -148,12 +146,11 @@ class Arguments:
         if not isinstance(items, DataLoader):
             dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
             share = Share(batch_size, 1, world.rank, world.world_size)
-            return LocalLoader(dataset, share, self.workers), len(dataset)
+            return LocalLoader(dataset, share, getattr(items, "workers", self.workers)), len(dataset)
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        items = in_one_order(items) if where == "val" else items
-        num_images = drawn(items) if where == "val" else drawn(items) // batch_size * batch_size
+        num_images = drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
     def image(self) -> Tensor:
@@ -188,13 +185,26 @@ def drawn(items: Any) -> int:
     return len(sampler if hasattr(sampler, "__len__") else items.dataset)
 
 
-def in_one_order(items: DataLoader) -> DataLoader:
-    """Return a loader of each image that a DataLoader's sampler draws now, in that order in every pass."""
-    # The teacher's outputs are kept by position. `drop_last` would leave images out of a score.
-    batches: Any = items.batch_sampler
-    ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)
-    kept = {name: getattr(items, name) for name in LOADING}
-    return DataLoader(items.dataset, batch_of(items, 1), sampler=[*islice(ids, drawn(items))], **kept)
+class Drawn:
+    """The images that a DataLoader's sampler draws now, also those that `drop_last` drops, as a map-style dataset."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader, self.workers, batches = loader, loader.num_workers, loader.batch_sampler
+        ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)  # type: ignore[arg-type]
+        self.ids = sorted(islice(ids, drawn(loader)))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> Any:
+        batch = self.loader.collate_fn([self.loader.dataset[self.ids[number]]])
+        return tuple(part[0] for part in batch) if isinstance(batch, (tuple, list)) else batch[0]
+
+
+def map_style(where: str, items: Any) -> Any:
+    """Return a dataset, or the images of a DataLoader as one; refuse anything else."""
+    _require_items(where, items)
+    return Drawn(items) if isinstance(items, DataLoader) else items
 
 
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:

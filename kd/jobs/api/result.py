@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from kd.core.errors import ConfigError
 from kd.core.host import environment
@@ -22,10 +19,10 @@ from kd.core.scores import Scores, Trained
 from kd.core.seeds import evenly_spaced
 from kd.core.text import html_table
 from kd.core.types import State
-from kd.data.loader import batches_of, evaluation_plan
-from kd.data.map_dataset import BatchLoader, MapDataset
+from kd.data.loader import batches_of
+from kd.data.map_dataset import MapDataset
 from kd.files.run_dir import RunDir
-from kd.jobs.api.arguments import Arguments, batch_of, drawn, in_one_order
+from kd.jobs.api.arguments import Arguments, map_style
 from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.recipe import Recipe, resolve, values_of
 from kd.setup.student import best_student
@@ -163,8 +160,8 @@ class Pixels:
     def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
 
-        A dataset's are evenly spaced, a DataLoader's are its first ones. `training`: training images instead,
-        augmented, then rounded to 8 bits and cropped to the size of the others.
+        They are evenly spaced. `training`: training images instead, augmented, then rounded to 8 bits and cropped to
+        the size of the others.
         """
         if not training:
             for image, label in self._read(self.arguments.val, "val", limit):
@@ -175,18 +172,10 @@ class Pixels:
             yield resized(self._scaled(image).clamp(0, 255), size).round().to(torch.uint8).numpy(), label
 
     def _read(self, items: Any, split: str, limit: int) -> Iterator[tuple[Tensor, np.ndarray]]:
-        labels = self.arguments.labels
-        if isinstance(items, DataLoader):
-            size = batch_of(items, 1)
-            loader = in_one_order(items)
-            every = BatchLoader(loader, size, split, labels).epoch(evaluation_plan(drawn(loader), size), 0)
-            batches = islice(every, math.ceil(limit / size) or None)
-        else:
-            dataset = MapDataset(items, self.arguments.seed, split, labels)
-            batches = batches_of(dataset, evenly_spaced(len(dataset), limit or len(dataset)), BATCH)
-        for batch in batches:
-            seen_B = batch.weight > 0
-            yield batch.image[seen_B], batch.label[seen_B].numpy()
+        dataset = MapDataset(map_style(split, items), self.arguments.seed, split, self.arguments.labels)
+        ids = evenly_spaced(len(dataset), limit or len(dataset))
+        for batch in batches_of(dataset, ids, BATCH):
+            yield batch.image, batch.label.numpy()
 
     def levels(self, image: Tensor) -> np.ndarray:
         """Return normalized images [B, 3, S, S] as uint8; refuse another normalization than by `mean` and `std`."""

@@ -247,15 +247,6 @@ def test_every_image_that_a_validation_loader_draws_is_scored(workers, images, h
         assert row["accuracy"] == pytest.approx(right[:images].float().mean().item())
 
 
-def test_a_validation_loader_that_loses_images_is_one_line():
-    def lose(rows: list) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = rows[:-1] if len(rows) == 5 else rows
-        return torch.stack([image for image, _ in kept]), torch.stack([label for _, label in kept])
-
-    with pytest.raises(KdError, match=r"^val: batch 2 has 4 images, and its sampler draws 5"):
-        distill(network(16, 1), network(4, 2), data(70, 3), val=DataLoader(data(37, 9), 16, collate_fn=lose))
-
-
 def test_a_dataloader_cannot_be_sifted_by_id():
     class Remembering(Everything):
         pass
