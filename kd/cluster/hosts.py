@@ -75,12 +75,7 @@ def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
     """Return the configuration in a job's hyperparameters as `key=value`."""
-    remedy = "Give CONFIG key=value instead"
-    try:
-        content = read_json(file, "train", remedy, kind=BackendError)
-    except OSError as error:
-        raise BackendError("train", f"'{file}' cannot be read ({error})", "A SageMaker job", remedy) from error
-    return overrides(content)
+    return read_json(file, "train", "Give CONFIG key=value instead", overrides, BackendError, required=True)
 
 
 def overrides(content: Mapping[str, str]) -> list[str]:

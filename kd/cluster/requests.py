@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import posixpath
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from kd.cluster.hosts import PIECE
 from kd.cluster.sagemaker_profiler import sections
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
 from kd.core.facts import BackendFacts
-from kd.core.options import option, whole_number
+from kd.core.options import option, positive, whole_number
 from kd.parts import registry
 
 if TYPE_CHECKING:
@@ -42,13 +40,6 @@ def _data_group(text: str) -> tuple[str, int]:
     if not kind or not colon:
         raise ValueError(f"'{text}' is not TYPE:N, such as ml.c5.18xlarge:2")
     return kind, COUNT(count)
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise ValueError(f"'{text}' is not a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +67,9 @@ class Job:
     """Longest run time."""
     volume: int = option(100, "GIB", COUNT)
     """Disk of each instance."""
-    view_ms: float = option(0.0, "MS", _positive)
+    view_ms: float = option(0.0, "MS", positive)
     """Milliseconds of a core per view, which `kd-train CONFIG --check` measures: plan the cores that the job needs."""
-    images_per_second: float = option(0.0, "N", _positive)
+    images_per_second: float = option(0.0, "N", positive)
     """Images per second of the student on one accelerator, for this plan."""
     profiler: bool = option(False)
     """Have SageMaker profile the job: system metrics once per second and a report of its rules, in OUTPUT/profiler."""

@@ -13,7 +13,7 @@ from kd.core.seeds import seed_from
 from kd.core.types import Batch, Plan, Small, State
 from kd.engine.meter import Diverged, Meter, require_applied
 from kd.engine.run import Run, Scoring, Stopping
-from kd.engine.snapshot import average_buffers, require_same_state, restore, snapshot, weights_of
+from kd.engine.snapshot import average_buffers, require_same_shapes, restore, snapshot, weights_of
 
 
 def train(run: Run) -> State:
@@ -49,7 +49,7 @@ def _train(run: Run) -> State:
                 lr = run.schedule.apply(run.optimizer, progress)
                 meter.add(update(run, micros, state), state, plan)
                 if state.step == begin:
-                    require_same_state(run, before)
+                    require_same_shapes(run, before)
                 backend.end_step()
                 state = advance(state, length.batch_size, steps_in_epoch)
                 run.logger.step(state, min(1.0, state.step / planned))

@@ -1,7 +1,6 @@
 """Save and restore a run: weights, averages, optimizer, sifter. No random state, and never the teacher."""
 
 import hashlib
-import zlib
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +12,7 @@ from kd.core.types import State
 from kd.engine.criterion import StudentWithLoss
 from kd.engine.meter import AFTER_DIVERGING
 from kd.engine.run import Run
+from kd.files.checkpoint import crc32
 
 DIGEST = 8  # compared bytes of a hash; each is sent as a float32, which is exact
 LOADABLE = "A new network must load the state that a checkpoint holds"
@@ -61,25 +61,23 @@ def snapshot(run: Run, state: State, best: bool) -> None:
 def restore(run: Run) -> State:
     """Load the newest checkpoint into the run's parts on every rank; a fresh run starts at State()."""
     found = run.store.restore()
-    content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
+    content = ""
+    if found is not None and run.backend.world_size > 1:  # about a second for 1 GB
+        content = f"{found[0]} {sorted((name, crc32(tensor)) for name, tensor in found[1].items())}"
     if not agree(run.backend, content):
         own = f"one of step {found[0].step}" if found is not None else "none"
         wrong = f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds {own}"
         remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
         raise RunError("run.folder", wrong, "All ranks resume from one run folder", remedy)
-    if found is None:
-        try:
-            load_distillation(run.distillation, weights_of(run))  # equal values; after the last step it would be late
-        except RuntimeError as error:
-            wrong = f"the student's state does not load into it again ({in_short(error)})"
-            raise ModelError("student.model", wrong, LOADABLE, "Correct its state_dict") from error
-        return State()
-    state, tensors, info = found
+    state, tensors, info = found or (State(), weights_of(run), {})  # a new run loads what it will save
     try:
         run.distillation.load_state_dict(tensors_below("model.", tensors))
     except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed
-        wrong = f"the checkpoint of step {state.step} does not fit the student's network, whose code has changed since"
-        raise RunError("student.model", wrong, "", "Undo the change, or start a new run") from error
+        wrong = f"the state of step {state.step} does not load into the student's network ({in_short(error)})"
+        remedy = "Correct its state_dict" if found is None else "Undo the change of its code, or start a new run"
+        raise RunError("student.model", wrong, LOADABLE, remedy) from error
+    if found is None:
+        return state
     if run.average is not None:
         run.average.load(tensors_below("average.", tensors))
     run.sifter.load_state_dict(tensors_below("sifter.", tensors))
@@ -94,21 +92,20 @@ def restore(run: Run) -> State:
 
 def weights_of(run: Run) -> dict[str, Tensor]:
     """Return the tensors of student, losses and averages by their names in a checkpoint."""
-    tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            wrong = f"its '{name.removeprefix('model.student.network.')}' is a {type(value).__name__}"
-            raise ModelError("student.model", wrong, LOADABLE, "Save it as a tensor: register_buffer")
+    state = run.distillation.state_dict().items()
+    tensors = {f"model.{name}": value for name, value in state if isinstance(value, Tensor)}
     if run.average is not None:
         tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
     return tensors
 
 
-def require_same_state(run: Run, before: Mapping[str, Tensor]) -> None:
+def require_same_shapes(run: Run, before: Mapping[str, Tensor]) -> None:
     """Require that a step has changed no name and no shape of the state: a new network could not load it."""
-    shapes, old = ({name: value.shape for name, value in one.items()} for one in (weights_of(run), before))
-    if changed := [name for name in shapes | old if shapes.get(name) != old.get(name)]:
-        wrong = f"its state has another '{changed[0].removeprefix('model.student.network.')}' after a training step"
+    old, new = ({(name, tensor.shape) for name, tensor in one.items()} for one in (before, weights_of(run)))
+    for name, _ in old ^ new:
+        wrong = (
+            f"a training step makes '{name.removeprefix('model.student.network.')}' of its state, or its shape, anew"
+        )
         raise ModelError("student.model", wrong, LOADABLE, "Register it in __init__, or with persistent=False")
 
 
@@ -137,12 +134,3 @@ def agree(backend: Backend, content: str) -> bool:
     first = backend.reduce_sum(own if backend.rank == 0 else torch.zeros_like(own))
     differs = (own != first).any().float()
     return backend.reduce_sum(differs).item() == 0
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Return a CRC-32 of tensors on the CPU: names, shapes, dtypes, bits. About a second for 1 GB."""
-    total = 0
-    for name, tensor in sorted(tensors.items()):
-        total = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), total)
-        total = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
-    return total

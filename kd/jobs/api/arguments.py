@@ -84,8 +84,7 @@ class Arguments:
         _require_trainable(self.student)
         if self.labels == "none" and isinstance(self.losses, Criterion):
             _require_unlabelled(self.losses)
-        for where in ("train", "val"):
-            _require_items(where, getattr(self, where))
+        _require_items("train", self.train)
         if isinstance(self.train, DataLoader) and self.sifter not in ("none", {"kind": "none"}):
             remedy = "Pass train.dataset instead of the DataLoader"
             raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
@@ -132,12 +131,8 @@ class Arguments:
 
     def fingerprint(self) -> str:
         """Return a hash of both splits' data, as far as items have names or paths."""
-        hashes = [
-            f"loader {len(items.dataset)}"  # type: ignore[arg-type]
-            if isinstance(items, DataLoader)
-            else MapDataset(items, self.seed, where, self.labels).fingerprint()
-            for where, items in (("train", self.train), ("val", self.val))
-        ]
+        splits = {"train": self.train, "val": self.val}.items()  # with a folder, training has no DataLoader
+        hashes = [MapDataset(items, self.seed, where, self.labels).fingerprint() for where, items in splits]
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def loader(self, where: str, batch_size: int, num_classes: int, world: Backend) -> tuple[Loader, int]:
@@ -210,13 +205,10 @@ def map_style(where: str, items: Any) -> Any:
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     """Return the class of every training item, from the dataset's `targets` if it has them, else by reading items."""
     labels = Labels("train", kind, num_classes)
-    if isinstance(items, DataLoader):
-        batches = ((f"batch {number}", batch) for number, batch in enumerate(items))
-        return torch.cat([labels.check(labels.split(batch, subject)[1], subject) for subject, batch in batches])
     targets = getattr(items, "targets", None)
     if targets is not None and getattr(items, "target_transform", None) is None:
         return labels.check(targets, "targets")
-    dataset = MapDataset(items, 0, "train", kind, num_classes)
+    dataset = MapDataset(map_style("train", items), 0, "train", kind, num_classes)
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
@@ -279,8 +271,8 @@ def _require_items(where: str, items: Any) -> None:
         raise DataError(where, wrong, allowed, "Wrap it, or put its items into a list")
     if not len(source):  # type: ignore[arg-type]
         raise DataError(where, "is empty", allowed, "Check where its items come from")
-    if isinstance(items, DataLoader) and not batch_of(items, 0):
-        raise DataError(where, "is a DataLoader whose batches have no fixed size", allowed, "Pass batch_size to it")
-    if isinstance(items, DataLoader) and where == "train" and drawn(items) < batch_of(items, 0):
-        wrong = f"has {drawn(items)} images, and a batch {batch_of(items, 0)}"
-        raise ConfigError(where, wrong, "One full batch or more", "Take smaller batches")
+    if isinstance(items, DataLoader):
+        size, images = batch_of(items, 0), drawn(items)
+        if not size or (where == "train" and images < size):
+            wrong = f"has {images} images, and a batch {size or 'no fixed size'}"
+            raise ConfigError(where, wrong, "One full batch or more", "Pass another batch_size to the DataLoader")
