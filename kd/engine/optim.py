@@ -88,38 +88,35 @@ class EMA:
         live: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
         live |= {name: buffers[name] for name in module.state_dict() if name.endswith(STATISTICS)}
-        self._live = {name: live[name] for name in live if live[name].is_floating_point() or live[name].is_complex()}
-        # A shared tensor (tied weights) has several names, and is averaged under one of them.
-        self._once = [*{id(tensor): name for name, tensor in self._live.items()}.values()]
-        made = {id(self._live[name]): self._live[name].detach().clone() for name in self._once}
-        self.average = {name: made[id(tensor)] for name, tensor in self._live.items()}
+        live = {name: live[name] for name in live if live[name].is_floating_point() or live[name].is_complex()}
+        weights = {id(tensor): tensor for tensor in live.values()}  # a shared tensor (tied weights) has several names
+        averages = {key: tensor.detach().clone() for key, tensor in weights.items()}
+        self._averages, self._weights = [*averages.values()], [*weights.values()]
+        self.average = {name: averages[id(tensor)] for name, tensor in live.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average after optimizer step number `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages, weights = ([tensors[name] for name in self._once] for tensors in (self.average, self._live))
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        torch._foreach_lerp_(self._averages, self._weights, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Load the average into the module for an evaluation; restore the weights on exit."""
-        kept = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        kept = [weight.detach().clone() for weight in self._weights]
         self.apply()
         try:
             yield
         finally:
-            self._copy(kept, self._live)
-
-    def apply(self) -> None:
-        self._copy(self.average, self._live)
-
-    def load(self, average: dict[str, Tensor]) -> None:
-        self._copy(average, self.average)
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, kept)
 
     @torch.no_grad()
-    def _copy(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-        torch._foreach_copy_(list(into.values()), [tensors[name] for name in into])
+    def apply(self) -> None:
+        torch._foreach_copy_(self._weights, self._averages)
+
+    def load(self, average: dict[str, Tensor]) -> None:
+        torch._foreach_copy_([*self.average.values()], [average[name] for name in self.average])
 
 
 class Frozen:

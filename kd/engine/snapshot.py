@@ -1,7 +1,6 @@
 """Save and restore a run: weights, averages, optimizer, sifter. No random state, and never the teacher."""
 
 import hashlib
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ def average_buffers(run: Run, state: State) -> None:
 
 def snapshot(run: Run, state: State, best: bool) -> None:
     """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
-    weights = {name: tensor for name, tensor in run.distillation.state_dict().items() if tensor.is_floating_point()}
+    weights = run.distillation.state_dict()
     finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # equal on all ranks
     if not all(finite):
         name = list(weights)[finite.index(False)]
@@ -74,8 +73,7 @@ def restore(run: Run) -> State:
         run.distillation.load_state_dict(tensors_below("model.", tensors))
     except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed
         wrong = f"the state of step {state.step} does not load into the student's network ({in_short(error)})"
-        remedy = "Correct its state_dict" if found is None else "Undo the change of its code, or start a new run"
-        raise RunError("student.model", wrong, LOADABLE, remedy) from error
+        raise RunError("student.model", wrong, LOADABLE, "Correct its code, or start a new run") from error
     if found is None:
         return state
     if run.average is not None:
@@ -99,13 +97,15 @@ def weights_of(run: Run) -> dict[str, Tensor]:
     return tensors
 
 
-def require_same_shapes(run: Run, before: Mapping[str, Tensor]) -> None:
+def shapes_of(run: Run) -> set[tuple[str, torch.Size]]:
+    """Return the names and shapes of what a checkpoint holds of the student and the losses."""
+    return {(name, tensor.shape) for name, tensor in run.distillation.state_dict().items()}
+
+
+def require_same_shapes(run: Run, before: set[tuple[str, torch.Size]]) -> None:
     """Require that a step has changed no name and no shape of the state: a new network could not load it."""
-    old, new = ({(name, tensor.shape) for name, tensor in one.items()} for one in (before, weights_of(run)))
-    for name, _ in old ^ new:
-        wrong = (
-            f"a training step makes '{name.removeprefix('model.student.network.')}' of its state, or its shape, anew"
-        )
+    for name, _ in before ^ shapes_of(run):
+        wrong = f"a training step makes '{name.removeprefix('student.network.')}' of its state, or its shape, anew"
         raise ModelError("student.model", wrong, LOADABLE, "Register it in __init__, or with persistent=False")
 
 

@@ -163,7 +163,7 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
     wide = any(";16" in str(tile[3]) for tile in image.tile) if isinstance(image, ImageFile.ImageFile) else False
     reduce(image, least, margin)
     image.load()
-    grey = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # "I": Pillow before 11
+    grey = _is_wide_grey(image)
     used = int(np.asarray(image).max()).bit_length() if grey else 0
     if used > bits:
         raise Beyond("bits", f"has values of {used} bits", f"At most {bits}, as data.bits says")
@@ -173,6 +173,10 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
         if bits < 16:
             raise Beyond("bits", "has 16 bits a channel in colour", f"Only grey images allow data.bits={bits}")
     return rgb, used
+
+
+def _is_wide_grey(image: Image.Image) -> bool:
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # "I": Pillow before 11
 
 
 def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
@@ -191,7 +195,7 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
         raise
     except Exception:  # a broken EXIF block is ignored
         pass
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
+    if _is_wide_grey(image):
         upper = np.asarray(image).astype(np.uint16) >> (bits - 8)  # convert() would clip at 255 and give a white image
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,28 +22,30 @@ Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, 
 class PerProcess:
     """An engine that a forked process opens anew, at its first call: a runtime's threads stay in their process."""
 
-    all = weakref.WeakSet["PerProcess"]()
-
     def __init__(self, opener: Callable[[], Engine]) -> None:
         self.opener, self.opening = opener, threading.Lock()
         self.engine: Engine | None = opener()
-        self.all.add(self)
+        OPENED.add(self)
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        if self.engine is None:
-            with self.opening:
-                self.engine = self.engine or self.opener()
+        with self.opening:
+            self.engine = self.engine or self.opener()
         return self.engine(pixels)
 
-    @classmethod
-    def after_fork(cls) -> None:
-        for one in cls.all:
-            # It is never freed: its destructor would wait for those threads, and the process would not end.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.engine))
-            one.engine, one.opening = None, threading.Lock()
+
+OPENED = weakref.WeakSet[PerProcess]()
 
 
-os.register_at_fork(after_in_child=PerProcess.after_fork)
+def forget_engines() -> None:
+    """Leave the parent's engines to the parent, in a forked process."""
+    for engine in OPENED:
+        # Never freed: the destructor would wait for the parent's threads, and the process would not end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine.engine))
+        engine.engine, engine.opening = None, threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=forget_engines)
 
 
 def require_version(file: str, least: str) -> None:

@@ -167,13 +167,10 @@ def _number(value: Any, low: float, high: float, key: str) -> float:
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        return read_json(folder / name, WHERE, "Export anew: kd-export RUN", kind=ModelError)
-    except FileNotFoundError as error:
+    if not (folder / name).exists():
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"
-        raise ModelError(WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy) from error
-    except OSError as error:
-        raise invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
+        raise ModelError(WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy)
+    return read_json(folder / name, WHERE, "Export anew: kd-export RUN", kind=ModelError, required=True)
 
 
 def read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
