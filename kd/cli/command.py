@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import io
 import logging
 import os
 import re
@@ -30,6 +31,8 @@ EXIT_OK, EXIT_BUG, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130  # 2 is argparse's
 
 def guarded(command: Callable[[], None], resumable: bool = False) -> int:
     """Run a command and return its exit code; a `resumable` one writes a checkpoint on SIGTERM and SIGINT."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of any alphabet, and files': as Python's own stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     log, lines = logging.getLogger("kd"), _Lines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
@@ -38,23 +41,23 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
             command()
     except (KdError, Interrupted) as error:
         rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr, flush=True)
+        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted" + "; the same command resumes" * resumable, file=sys.stderr, flush=True)
+        print("interrupted" + "; the same command resumes" * resumable, file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_OK
     except Exception as error:
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # torch wants one
-            print(f"TMPDIR: {error.strerror}. Set it to a folder that you may write.", file=sys.stderr, flush=True)
+            print(f"TMPDIR: {error.strerror}. Set it to a folder that you may write.", file=sys.stderr)
             return EXIT_USER
         print(traceback.format_exc(), end="", file=sys.stderr)
         if own_line(error):
-            print(f"this is an error of your own code, not of kd: {raised(error)}", file=sys.stderr, flush=True)
+            print(f"this is an error of your own code, not of kd: {raised(error)}", file=sys.stderr)
             return EXIT_USER
-        print("this is a bug in kd; please report it with the lines above", file=sys.stderr, flush=True)
+        print("this is a bug in kd; please report it with the lines above", file=sys.stderr)
         return EXIT_BUG
     finally:
         log.removeHandler(lines)

@@ -58,6 +58,7 @@ def _train(argv: Sequence[str]) -> int:
 
     def command() -> None:
         from kd import config
+        from kd.cluster.hosts import overrides
         from kd.cluster.requests import training_request
         from kd.config.flat import file_keys, flat
 
@@ -69,11 +70,12 @@ def _train(argv: Sequence[str]) -> int:
             name=_unique_name(keys["run.name"]),
             keys=keys,
             files=list(file_keys(config.load({}, [f"{key}={text}" for key, text in keys.items()], here=False))),
-            extra=_read_json(options.extra) if options.extra else {},
+            extra=read_json(options.extra, "--extra", "Give a JSON object", kind=ConfigError, required=True)
+            if options.extra
+            else {},
         )
         planned, request = _plan(job), training_request(job)
-        final = request["HyperParameters"].items()
-        config.load({}, [f"{key}={text}" for key, text in final], here=False)  # with the changes by options
+        config.load({}, overrides(request["HyperParameters"]), here=False)  # with the changes by options
         send = _validate({"CreateTrainingJob": request}, options.dry_run)
         for line in planned:
             print(line, file=sys.stderr)  # the requests of a dry run are JSON
@@ -230,14 +232,6 @@ def _validate(requests: Mapping[str, Mapping[str, Any]], dry_run: bool) -> bool:
     if dry_run:
         print(json.dumps(requests, indent=2))
     return not dry_run
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, "--extra", "Give a JSON object", kind=ConfigError)
-    except OSError as error:
-        wrong = f"'{path}' cannot be read ({error.strerror})"
-        raise ConfigError("--extra", wrong, "A JSON object", "Correct it") from error
 
 
 def _unique_name(name: str) -> str:

@@ -42,7 +42,7 @@ SILENCE_SECONDS = 60.0  # seconds after which a head that neither accepts nor re
 
 def say(host: str, text: str) -> None:
     """Print a line of a host."""
-    print(f"[{host}] {text}", file=sys.stderr, flush=True)
+    print(f"[{host}] {text}", file=sys.stderr)
 
 
 class Node:
@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
             os.execv(sys.executable, command(hosts, argv))
         return run(hosts, argv)
     except KdError as error:
-        print(error, file=sys.stderr, flush=True)
+        print(error, file=sys.stderr)
         return error.exit_code
 
 

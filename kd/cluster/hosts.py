@@ -22,6 +22,7 @@ INPUT = Path("/opt/ml/input/config")
 RAY, TORCH = 6379, 29500  # ports of the first trainer: Ray, torch's rendezvous
 MARK = "KD_HOST"  # environment variable of all processes of a host, inherited by children
 RUN_MARK = "KD_RUN"  # environment variable of all processes of a local job
+PIECE = "config_piece_"  # begin of a hyperparameter that has a piece of the configuration, as JSON
 LEAVE_SECONDS = 30.0  # seconds in which a host must end after the training
 
 
@@ -73,13 +74,15 @@ def _resource_config(environ: Mapping[str, str], file: Path) -> dict[str, Any]:
 
 
 def hyperparameters(file: Path = INPUT / "hyperparameters.json") -> list[str]:
-    """Return the hyperparameters of a job as sorted `key=value`, without SageMaker's own."""
-    remedy = "Give CONFIG key=value instead"
-    try:
-        content = read_json(file, "train", remedy, kind=BackendError)
-    except OSError as error:
-        raise BackendError("train", f"'{file}' cannot be read ({error})", "A SageMaker job", remedy) from error
-    return [f"{key}={value}" for key, value in sorted(content.items()) if not key.startswith("sagemaker_")]
+    """Return the configuration in a job's hyperparameters as `key=value`."""
+    return read_json(file, "train", "Give CONFIG key=value instead", overrides, BackendError, required=True)
+
+
+def overrides(content: Mapping[str, str]) -> list[str]:
+    """Return hyperparameters, their `PIECE`s joined, as sorted `key=value`, without SageMaker's own."""
+    joined = "".join(content[key] for key in sorted(content) if key.startswith(PIECE))
+    keys = {**content, **json.loads(joined or "{}")}
+    return [f"{key}={value}" for key, value in sorted(keys.items()) if not key.startswith((PIECE, "sagemaker_"))]
 
 
 def processes(environ: Mapping[str, str] = os.environ) -> int:

@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import posixpath
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kd.cluster.aws_limits import refusals
 from kd.cluster.cloudwatch import definitions
+from kd.cluster.hosts import PIECE
 from kd.cluster.sagemaker_profiler import sections
 from kd.core.errors import ConfigError, ConfigErrors, KdError, did_you_mean, needed
 from kd.core.facts import BackendFacts
-from kd.core.options import option, whole_number
+from kd.core.options import option, positive, whole_number
 from kd.parts import registry
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ CHECKPOINTS = "/opt/ml/checkpoints"  # SageMaker copies it to S3 during a job, a
 INPUT = "/opt/ml/input/data"
 TRAINERS, LOADERS = "dnn", "data"  # the instance groups
 SPOT_WAIT_SECONDS = 24 * 3600  # seconds that a job may wait for spot capacity, beside its run time
+MOST_KEYS, MOST_TEXT = 100, 2500  # CreateTrainingJob: hyperparameters, and characters of one
 PATTERN = re.compile(r"[{*?\[]")
 COUNT = whole_number(1, 999_999)
 IMAGE_RUNTIMES = ("onnxruntime", "openvino")  # installed by `Dockerfile`
@@ -40,13 +41,6 @@ def _data_group(text: str) -> tuple[str, int]:
     if not kind or not colon:
         raise ValueError(f"'{text}' is not TYPE:N, such as ml.c5.18xlarge:2")
     return kind, COUNT(count)
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise ValueError(f"'{text}' is not a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +68,9 @@ class Job:
     """Longest run time."""
     volume: int = option(100, "GIB", COUNT)
     """Disk of each instance."""
-    view_ms: float = option(0.0, "MS", _positive)
+    view_ms: float = option(0.0, "MS", positive)
     """Milliseconds of a core per view, which `kd-train CONFIG --check` measures: plan the cores that the job needs."""
-    images_per_second: float = option(0.0, "N", _positive)
+    images_per_second: float = option(0.0, "N", positive)
     """Images per second of the student on one accelerator, for this plan."""
     profiler: bool = option(False)
     """Have SageMaker profile the job: system metrics once per second and a report of its rules, in OUTPUT/profiler."""
@@ -108,7 +102,7 @@ def training_request(job: Job) -> dict[str, Any]:
             "MetricDefinitions": definitions(job.keys["run.name"]),
         },
         "RoleArn": job.role,
-        "HyperParameters": dict(sorted(keys.items())),
+        "HyperParameters": _hyperparameters(keys),
         "OutputDataConfig": {"S3OutputPath": f"{job.output}/output"},
         "ResourceConfig": {**_instances(job), "VolumeSizeInGB": job.volume},
         "StoppingCondition": stop,
@@ -122,6 +116,15 @@ def training_request(job: Job) -> dict[str, Any]:
     if job.profiler:
         request |= sections(job.image, job.output)
     return _joined(request, job.extra)
+
+
+def _hyperparameters(keys: dict[str, str]) -> dict[str, str]:
+    """Return a configuration by its keys or, where the service would refuse those, as JSON in numbered pieces."""
+    if len(keys) <= MOST_KEYS and max(map(len, keys.values())) <= MOST_TEXT:
+        return keys
+    text = json.dumps(keys)
+    cuts = range(0, len(text), MOST_TEXT)
+    return {f"{PIECE}{number:03}": text[cut : cut + MOST_TEXT] for number, cut in enumerate(cuts)}
 
 
 def _joined(request: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:

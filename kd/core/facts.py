@@ -30,6 +30,7 @@ class LossFacts:
     teacher: bool = False
     labels: bool = False
     unmixed: bool = False  # one label per image: mixup and cutmix are refused
+    images: int = 1  # fewest images of a micro-batch: more than 1 if it compares them with one another
     logits: str = ""
     """The activation that it applies to both models' logits: "softmax" (one label per image) or "sigmoid" (classes are
     independent). "": it reads no logits."""

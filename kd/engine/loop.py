@@ -13,7 +13,7 @@ from kd.core.seeds import seed_from
 from kd.core.types import Batch, Plan, Small, State
 from kd.engine.meter import Diverged, Meter, require_applied
 from kd.engine.run import Run, Scoring, Stopping
-from kd.engine.snapshot import average_buffers, restore, snapshot
+from kd.engine.snapshot import average_buffers, require_same_shapes, restore, shapes_of, snapshot
 
 
 def train(run: Run) -> State:
@@ -33,6 +33,7 @@ def train(run: Run) -> State:
 def _train(run: Run) -> State:
     length, every, backend, stop = run.length, run.length.every, run.backend, Stopping(run)
     state = restore(run)
+    begin, shapes = state.step, shapes_of(run)
     run.distillation.train()
     if state.unevaluated:
         state = evaluate_and_checkpoint(run, state, stop, evaluating=True, checkpointing=True)
@@ -47,6 +48,8 @@ def _train(run: Run) -> State:
                 progress = length.progress(state, steps_in_epoch)
                 lr = run.schedule.apply(run.optimizer, progress)
                 meter.add(update(run, micros, state), state, plan)
+                if state.step == begin:
+                    require_same_shapes(run, shapes)
                 backend.end_step()
                 state = advance(state, length.batch_size, steps_in_epoch)
                 run.logger.step(state, min(1.0, state.step / planned))

@@ -1,16 +1,17 @@
 """Save and restore a run: weights, averages, optimizer, sifter. No random state, and never the teacher."""
 
-import zlib
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kd.core.errors import NonFiniteLoss, RunError
+from kd.core.errors import ModelError, NonFiniteLoss, RunError, in_short
 from kd.core.ranks import differing
 from kd.core.types import State
+from kd.engine.criterion import StudentWithLoss
 from kd.engine.meter import AFTER_DIVERGING
 from kd.engine.run import Run
+from kd.files.checkpoint import crc32
+
+LOADABLE = "A new network must load the state that a checkpoint holds"
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def average_buffers(run: Run, state: State) -> None:
     named = {name: tensor for name, tensor in student.named_buffers() if name in saved and tensor.is_floating_point()}
     tensors = list(named.values())
     if run.average is not None:
-        tensors += [run.average.average[name] for name in named]
+        tensors += [run.average.average[name] for name in named if name in run.average.average]
     if not tensors:
         return
     mean = run.backend.reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
@@ -36,7 +37,7 @@ def average_buffers(run: Run, state: State) -> None:
 
 def snapshot(run: Run, state: State, best: bool) -> None:
     """Write a checkpoint. All ranks must call it: a sharded optimizer is gathered."""
-    weights = {name: tensor for name, tensor in run.distillation.state_dict().items() if tensor.is_floating_point()}
+    weights = run.distillation.state_dict()
     finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()  # equal on all ranks
     if not all(finite):
         name = list(weights)[finite.index(False)]
@@ -44,10 +45,7 @@ def snapshot(run: Run, state: State, best: bool) -> None:
         raise NonFiniteLoss("optimizer", wrong, "All weights must stay finite", AFTER_DIVERGING)
     optimizer, sifter = run.backend.optimizer_state(run.optimizer), run.sifter.state_dict()
     if run.backend.rank == 0:
-        tensors = {f"model.{name}": value for name, value in run.distillation.state_dict().items()}
-        if run.average is not None:
-            tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
-        tensors |= {f"sifter.{name}": value for name, value in sifter.items()}
+        tensors = weights_of(run) | {f"sifter.{name}": value for name, value in sifter.items()}
         info = {"optimizer_groups": optimizer["param_groups"]}
         for index, entries in optimizer["state"].items():
             kept = {name: value for name, value in entries.items() if not isinstance(value, bool)}  # muon's shapes
@@ -59,25 +57,27 @@ def snapshot(run: Run, state: State, best: bool) -> None:
 def restore(run: Run) -> State:
     """Load the newest checkpoint into the run's parts on every rank; a fresh run starts at State()."""
     found = run.store.restore()
-    content = f"{found[0]} {checksum(found[1])}" if found is not None and run.backend.world_size > 1 else ""
+    content = ""
+    if found is not None and run.backend.world_size > 1:  # about a second for 1 GB
+        content = f"{found[0]} {sorted((name, crc32(tensor)) for name, tensor in found[1].items())}"
     if differing(run.backend, content):
         own = f"one of step {found[0].step}" if found is not None else "none"
         wrong = f"the ranks do not find the same checkpoint; rank {run.backend.rank} finds {own}"
         remedy = "Put run.folder on a file system that all machines share, or copy rank 0's run folder to each"
         raise RunError("run.folder", wrong, "All ranks resume from one run folder", remedy)
-    if found is None:
-        return State()
-    state, tensors, info = found
+    state, tensors, info = found or (State(), weights_of(run), {})  # a new run loads what it will save
     try:
-        run.distillation.load_state_dict(_under("model.", tensors))
+        run.distillation.load_state_dict(tensors_below("model.", tensors))
     except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed
-        wrong = f"the checkpoint of step {state.step} does not fit the student's network, whose code has changed since"
-        raise RunError("student.model", wrong, "", "Undo the change, or start a new run") from error
+        wrong = f"the state of step {state.step} does not load into the student's network ({in_short(error)})"
+        raise RunError("student.model", wrong, LOADABLE, "Correct its code, or start a new run") from error
+    if found is None:
+        return state
     if run.average is not None:
-        run.average.load(_under("average.", tensors))
-    run.sifter.load_state_dict(_under("sifter.", tensors))
+        run.average.load(tensors_below("average.", tensors))
+    run.sifter.load_state_dict(tensors_below("sifter.", tensors))
     entries: dict[int, dict[str, Tensor]] = {}
-    for name, value in _under("optimizer.", tensors).items():
+    for name, value in tensors_below("optimizer.", tensors).items():
         index, _, key = name.partition(".")
         entries.setdefault(int(index), {})[key] = value
     saved = {"state": entries, "param_groups": info["optimizer_groups"]}
@@ -85,14 +85,38 @@ def restore(run: Run) -> State:
     return state
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def weights_of(run: Run) -> dict[str, Tensor]:
+    """Return the tensors of student, losses and averages by their names in a checkpoint."""
+    state = run.distillation.state_dict().items()
+    tensors = {f"model.{name}": value for name, value in state if isinstance(value, Tensor)}
+    if run.average is not None:
+        tensors |= {f"average.{name}": value for name, value in run.average.average.items()}
+    return tensors
+
+
+def shapes_of(run: Run) -> set[tuple[str, torch.Size]]:
+    """Return the names and shapes of what a checkpoint holds of the student and the losses."""
+    return {(name, tensor.shape) for name, tensor in run.distillation.state_dict().items()}
+
+
+def require_same_shapes(run: Run, before: set[tuple[str, torch.Size]]) -> None:
+    """Require that a step has changed no name and no shape of the state: a new network could not load it."""
+    for name, _ in before ^ shapes_of(run):
+        wrong = f"a training step makes '{name.removeprefix('student.network.')}' of its state, or its shape, anew"
+        raise ModelError("student.model", wrong, LOADABLE, "Register it in __init__, or with persistent=False")
+
+
+def load_distillation(distillation: StudentWithLoss, tensors: dict[str, Tensor]) -> None:
+    """Load a checkpoint's weights of the losses' projectors and of the student, averaged ones first."""
+    distillation.load_state_dict(tensors_below("model.", tensors))
+    load_student(distillation.student, tensors)
+
+
+def load_student(student: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load a checkpoint's weights of the student, averaged ones first."""
+    student.load_state_dict(tensors_below("model.student.", tensors) | tensors_below("average.", tensors))
+
+
+def tensors_below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, without it."""
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """Return a CRC-32 of tensors on the CPU: names, shapes, dtypes, bits. About a second for 1 GB."""
-    total = 0
-    for name, tensor in sorted(tensors.items()):
-        total = zlib.crc32(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode(), total)
-        total = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, total)
-    return total

@@ -32,7 +32,7 @@ def write(folder: Path, state: State, tensors: dict[str, Tensor], info: dict[str
     with atomic_folder(folder) as draft:
         save_tensors(draft / TENSORS, on_cpu)
         content["bytes"] = (draft / TENSORS).stat().st_size
-        content["crc32"] = {name: _crc32(tensor) for name, tensor in on_cpu.items()}
+        content["crc32"] = {name: crc32(tensor) for name, tensor in on_cpu.items()}
         write_json(draft / STATE, {**content, "checksum": _checksum(content)})
 
 
@@ -65,12 +65,12 @@ def read(folder: Path) -> tuple[State, dict[str, Tensor], dict[str, Any]]:
     except (OSError, ValueError, SafetensorError) as error:
         raise _unread(folder, error) from error
     for name in tensors.keys() | content["crc32"].keys():
-        if name not in tensors or _crc32(tensors[name]) != content["crc32"].get(name):
+        if name not in tensors or crc32(tensors[name]) != content["crc32"].get(name):
             raise _broken(folder, f"is damaged: the content of tensor '{name}' has changed")
     return state, tensors, content["info"]
 
 
-def _crc32(tensor: Tensor) -> int:
+def crc32(tensor: Tensor) -> int:
     """Return the CRC-32 of a tensor's type, shape and bytes: a damaged header may leave the bytes unchanged."""
     layout = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, layout)

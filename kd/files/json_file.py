@@ -20,13 +20,24 @@ def object_of(content: Any) -> Any:
 
 
 def read_json(
-    file: Path, where: str, remedy: str, build: Callable[[Any], Value] = object_of, kind: type[KdError] = RunError
+    file: Path,
+    where: str,
+    remedy: str,
+    build: Callable[[Any], Value] = object_of,
+    kind: type[KdError] = RunError,
+    required: bool = False,
 ) -> Value:
     """Read a JSON file and return `build(content)`, by default an object. OSError: it cannot be read.
 
-    If the file is damaged (`build` raises one of `DAMAGE`), raise `kind` at the config path `where`.
+    If the file is damaged (`build` raises one of `DAMAGE`), or `required` and cannot be read, raise `kind` at the
+    config path `where`.
     """
-    content = file.read_bytes()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        if required:
+            raise kind(where, f"'{file}' cannot be read ({error.strerror})", "", remedy) from error
+        raise
     try:
         return build(json.loads(content))
     except DAMAGE as error:

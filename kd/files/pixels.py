@@ -176,7 +176,7 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
     wide = any(";16" in str(tile[3]) for tile in image.tile) if isinstance(image, ImageFile.ImageFile) else False
     reduce(image, least, margin)
     image.load()
-    grey = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # "I": Pillow before 11
+    grey = _is_wide_grey(image)
     used = int(np.asarray(image).max()).bit_length() if grey else 0
     if used > bits:
         raise Beyond("bits", f"has values of {used} bits", f"At most {bits}, as data.bits says")
@@ -188,8 +188,12 @@ def load(image: Image.Image, least: Least | None, margin: float = MARGIN, bits: 
     return rgb, used
 
 
+def _is_wide_grey(image: Image.Image) -> bool:
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")  # "I": Pillow before 11
+
+
 def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
-    """Return an opened image as upright RGB, 8 bits per channel; ValueError: the range of its values is unknown.
+    """Return an opened image as upright RGB, 8 bits per channel; Beyond: the range of its values is unknown.
 
     Transparent pixels are blended over white; dropping the alpha channel would show hidden colours. 16-bit grey keeps
     the upper 8 of `bits`, as Pillow does of 16 for 16-bit RGB. CMYK uses Pillow's formula. An animation gives its first
@@ -204,11 +208,12 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
         raise
     except Exception:  # a broken EXIF block is ignored
         pass
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # "I": Pillow before 11
+    if _is_wide_grey(image):
         upper = np.asarray(image).astype(np.uint16) >> (bits - 8)  # convert() would clip at 255 and give a white image
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits per channel have")
+        wrong = f"has pixels of mode {image.mode}, which have no known range"
+        raise Beyond("bits", wrong, "Convert it to 8 or 16 bits per channel")
     elif image.getbands()[-1] in ("A", "a") or "transparency" in image.info:
         canvas = Image.new("RGBA", image.size, "white")
         canvas.alpha_composite(image.convert("RGBA"))

@@ -23,7 +23,7 @@ from kd.models.live_teacher import LiveTeacher
 from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
 from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
-from kd.setup.student import build_distillation, student_spec
+from kd.setup.student import build_distillation, require_images, student_spec
 
 LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, unless `teacher.min_accuracy` is 0
 
@@ -76,6 +76,7 @@ def check(recipe: Recipe) -> Checked:
         micro_batch = split_batch(phase.data, ranks, len(data.train)).micro_batch
         taught = teachers if phase is recipe else untaught
         modules[name] = build_distillation(phase.student, taught, micro_batch, meta=True)
+    require_images(split, modules["distillation"].criterion)
     cache = ""
     if plan.needed and plan.cache.views and teachers.model is not None:
         from kd.setup.open_cache import cache_codec, price  # only if outputs are stored

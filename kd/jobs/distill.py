@@ -19,6 +19,7 @@ from kd.core.scores import Scored, Trained, skipped_text
 from kd.core.types import State
 from kd.engine.loop import train
 from kd.engine.run import Run
+from kd.engine.snapshot import load_distillation
 from kd.files.run_dir import BASELINE, RunDir
 from kd.jobs.check import compare
 from kd.jobs.observe import Observer
@@ -29,7 +30,6 @@ from kd.setup.build import Built, build_run
 from kd.setup.build_teacher import Setting, Teachers, spread_text
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe, TeacherPlan
-from kd.setup.student import load_distillation
 
 
 def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:

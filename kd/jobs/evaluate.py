@@ -18,6 +18,7 @@ from kd.core.scores import Scored
 from kd.data.loader import batches_of
 from kd.data.views import Views
 from kd.engine.run import Run
+from kd.engine.snapshot import load_distillation
 from kd.jobs.distill import score
 from kd.jobs.progress.console import Console
 from kd.jobs.train import obtain_teachers, opened
@@ -26,7 +27,6 @@ from kd.models.inference import predict
 from kd.setup.build import build_run
 from kd.setup.data import Data
 from kd.setup.recipe import Recipe, resolve
-from kd.setup.student import load_distillation
 from kd.study.audit import lists
 from kd.study.audit.labels import TeacherAnswers, joined, labelled, write_labels, write_repeats
 from kd.study.finished import Trust, opened_run, require_files

@@ -15,13 +15,14 @@ from kd.config.reads import loss_facts
 from kd.config.schema import DataSection, LossSection
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend, Teacher
-from kd.core.errors import ModelError, raised
+from kd.core.errors import ConfigError, ModelError, raised
 from kd.core.host import environment
 from kd.core.seeds import seed_from
 from kd.core.text import author_name
 from kd.core.types import Batch, Dims, Outputs
 from kd.engine.criterion import Criterion, StudentWithLoss, Term, at_size
 from kd.engine.optim import Frozen, groups, scaled
+from kd.engine.snapshot import load_student
 from kd.files.run_dir import RunDir
 from kd.models.classifier import (
     Classifier,
@@ -37,6 +38,7 @@ from kd.models.examined import IMAGES
 from kd.models.spec import Spec
 from kd.parts import registry
 from kd.setup.build_teacher import Setting, Teachers, sample
+from kd.setup.data import BatchSplit
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
 from kd.setup.recipe import StudentPlan
 
@@ -115,6 +117,18 @@ def build_criterion(
             loss = registry.build("losses", section.kind, section.options, f"losses[{i}]", dims=dims[number])
             terms.append(Term(section.kind, section.weight * share, loss, facts, number))
     return Criterion(terms, labelled)
+
+
+def require_images(split: BatchSplit, criterion: Criterion) -> None:
+    """Require micro-batches in which a loss that compares images with one another has enough of them."""
+    for name, term in zip(criterion.names, criterion.all, strict=True):
+        sizes = {"data.micro_batch" if split.accumulate > 1 else "data.batch_size": split.micro_batch}
+        if term.facts.agreement:
+            sizes["data.eval_batch"] = split.eval_batch
+        for key, images in sizes.items():
+            if term.weight and images < term.facts.images:
+                wrong = f"gives '{name}' micro-batches of {images}, and it compares images with one another"
+                raise ConfigError(key, wrong, f"{term.facts.images} or more on each rank", "Raise it")
 
 
 def build_distillation(plan: StudentPlan, teachers: Teachers, micro_batch: int, meta: bool = False) -> StudentWithLoss:
@@ -212,19 +226,6 @@ def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -
         from kd.models.compiled import compile_forward  # only where a compiler is used
 
         compile_forward(module.student)  # inside DDP's wrapper, whose hooks stay outside the graph
-
-
-def load_distillation(distillation: StudentWithLoss, tensors: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint's weights of the losses' projectors and of the student, averaged ones first."""
-    prefix = "model."
-    distillation.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-    load_student(distillation.student, tensors)
-
-
-def load_student(student: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint's weights of the student, averaged ones first."""
-    prefix = "average." if any(name.startswith("average.") for name in tensors) else "model.student."
-    student.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
 
 # ----------------------------------------------------------------------------------------------------- fine-tuning

@@ -113,6 +113,38 @@ def test_says_what_it_reads(name):
 
 
 @every_loss
+def test_says_how_many_images_it_compares(name):
+    """Only the value of a loss that compares images with one another changes when an image is alone."""
+    loss, student, teacher, batch = case(name)
+    alone_B = torch.cat(
+        [
+            loss(*(outputs.map(lambda tensor, row=row: tensor[row : row + 1]) for outputs in (student, teacher)), image)
+            for row, image in enumerate(batch.take(torch.tensor([row])) for row in range(B))
+        ]
+    )
+    equal = torch.allclose(alone_B, loss(student, teacher, batch), rtol=1e-4, atol=1e-5)
+    assert equal == (facts(name).images == 1)
+
+
+def test_the_fewest_images_are_those_that_teach():
+    """One image fewer has no gradient of the comparison."""
+    for name, options in {"cckd": {}, "dist": {"beta": 0.0}}.items():
+        own = registry.default_options("losses", name, **options)
+        loss = registry.build("losses", name, own, "losses", dims=make_dims(C))
+        fewest = registry.facts("losses", name, own, "losses").images
+        sizes = []
+        for images in (fewest - 1, fewest):
+            rows = torch.arange(images)
+            student, teacher = as_leaves(make_outputs(STUDENT_D)), make_outputs(TEACHER_D, seed=3)
+            few = [outputs.map(lambda tensor, rows=rows: tensor[rows]) for outputs in (student, teacher)]
+            loss(*few, make_batch(name).take(rows)).mean().backward()
+            sizes.append(sum(gradient.norm().item() for gradient in gradients(loss, student)))
+        assert sizes[0] < 1e-3 < 1e-2 < sizes[1]
+    without = registry.default_options("losses", "dist", gamma=0.0)
+    assert registry.facts("losses", "dist", without, "losses").images == 1
+
+
+@every_loss
 def test_reads_only_its_declared_inputs(name):
     loss, student, teacher, batch = case(name)
     expected_B = loss(student, teacher, batch)

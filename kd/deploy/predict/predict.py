@@ -93,7 +93,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         resumed, printed = journal.done, started
         if journal.changed:
             note = f"'{journal.changed}' has changed since its row was written; rows from there on are made again"
-            print(note, file=sys.stderr, flush=True)
+            print(note, file=sys.stderr)
         for row in chain.from_iterable(rows(resumed)):
             journal.add(row)
             if (now := time.monotonic()) - printed > PROGRESS_SECONDS:

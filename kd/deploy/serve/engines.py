@@ -1,6 +1,11 @@
 """Open a graph by the name of its file, in the runtime that its exporter names."""
 
+import ctypes
+import os
 import re
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +17,35 @@ from kd.parts import registry
 
 WHERE = "export"
 Engine = Callable[[np.ndarray], np.ndarray]  # uint8 [B, 3, S, S] to logits [B, C] or vectors [B, D]; thread-safe
+
+
+class PerProcess:
+    """An engine that a forked process opens anew, at its first call: a runtime's threads stay in their process."""
+
+    def __init__(self, opener: Callable[[], Engine]) -> None:
+        self.opener, self.opening = opener, threading.Lock()
+        self.engine: Engine | None = opener()
+        OPENED.add(self)
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        with self.opening:
+            self.engine = self.engine or self.opener()
+        return self.engine(pixels)
+
+
+OPENED = weakref.WeakSet[PerProcess]()
+
+
+def forget_engines() -> None:
+    """Leave the parent's engines to the parent, in a forked process."""
+    for engine in OPENED:
+        # Never freed: the destructor would wait for the parent's threads, and the process would not end.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine.engine))
+        engine.engine, engine.opening = None, threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=forget_engines)
 
 
 def require_version(file: str, least: str) -> None:

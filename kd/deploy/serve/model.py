@@ -15,7 +15,7 @@ from kd.core.host import cores
 from kd.core.text import one_line
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
-from kd.deploy.serve.engines import WHERE, Engine, require_version
+from kd.deploy.serve.engines import WHERE, Engine, PerProcess, require_version
 from kd.deploy.serve.limits import LOCAL, Limits, Problem
 from kd.deploy.serve.responses import Bands, bands, embeddings, predictions
 from kd.deploy.shift import Reference
@@ -167,13 +167,10 @@ def _number(value: Any, low: float, high: float, key: str) -> float:
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        return read_json(folder / name, WHERE, "Export anew: kd-export RUN", kind=ModelError)
-    except FileNotFoundError as error:
+    if not (folder / name).exists():
         remedy = "Name the folder that `kd-export RUN` wrote: runs/NAME/export"
-        raise ModelError(WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy) from error
-    except OSError as error:
-        raise invalid_export(f"'{folder / name}' cannot be read ({type(error).__name__})") from error
+        raise ModelError(WHERE, f"'{folder}' is not an export: it has no {name}", "", remedy)
+    return read_json(folder / name, WHERE, "Export anew: kd-export RUN", kind=ModelError, required=True)
 
 
 def read_verified(folder: Path, name: str, files: dict[str, str]) -> bytes:
@@ -336,14 +333,17 @@ def open_export(
 
 def load(description: Description, threads: int, slots: int) -> LoadedGraph:
     """Load the graph, for at most `slots` calls at once, each on `threads` threads."""
-    content = read_verified(description.folder, description.file, description.files)
-    beside = registry.graphs()[description.file].weights
-    weights = read_verified(description.folder, beside, description.files) if beside else b""
-    try:
-        engine = registry.exporter(description.file).load(description.file, content, weights, threads, slots)
-    except MissingExtra:
-        raise
-    except Exception as error:  # runtimes have their own, unrelated error types
-        raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
+
+    def opener() -> Engine:
+        content = read_verified(description.folder, description.file, description.files)
+        beside = registry.graphs()[description.file].weights
+        weights = read_verified(description.folder, beside, description.files) if beside else b""
+        try:
+            return registry.exporter(description.file).load(description.file, content, weights, threads, slots)
+        except MissingExtra:
+            raise
+        except Exception as error:  # runtimes have their own, unrelated error types
+            raise invalid_export(f"'{description.file}' cannot be loaded ({in_short(error)})") from error
+
     known = {one.name: getattr(description, one.name) for one in fields(description)}
-    return LoadedGraph(**known, engine=engine, threads=threads, slots=slots)
+    return LoadedGraph(**known, engine=PerProcess(opener), threads=threads, slots=slots)

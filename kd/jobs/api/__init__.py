@@ -33,6 +33,7 @@ from kd.jobs.api.arguments import (
     fingerprint_of,
     in_own_words,
     known_labels,
+    map_style,
     own_words,
 )
 from kd.jobs.api.result import Distilled, Result
@@ -46,7 +47,7 @@ from kd.models.live_teacher import LiveTeacher
 from kd.setup.build import distributed, settings_of, sift_context, sifter_of
 from kd.setup.data import split_batch
 from kd.setup.recipe import Recipe, Record
-from kd.setup.student import build_criterion, note_unused
+from kd.setup.student import build_criterion, note_unused, require_images
 
 
 def train(settings: str | Path | Config | dict[str, Any], *overrides: str) -> Result:
@@ -108,7 +109,7 @@ def distill(
         student: maps the same images to logits; trained in place.
         train: a map-style dataset of (image tensor, label), or a DataLoader of such batches, taken as it comes,
             but for a last batch that is not full.
-        val: the same, for evaluation; a DataLoader must not shuffle.
+        val: the same, for evaluation; of a DataLoader, all images that its sampler draws at the start.
         losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
         sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.
         epochs: passes over the data.
@@ -134,7 +135,7 @@ def distill(
         RunError: `folder` holds another run.
     """
     teachers: Any = teacher if isinstance(teacher, (list, tuple)) else [teacher]
-    arguments = Arguments(teachers, student, train, val, losses, sifter, labels, workers, seed)
+    arguments = Arguments(teachers, student, train, map_style("val", val), losses, sifter, labels, workers, seed)
     images = arguments.images()
     size, length = batch_of(train, batch_size), {"epochs": epochs, "steps": steps}
     recipe = arguments.recipe(images[0], size, run=length, optimizer=optimizer or {}, backend=backend or {})
@@ -187,9 +188,8 @@ def _run(
     models, num_classes = examined(arguments, images, micro_batch, world.device)
     classes = arguments.classes(num_classes)
     batch_size, train, labels, (student, *teachers) = section.batch_size, arguments.train, arguments.labels, models
-    val_batch = batch_of(arguments.val, batch_size)
     train_loader, num_images = arguments.loader("train", batch_size, num_classes, world)
-    val_loader, num_val = arguments.loader("val", val_batch, num_classes, world)
+    val_loader, num_val = arguments.loader("val", batch_size, num_classes, world)
     data = arguments.fingerprint(world) if isinstance(sink, RunDir) or world.world_size > 1 else ""
     split = split_batch(section, world.world_size, num_images)
     shares = [1.0] * len(teachers)
@@ -198,6 +198,7 @@ def _run(
     sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
     dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
     criterion = _criterion(recipe, arguments, dims)
+    require_images(split, criterion)
     distillation = StudentWithLoss(student, criterion, task).to(world.device)
     for note in note_unused(distillation, images, [dims]):
         console.info(f"student: {note}")
@@ -206,10 +207,10 @@ def _run(
         context = sift_context(num_images, known, world, split, seed)
         sifter, line = sifter_of(recipe.loop, context)
         console.info(in_own_words(line))
-    val = Split(val_loader, evaluation_plan(num_val, val_batch))
+    val = Split(val_loader, evaluation_plan(num_val, batch_size))
     evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
     if isinstance(sink, RunDir):
-        shapes = {name: list(tensor.shape) for name, tensor in student.network.state_dict().items()}
+        shapes = {name: list(getattr(value, "shape", ())) for name, value in student.network.state_dict().items()}
         facts = {"teacher": model.identity()["teacher"], "student": shapes, "data": data}
         facts["criterion"] = fingerprint_of(criterion)
         for key in facts:

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from kd import config
 from kd.core.contracts import Backend, Loader, Sifter
@@ -30,6 +31,7 @@ LABELS = ("all", "some", "none", "sets")
 OWN_WORDS = (
     (r"\b(?:run|data)\.(epochs|steps|seed|batch_size|workers|labels)\b", r"\1"),
     (r"\brun\.(?:name|folder)\b", "folder"),
+    (r"\bstudent\.model\b", "student"),
     (r"\b(losses\[\d+\]|sifter|backend)\.kind\b", r"\1"),
     (r"\b(losses\[\d*\]|sifter|backend|optimizer)\.(\w+)", r"\1['\2']"),
     (r"\blabels=(\w+)", r"labels='\1'"),
@@ -87,8 +89,7 @@ class Arguments:
         _require_trainable(self.student)
         if self.labels == "none" and isinstance(self.losses, Criterion):
             _require_unlabelled(self.losses)
-        for where in ("train", "val"):
-            _require_items(where, getattr(self, where))
+        _require_items("train", self.train)
         if isinstance(self.train, DataLoader) and self.sifter not in ("none", {"kind": "none"}):
             remedy = "Pass train.dataset instead of the DataLoader"
             raise ConfigError("sifter", "needs ids, and a DataLoader has none", "A map-style dataset has", remedy)
@@ -151,13 +152,10 @@ class Arguments:
         if not isinstance(items, DataLoader):
             dataset = MapDataset(items, self.seed, where, self.labels, num_classes)
             share = Share(batch_size, 1, world.rank, world.world_size)
-            return LocalLoader(dataset, share, self.workers), len(dataset)
+            return LocalLoader(dataset, share, getattr(items, "workers", self.workers)), len(dataset)
         if world.world_size > 1:
             remedy = "Pass the dataset: kd divides it over the ranks"
             raise ConfigError(where, "a DataLoader does not know the ranks", "A map-style dataset", remedy)
-        # the teacher's outputs are kept by position
-        if where == "val" and isinstance(items.sampler, (RandomSampler, SubsetRandomSampler)):
-            raise ConfigError(where, "is a DataLoader that shuffles", "One order in every pass", "Set shuffle=False")
         num_images = drawn(items) // batch_size * batch_size
         return BatchLoader(items, batch_size, where, self.labels, num_classes), num_images
 
@@ -195,16 +193,35 @@ def drawn(items: Any) -> int:
     return len(sampler if hasattr(sampler, "__len__") else items.dataset)
 
 
+class Drawn:
+    """The images that a DataLoader's sampler draws now, also those that `drop_last` drops, as a map-style dataset."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader, self.workers, batches = loader, loader.num_workers, loader.batch_sampler
+        ids = getattr(batches, "sampler", None) or chain.from_iterable(batches)  # type: ignore[arg-type]
+        self.ids = sorted(islice(ids, drawn(loader)))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> Any:
+        batch = self.loader.collate_fn([self.loader.dataset[self.ids[number]]])
+        return tuple(part[0] for part in batch) if isinstance(batch, (tuple, list)) else batch[0]
+
+
+def map_style(where: str, items: Any) -> Any:
+    """Return a dataset, or the images of a DataLoader as one; refuse anything else."""
+    _require_items(where, items)
+    return Drawn(items) if isinstance(items, DataLoader) else items
+
+
 def known_labels(items: Any, kind: str, num_classes: int) -> Tensor:
     """Return the class of every training item, from the dataset's `targets` if it has them, else by reading items."""
     labels = Labels("train", kind, num_classes)
-    if isinstance(items, DataLoader):
-        batches = ((f"batch {number}", batch) for number, batch in enumerate(items))
-        return torch.cat([labels.check(labels.split(batch, subject)[1], subject) for subject, batch in batches])
     targets = getattr(items, "targets", None)
     if targets is not None and getattr(items, "target_transform", None) is None:
         return labels.check(targets, "targets")
-    dataset = MapDataset(items, 0, "train", kind, num_classes)
+    dataset = MapDataset(map_style("train", items), 0, "train", kind, num_classes)
     return torch.tensor([dataset.load(id, 0).label for id in range(len(dataset))])
 
 
@@ -269,8 +286,8 @@ def _require_items(where: str, items: Any) -> None:
         raise DataError(where, wrong, allowed, "Wrap it, or put its items into a list")
     if not len(source):  # type: ignore[arg-type]
         raise DataError(where, "is empty", allowed, "Check where its items come from")
-    if isinstance(items, DataLoader) and not batch_of(items, 0):
-        raise DataError(where, "is a DataLoader whose batches have no fixed size", allowed, "Pass batch_size to it")
-    if isinstance(items, DataLoader) and drawn(items) < batch_of(items, 0):
-        wrong = f"has {drawn(items)} images, and a batch {batch_of(items, 0)}"
-        raise ConfigError(where, wrong, "One full batch or more", "Take smaller batches")
+    if isinstance(items, DataLoader):
+        size, images = batch_of(items, 0), drawn(items)
+        if not size or (where == "train" and images < size):
+            wrong = f"has {images} images, and a batch {size or 'no fixed size'}"
+            raise ConfigError(where, wrong, "One full batch or more", "Pass another batch_size to the DataLoader")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from kd.core.errors import ConfigError
 from kd.core.host import environment
@@ -20,10 +19,10 @@ from kd.core.scores import Scores, Trained
 from kd.core.seeds import evenly_spaced
 from kd.core.text import html_table
 from kd.core.types import State
-from kd.data.loader import batches_of, evaluation_plan
-from kd.data.map_dataset import BatchLoader, MapDataset
+from kd.data.loader import batches_of
+from kd.data.map_dataset import MapDataset
 from kd.files.run_dir import RunDir
-from kd.jobs.api.arguments import Arguments, batch_of
+from kd.jobs.api.arguments import Arguments, map_style
 from kd.models.classifier import Classifier, Network, digest, resized
 from kd.setup.recipe import Recipe, resolve, values_of
 from kd.setup.student import best_student
@@ -161,8 +160,8 @@ class Pixels:
     def batches(self, limit: int, training: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield uint8 images [B, 3, S, S] with labels [B] of `limit` validation images; 0: all.
 
-        A dataset's are evenly spaced, a DataLoader's are its first ones. `training`: training images instead,
-        augmented, then rounded to 8 bits and cropped to the size of the others.
+        They are evenly spaced. `training`: training images instead, augmented, then rounded to 8 bits and cropped to
+        the size of the others.
         """
         if not training:
             for image, label in self._read(self.arguments.val, "val", limit):
@@ -173,14 +172,7 @@ class Pixels:
             yield resized(self._scaled(image).clamp(0, 255), size).round().to(torch.uint8).numpy(), label
 
     def _read(self, items: Any, split: str, limit: int) -> Iterator[tuple[Tensor, np.ndarray]]:
-        labels = self.arguments.labels
-        if isinstance(items, DataLoader):
-            size = batch_of(items, 1)
-            count = min(limit or len(items.dataset), len(items.dataset))  # type: ignore[arg-type]
-            for batch in BatchLoader(items, size, split, labels).epoch(evaluation_plan(count, size), 0):
-                yield batch.image, batch.label.numpy()
-            return
-        dataset = MapDataset(items, self.arguments.seed, split, labels)
+        dataset = MapDataset(map_style(split, items), self.arguments.seed, split, self.arguments.labels)
         ids = evenly_spaced(len(dataset), limit or len(dataset))
         for batch in batches_of(dataset, ids, BATCH):
             yield batch.image, batch.label.numpy()

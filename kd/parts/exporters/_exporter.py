@@ -1,6 +1,5 @@
 """The contract of a format for kd-export, kd-serve and kd-verify. Imports nothing heavy: kd-serve has no torch."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,3 @@ class Exporter:
     def precision(self, path: Path, claimed: str) -> str:
         """Return the type of a graph's weights in its file; the claimed type if the file cannot be read."""
         return claimed
-
-
-def digits(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -8,8 +8,8 @@ projector: similarities are comparable between different widths. With x the pool
 
 The value of image i is the mean over j, so the mean over B is the paper's loss.
 
-Not handled: only the images of this rank's micro-batch are compared. One image alone has no gradient. Images of weight
-0 (padding) count among the others. It is invariant to rotations, so `agreement` compares similarities.
+Not handled: only the images of this rank's micro-batch are compared. Images of weight 0 (padding) count among the
+others. It is invariant to rotations, so `agreement` compares similarities.
 
 Shape legend: B images of a batch, D features.
 """
@@ -23,7 +23,7 @@ from kd.core.facts import NoOptions as Options
 from kd.core.types import Batch, Dims, Outputs
 from kd.parts.losses._features import require_features
 
-facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True)
+facts = LossFacts(teacher=True, features=frozenset({"pooled"}), agreement=True, images=2)
 
 
 class CCKD(nn.Module):

@@ -10,7 +10,7 @@ With Q the student's and P the teacher's probabilities [B, C] at temperature T, 
 L_inter has one value per image. L_intra is one number per batch and is added to each image, so that the mean over B
 is the paper's loss.
 
-Not handled: L_intra uses only this rank's micro-batch. One image gives it no gradient; a few give a noisy one. Images
+Not handled: L_intra uses only this rank's micro-batch. Two images give it no gradient; a few give a noisy one. Images
 of weight 0 (padding) count in its statistics. With two classes, rho(Q_i:, P_i:) is 1 or -1 and has no gradient. Equal
 student probabilities (a classifier initialized to zero) have very large gradients, because of the 1e-8: clip them.
 
@@ -26,8 +26,6 @@ from torch.nn import functional as F
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
 from kd.core.types import Batch, Dims, Outputs
-
-facts = LossFacts(teacher=True, logits="softmax")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +62,11 @@ def _correlate(a: Tensor, b: Tensor, dim: int) -> Tensor:
     norms = torch.linalg.vector_norm(a, dim=dim) * torch.linalg.vector_norm(b, dim=dim)
     # The authors' 1e-8 is part of the method: it suppresses classes that neither model predicts in this batch.
     return (a * b).sum(dim=dim) / (norms + 1e-8)
+
+
+def facts(options: Options) -> LossFacts:
+    """Return what the loss reads."""
+    return LossFacts(teacher=True, logits="softmax", images=3 if options.gamma else 1)  # rho of 2 images is 1 or -1
 
 
 def build(options: Options, dims: Dims) -> Loss:

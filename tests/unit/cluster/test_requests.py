@@ -20,6 +20,7 @@ from kd import config
 from kd.cluster import aws as sending
 from kd.cluster import requests
 from kd.cluster.cloudwatch import definitions
+from kd.cluster.hosts import hyperparameters
 from kd.config import instances
 from kd.config.explain import explain
 from kd.config.flat import flat
@@ -68,6 +69,32 @@ def test_a_configuration_survives_as_texts(food):
     assert keys["run.folder"] == "${oc.env:NOWHERE,runs}"
     again = config.load({}, [f"{key}={text}" for key, text in keys.items()])
     assert config.to_dict(again) == config.to_dict(config.load(food, overrides))
+
+
+WEIGHTS = ", ".join(f"{1 + number / 7:.17g}" for number in range(140))
+LONG = {
+    "a long value": (f"losses=[{{kind: ce, class_weights: [{WEIGHTS}]}}]",),
+    "many keys": tuple(f"teacher.args.key_{number}='crème {number}'" for number in range(120)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_configuration_of_any_length_reaches_the_job(food, command, tmp_path, kind):
+    """SageMaker takes at most 100 hyperparameters of at most 2,500 characters."""
+    sent = dry(command, food, *LONG[kind], *G5)["CreateTrainingJob"]["HyperParameters"]
+    assert len(sent) <= 100
+    assert max(map(len, sent.values())) <= 2500
+    file = tmp_path / "hyperparameters.json"
+    file.write_text(json.dumps(sent | {"sagemaker_region": "us-east-1"}))
+    read = config.load({}, hyperparameters(file), here=False)
+    expected = config.load(
+        food, [*LONG[kind], "data.root=/opt/ml/input/data/data-root", "backend.kind=cuda"], here=False
+    )
+    for section in ("losses", "teacher", "data", "student", "optimizer", "backend"):
+        own, other = getattr(read, section), getattr(expected, section)
+        if section == "teacher":
+            other = dataclasses.replace(other, fit=own.fit)  # its folder is that of the checkpoints
+        assert own == other
 
 
 P4D, G5 = ("--instance", "ml.p4d.24xlarge"), ("--instance", "ml.g5.xlarge")

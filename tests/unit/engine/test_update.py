@@ -12,7 +12,7 @@ from kd.core.evaluation import Evaluator
 from kd.core.types import State
 from kd.engine.loop import evaluate, train
 from kd.engine.run import Stopping
-from kd.setup.student import load_student
+from kd.engine.snapshot import load_student
 
 CASES = {
     "live": (),

@@ -202,6 +202,8 @@ def test_ema_hands_back_the_average():
         ({"losses": [{"kind": "kll"}]}, r"^losses\[0\]: no part named 'kll' in losses. .*Did you mean 'kl'"),
         ({"losses": [{"kind": "kl", "temp": 1}]}, r"^losses\[0\]\['temp'\]: no such key"),
         ({"optimizer": {"lrr": 1}}, r"^optimizer\['lrr'\]: no such key"),
+        ({"losses": "dist", "batch_size": 2}, r"^batch_size: gives 'dist' micro-batches of 2, .* 3 or more"),
+        ({"losses": Criterion([loss_term("dist")]), "batch_size": 1}, r"^batch_size: gives 'dist' micro-batches of 1"),
         ({"sifter": "histry"}, r"^sifter: no part named 'histry'.*Did you mean 'history'"),
         ({"epochs": 0}, r"^epochs: is 0"),
         ({"workers": -1}, r"^workers: is -1"),
@@ -218,12 +220,31 @@ def test_a_mistake_is_one_line(changes: dict, message: str):
         distill(network(16, 1), network(4, 2), data(70, 3), **changes)
 
 
-def test_validation_has_one_order():
-    """The teacher's outputs are computed once, and kept by position."""
-    for loader in (DataLoader(data(70, 3), 16, shuffle=True), DataLoader(data(70, 3), 16, sampler=Part(range(32)))):
-        with pytest.raises(ConfigError, match=r"^val: is a DataLoader that shuffles"):
-            distill(network(16, 1), network(4, 2), data(70, 3), val=loader)
-    distill(network(16, 1), network(4, 2), data(70, 3), val=DataLoader(data(33, 9), 16), epochs=1)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("images", "how"),
+    [
+        (100, {"batch_size": 64, "drop_last": True}),
+        (100, {"batch_size": 64}),
+        (100, {"batch_size": 128, "drop_last": True}),
+        (100, {"batch_size": 64, "shuffle": True}),
+        (40, {"batch_size": 16, "sampler": Part(range(40))}),
+        (40, {"batch_sampler": BatchSampler(Part(range(40)), 16, True)}),
+        (5, {"batch_size": 16, "sampler": Uncounted()}),
+    ],
+    ids=["dropped last", "short last", "no whole batch", "shuffled", "a part", "batches of a part", "uncounted"],
+)
+def test_every_image_that_a_validation_loader_draws_is_scored(workers, images, how):
+    """Sorted by class: the last batch, which `drop_last` leaves out, is another class than the others."""
+    image, label = data(100, 9).tensors
+    order = label.argsort()
+    items, student = TensorDataset(image[order], label[order]), network(4, 2)
+    loader = DataLoader(items, num_workers=workers, **how)
+    result = distill(network(16, 1), student, data(70, 3), val=loader, epochs=2, optimizer={"lr": 1e-9})
+    with torch.no_grad():
+        right = student(image[order]).argmax(1) == label[order]
+    for row in (row for row in result.rows if row["kind"] == "val"):
+        assert row["accuracy"] == pytest.approx(right[:images].float().mean().item())
 
 
 def test_a_dataloader_cannot_be_sifted_by_id():
@@ -516,7 +537,6 @@ def test_images_in_float64_labels_as_floats_and_a_loss_by_its_name(changes: dict
         ({"train": iter([])}, r"train: is list_iterator"),
         ({"train": data(0, 3)}, r"train: is empty"),
         ({"val": data(0, 3)}, r"val: is empty"),
-        ({"val": DataLoader(data(9, 3), 16)}, r"val: has 9 images, and a batch 16"),
         ({"train": [(one, 1.7) for one, _ in data(40, 3)]}, r"train: item \d+ has the label 1\.7.*Whole numbers"),
         ({"train": DataLoader([(one, 1.7) for one, _ in data(40, 3)], 16)}, r"train: batch 0 has the label 1\.7"),
         ({"train": [(one, "fig") for one, _ in data(40, 3)]}, r"train: item \d+ .*A label is a number"),

@@ -20,6 +20,7 @@ from kd.config.tuning import Augment
 from kd.core.errors import ConfigError, ConfigErrors, ModelError, RunError
 from kd.core.types import State
 from kd.files.run_dir import RunDir
+from kd.jobs.check import check
 from kd.jobs.description import describe
 from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
@@ -206,6 +207,29 @@ def test_a_fit_evaluates_no_more_images_at_once_than_it_trains_on(settings):
     assert batches("data.eval_batch=500", "data.micro_batch=2") == 2
     assert batches("data.eval_batch=3") == 3
     assert batches() == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "ranks", "message"),
+    [
+        ("cckd", {"micro_batch": 1}, 1, r"^data\.micro_batch: gives 'cckd' micro-batches of 1, .* 2 or more"),
+        ("cckd", {"eval_batch": 1}, 1, r"^data\.eval_batch: gives 'cckd' micro-batches of 1, .* 2 or more"),
+        ("cckd", {}, 8, r"^data\.batch_size: gives 'cckd' micro-batches of 1, .* 2 or more on each rank"),
+        ("dist", {"micro_batch": 2}, 1, r"^data\.micro_batch: gives 'dist' micro-batches of 2, .* 3 or more"),
+        ("dist", {}, 4, r"^data\.batch_size: gives 'dist' micro-batches of 2, .* 3 or more on each rank"),
+    ],
+)
+def test_a_loss_that_compares_images_needs_several_at_once(settings, monkeypatch, kind, changes, ranks, message):
+    """One image alone has a loss of 0 and agrees perfectly."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    settings["data"] |= {"batch_size": 8, **changes}
+    enough = {"dist": ["data.micro_batch=0"], "cckd": ["data.micro_batch=2", "data.eval_batch=2"]}[kind]
+    for losses in (f"[{{kind: {kind}}}]", f"[{{kind: kl}}, {{kind: {kind}, weight: 0.5}}]"):
+        with pytest.raises(ConfigError, match=message):
+            check(resolve(config.load(settings, [f"losses={losses}"])))
+    check(resolve(config.load(settings, [f"losses=[{{kind: kl}}, {{kind: {kind}, weight: 0.0}}]"])))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check(resolve(config.load(settings, [f"losses=[{{kind: {kind}}}]", *enough])))
 
 
 def test_a_fit_with_fewer_labels_than_its_batch_is_refused_under_its_own_key(settings):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from kd.core.errors import ModelError
+import kd
+from kd.core.errors import BadImage, ModelError
 from kd.core.facts import Network
 from kd.deploy.serve.model import _output, describe, load
 from kd.files.manifest import checksum
@@ -41,6 +43,18 @@ def test_each_label_has_its_own_threshold_and_band():
     assert _output(found, config)[1] == output
     with pytest.raises(ValueError, match=r"output\.thresholds is missing"):
         _output({"name": "logits"}, config)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_a_picture_without_a_known_range_is_named(exported, mode):
+    """It was "damaged or cut short"."""
+    model, picture = kd.load(exported), Image.new("L", (20, 24), 90)
+    with pytest.raises(BadImage, match=rf"^Image: The image has pixels of mode {mode}, .*8 or 16 bits per channel\."):
+        model(picture.convert(mode))
+    assert model(picture.convert(mode), on_error="none") is None
+    sixteen = Image.fromarray(np.asarray(picture).astype(np.uint16) * 257)
+    assert sixteen.mode == "I;16"
+    assert model(sixteen) == model(picture)
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model.int8.onnx"])
