@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,7 @@ class LoadedGraph(Description):
 
     def _answer(self, picture: Any, top: int, skip: bool) -> Answer | None:
         try:
-            values = self.engine(self.pixels(picture)[None])
+            values = self.engine(self.decode(self.open(picture, LOCAL)).pixels[None])
         except (Problem, OSError) as error:
             if skip:
                 return None
@@ -282,29 +283,32 @@ class LoadedGraph(Description):
         count = min(top or len(self.labels), len(self.labels))
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
-    def check_itself(self) -> bool | None:
+    def check_itself(self, run: self_check.Run | None = None) -> bool | None:
         """Run the self-check; None: the export has no self-check, or it is off.
 
+        `run`: the `map` of an executor whose threads call the graph. Default: one of two threads.
+
         Raises:
-            SelfCheckError: pixels or outputs differ from those at the export.
+            SelfCheckError: pixels, outputs or labels differ from those at the export.
         """
         if self.check is None:
             return None
         content = read_verified(self.folder, self_check.FILE, self.files)
         try:
-            found = self_check.differences(self_check.read(content), self.file, self.pixels, self.engine)
+            arrays = self_check.read(content)
+            run = run or ThreadPoolExecutor(2).map
+            reading = (self.crop, self.margin, self.bits)
+            found = self_check.differences(arrays, self.file, self.engine, *reading, run)
         except self_check.SelfCheckError:
             raise
-        except KeyError as error:
-            raise invalid_export(f"'{self_check.FILE}' has no array {error}") from error
         except Exception as error:  # runtimes have their own, unrelated error types
             raise invalid_export(f"the self-check cannot be made ({in_short(error)})") from error
         self_check.require(self.file, found, self.check, self.packages)
+        if "labels" in arrays:
+            (answer,) = self.answers(-np.arange(len(self.labels))[None], 0)  # each label once, in their order
+            if [row["label"] for row in answer["top"]] != arrays["labels"].tolist():
+                raise self_check.SelfCheckError("export", "the labels of the answers differ from those at the export")
         return True
-
-    def pixels(self, picture: Any) -> np.ndarray:
-        """Return the crop of a picture (see `__call__`), uint8 [3, S, S]; OSError or Problem: it is not an image."""
-        return self.decode(self.open(picture, LOCAL)).pixels
 
     def warm_up(self, times: int = 3) -> None:
         """Run the graph on a grey image, so the first client does not wait for allocations."""

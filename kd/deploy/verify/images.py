@@ -20,7 +20,7 @@ from kd.deploy.export import parity
 from kd.deploy.export.parity import BATCH, Batches
 from kd.deploy.predict.image_list import GONE, find
 from kd.deploy.serve.decoding import prepare
-from kd.deploy.serve.limits import LOCAL, Problem
+from kd.deploy.serve.limits import Problem
 from kd.deploy.verify.claims import IMAGES, Claims
 
 Line = tuple[int, int, Sequence[str] | None]
@@ -83,7 +83,7 @@ class Shown:
             else:
                 truth = np.array([-1 if one is None else labels.index(one[0]) for one in names])
             try:
-                files = [prepare(self.read(crc), size, crop, LOCAL, margin, bits) for crc in crcs]
+                files = [prepare(self.read(crc), size, crop, margin=margin, bits=bits) for crc in crcs]
             except Problem as problem:
                 raise DataError("--data", f"an image of the export: {problem.detail}") from problem
             yield np.stack([file.pixels for file in files]), truth, crcs
