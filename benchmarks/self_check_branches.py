@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("exports", nargs="*")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--old", action="append", default=[], metavar="FOLDER")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.part == "start":
         start(options.exports, options.before)
     else:
