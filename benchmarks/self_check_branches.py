@@ -122,13 +122,17 @@ def shifted(path: Path, by: int, to: Path) -> Path:
     return to
 
 
+def version(folder: str) -> str:
+    return child("import onnxruntime; print(onnxruntime.__version__)", PYTHONPATH=folder).strip()
+
+
 def int8(exports: list[str], old: list[str]) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "mask").mkdir()
         mask = masked(folder / "mask")
-        honest = {f"onnxruntime of {Path(path).name}": {"PYTHONPATH": path} for path in old}
+        honest = {f"onnxruntime {version(path)}": {"PYTHONPATH": path} for path in old}
         honest |= {"without AVX": {**mask, "MASK_UNITS": "sse"}}
         for model, seed, side, exact, graph in graphs(folder, exports):
             pictures = check.pictures(BRANCHES[:4], side, 16)

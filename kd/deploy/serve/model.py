@@ -90,8 +90,10 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         told = manifest.get(self_check.KEY, {}).get(file)
         if told is None and {file, self_check.FILE} <= files.keys():
             raise ValueError(f"it has no {self_check.KEY} of {file}")
-        check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed") if told is not None else None
-        least = _text(told["least"], f"{self_check.KEY}.least") if told is not None else "0"
+        check, least = None, "0"
+        if told is not None:
+            check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed")
+            least = _text(told["least"], f"{self_check.KEY}.least")
         installed = manifest.get("environment", {}).get("packages", {})
         packages = {name: _text(one, "environment.packages") for name, one in installed.items()}
     except KeyError as error:
@@ -296,18 +298,18 @@ class LoadedGraph(Description):
         content = read_verified(self.folder, self_check.FILE, self.files)
         try:
             arrays = self_check.read(content)
-            run = run or ThreadPoolExecutor(2).map
-            reading = (self.crop, self.margin, self.bits)
-            found = self_check.differences(arrays, self.file, self.engine, *reading, run)
+            found = self_check.differences(
+                arrays, self.file, self.engine, self.crop, self.margin, self.bits, run or ThreadPoolExecutor(2).map
+            )
+            if "labels" in arrays:
+                (answer,) = self.answers(-np.arange(len(self.labels))[None], 0)  # each label once, in their order
+                if [row["label"] for row in answer["top"]] != arrays["labels"].tolist():
+                    raise self_check.SelfCheckError("export", "the labels of answers differ from those at the export")
         except self_check.SelfCheckError:
             raise
         except Exception as error:  # runtimes have their own, unrelated error types
             raise invalid_export(f"the self-check cannot be made ({in_short(error)})") from error
         self_check.require(self.file, found, self.check, self.packages)
-        if "labels" in arrays:
-            (answer,) = self.answers(-np.arange(len(self.labels))[None], 0)  # each label once, in their order
-            if [row["label"] for row in answer["top"]] != arrays["labels"].tolist():
-                raise self_check.SelfCheckError("export", "the labels of the answers differ from those at the export")
         return True
 
     def warm_up(self, times: int = 3) -> None:

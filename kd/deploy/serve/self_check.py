@@ -9,6 +9,7 @@ as a batch, two at the same time, and the labels of all classes are compared. Ol
 """
 
 import io
+import math
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,11 +43,10 @@ exact integers: seen 0.12 between versions of OpenVINO. Without VNNI sums overfl
 dynamic."""
 DRIFT = 10
 """TODO"""
-UNREADABLE = "cannot be decoded on this machine"
 MAX_BYTES = 2**28  # largest size of the file's arrays: five crops of 4,096 pixels
 
 
-Run = Callable[[Engine, Iterable[np.ndarray]], Iterable[np.ndarray]]
+Run = Callable[..., Iterable[np.ndarray]]  # `map`, or that of an executor
 
 
 class SelfCheckError(ModelError):
@@ -146,12 +146,13 @@ def differences(
         if boxed(content) and not HEIF:  # the endpoint answers 415
             continue
         try:
-            decoded = prepare(content, stored.shape[-1], crop, margin=margin, bits=bits)
+            decoded = prepare(content, math.isqrt(stored.size // 3), crop, margin=margin, bits=bits)
         except Exception as error:  # decoders raise unrelated error types
-            raise SelfCheckError("export", f"picture {i} of the self-check {UNREADABLE} ({in_short(error)})") from error
+            wrong = f"picture {i} of the self-check cannot be decoded on this machine ({in_short(error)})"
+            raise SelfCheckError("export", wrong) from error
         change = decoded.pixels.astype(np.float64) - stored
         mean = np.abs(change.mean(axis=(1, 2))).max()
-        levels.append((float(max(np.abs(change).max(), mean * LEVELS / MEAN)), f"{i} ({decoded.summary})"))
+        levels.append((max(np.abs(change).max(), mean * LEVELS / MEAN), f"{i} ({decoded.summary})"))
     logits = outputs(engine, pixels, CUTS if len(crops) else range(1, len(pixels)), run)
     largest, graph = _largest(logits, arrays[file]), registry.graphs()[file]
     if len(crops) and graph.precision == "int8" and not graph.integer:

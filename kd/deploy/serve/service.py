@@ -43,8 +43,7 @@ class Service:
     def load(self) -> None:
         """Load the model, warm up every thread, and run the self-check; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
-        for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
-            warming.result()
+        list(self._pool.map(model.warm_up, [3] * self.slots))  # on every thread; three times each
         try:
             self.metrics.self_check = model.check_itself(self._pool.map)
         except SelfCheckError as error:

@@ -324,7 +324,7 @@ def test_another_order_of_the_classes_is_noticed(order, honest, tmp_path):
     labels = json.loads((honest / "config.json").read_text())["label_names"]
     liar.set("label_names", [labels[i] for i in order], "config.json")
     liar.reseal()
-    with pytest.raises(SelfCheckError, match="labels of the answers differ"):
+    with pytest.raises(SelfCheckError, match="labels of answers differ"):
         kd.load(liar.folder)
 
 
