@@ -68,10 +68,7 @@ class Description:
 
 
 def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
-    """Read and check an untrusted export's manifest and labels, for the graph `file` or the default.
-
-    Without `checked` the self-check is off.
-    """
+    """Read and check an untrusted export, for the graph `file` or the default; `checked`: with its self-check."""
     folder = _export_in(folder)
     manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
     try:
@@ -286,9 +283,7 @@ class LoadedGraph(Description):
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
     def check_itself(self, run: self_check.Run | None = None) -> bool | None:
-        """Run the self-check; None: the export has no self-check, or it is off.
-
-        `run`: the `map` of an executor whose threads call the graph. Default: one of two threads.
+        """Run the self-check; None: there is none, or it is off. `run`: an executor's `map` (default: of two threads).
 
         Raises:
             SelfCheckError: pixels, outputs or labels differ from those at the export.

@@ -380,3 +380,22 @@ def test_an_older_export_is_checked_as_before(name, honest, tmp_path):
     liar.reseal()
     with pytest.raises(SelfCheckError, match="the pixels of self-check picture"):
         kd.load(liar.folder, name)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"crops": np.zeros((31, 1, 1, 10**6), np.uint8)},  # resized to a million pixels a side it would fill the memory
+        {"crops": np.zeros(31, np.uint8)},
+        {"pixels": np.zeros(4, np.uint8)},
+    ],
+    ids=["a line", "numbers", "no pictures"],
+)
+def test_a_strangers_shapes_are_refused_in_one_line(arrays, honest, tmp_path):
+    liar = Liar(shutil.copytree(honest, tmp_path / "export"))
+    np.savez(liar.folder / FILE, **{**np.load(honest / FILE), **arrays})
+    liar.reseal()
+    with pytest.raises(
+        ModelError, match=r"the self-check cannot be made|picture \d .* cannot be decoded"
+    ):
+        kd.load(liar.folder)
