@@ -45,8 +45,8 @@ except kd.KdError as error:
     verdict = type(error).__name__
 begin = time.process_time()
 arrays = self_check.read(read_verified(model.folder, self_check.FILE, model.files))
-pixels, _, logits = self_check.differences(arrays, file, model.pixels, model.engine)
-found = {"start_s": without, "check_s": time.process_time() - begin, "pixels": pixels, "logits": logits}
+off = self_check.differences(arrays, file, model.engine, model.crop, model.margin, model.bits)
+found = {"start_s": without, "check_s": time.process_time() - begin, "pixels": off.pixels, "logits": off.logits}
 print(json.dumps({**found, "verdict": verdict, **versions("onnxruntime", "openvino", "pillow")}))
 """
 MASK = r"""

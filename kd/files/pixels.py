@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
@@ -237,3 +238,18 @@ def centre_crop(image: Image.Image, size: int, crop: float) -> Image.Image:
 def planes(image: Image.Image, size: int, crop: float) -> np.ndarray:
     """Return the `centre_crop` of an RGB image as the graphs take it, uint8 [3, size, size]."""
     return np.ascontiguousarray(np.asarray(centre_crop(image, size, crop)).transpose(2, 0, 1))
+
+
+ORIENTATION = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0%c\0\0\0\0\0\0"  # an EXIF block of one short
+TURNED = ({"exif": ORIENTATION % orientation} for orientation in range(2, 9))
+BRANCHES = (
+    *product(["JPEG"], ["RGB", "L", "CMYK"], [1.5], [{}]),
+    *product(["JPEG"], ["RGB"], [4, 8, 16, 0.5], [{}]),  # decoded at 1/2, 1/4 and 1/8 of its sides; enlarged
+    *product(["JPEG"], ["RGB"], [1.5], [{"progressive": True}, {"subsampling": 0}, *TURNED]),
+    *product(["PNG"], ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"], [1.5], [{}]),
+    ("PNG", "P", 1.5, {"transparency": 7}),
+    *product(["WEBP", "HEIF"], ["RGB", "RGBA"], [1.5], [{}]),
+)
+"""The branches of the decoder, Pillow's and `to_rgb`'s, as pictures that take them: format, mode, shorter side over
+that of the crop, options of `Image.save`. A self-check has a picture of each. Pillow cannot write, so no picture has:
+colour of 16 bits a channel, interlaced PNG."""

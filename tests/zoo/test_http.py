@@ -13,13 +13,17 @@ import io
 import json
 import re
 import shutil
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pieces import wait_until
 from PIL import Image, features
@@ -124,6 +128,7 @@ CASES = [
     Case("image twice", 400, "twice", lambda f: f'{{"image": "{f.text}", "image": "{f.text}"}}'.encode(), JSON),
     Case("top in JSON", 200, body=document(lambda f: {"image": f.text, "top": 2}), kind=JSON, top=2),
     Case("top in JSON that is none", 400, "top", document(lambda f: {"image": f.text, "top": [2]}), JSON),
+    Case("json lines", 400, "JSON lines", lambda f: 2 * (text(photo_text)(f) + b"\n"), JSON),
     Case("a byte order mark", 200, body=lambda f: b"\xef\xbb\xbf" + text(photo_text)(f), kind=JSON),
     # RFC 2397: what a browser's FileReader returns.
     Case("data url", 200, body=text(lambda f: f"data:image/jpeg;base64,{f.text}"), kind=JSON),
@@ -171,6 +176,10 @@ CASES = [
     Case("form, a part with a name alone", 200, body=form(('name="file"', photo)), kind=FORM),
     Case("form, a name of RFC 5987", 200, body=form(("name=file; filename*=UTF-8''%C3%A9.jpg", photo)), kind=FORM),
     Case("form, a boundary in quotes", 200, body=form((PHOTO, photo)), kind='multipart/form-data;a=b; boundary="x"'),
+    # RFC 9110 5.6.6: names of parameters ignore case, and are whole words.
+    Case("form, Boundary", 200, body=form((PHOTO, photo)), kind="multipart/form-data; Boundary=x"),
+    Case("form, x-boundary", 200, body=form((PHOTO, photo)), kind="multipart/form-data; x-boundary=y;boundary=x"),
+    Case("form, x-boundary alone", 400, "boundary", form((PHOTO, photo)), "multipart/form-data; x-boundary=x"),
     Case("form, urlencoded", 415, ACCEPTS, field("image=abc"), "application/x-www-form-urlencoded"),
     # RFC 9110 8.4: codings of the content; 15.5.16: 415 says which are accepted.
     Case("gzip", 200, body=lambda f: gzip.compress(f.photo), headers=GZIP),
@@ -256,9 +265,9 @@ def send(server: Running, case: Case, body: bytes, identity: str) -> Reply:
 
 
 def reply_of(connection: socket.socket, method: str = "POST") -> Reply:
-    response = http.client.HTTPResponse(connection, method=method)
-    response.begin()
-    return Reply(response.status, {key.lower(): value for key, value in response.getheaders()}, response.read())
+    with closing(http.client.HTTPResponse(connection, method=method)) as response:
+        response.begin()
+        return Reply(response.status, {key.lower(): value for key, value in response.getheaders()}, response.read())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -379,6 +388,88 @@ def test_an_address_that_is_not_of_this_machine(refused, exported):
         message = refused("serve", exported, "--host", host, "--port", "0")
         assert message.startswith(f"--host: cannot listen at {host}:0 (")
         assert message.endswith("127.0.0.1, or 0.0.0.0 for all of them. Choose another --host.")
+
+
+# ----------------------------------------------------------------------------------------------------- what is to come
+
+to_come = pytest.mark.xfail(strict=True, reason="issue: The endpoint stands on a server")
+
+
+@to_come
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(b"OPTIONS * HTTP/1.1\r\n%s\r\n", id="OPTIONS *, RFC 9110 9.3.7"),
+        pytest.param(b"\r\nGET /ping HTTP/1.1\r\n%s\r\n", id="an empty line first, RFC 9112 2.2"),
+    ],
+)
+def test_a_server_must_answer(sent, server):
+    assert re.match(rb"HTTP/1\.1 20[04] ", server.raw(sent % b"Host: kd\r\nConnection: close\r\n"))
+
+
+@to_come
+def test_a_phones_picture_of_48_megapixels_is_answered(server):
+    """Its JPEG has 8 to 15 MB; the limit of 6 MiB is SageMaker's."""
+    noise, file = np.random.default_rng(0).integers(0, 256, (2600, 3000, 3), np.uint8), io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=95)
+    assert 8_000_000 < len(file.getvalue()) < 15_000_000
+    assert server.post(file.getvalue(), "image/jpeg").status == 200
+
+
+def head(body: bytes) -> bytes:
+    lines = b"POST /invocations HTTP/1.1\r\nHost: kd\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
+    return lines % len(body)
+
+
+@to_come
+def test_a_client_that_has_closed_its_side_gets_its_answer(server):
+    """RFC 9112 9.6: half a close is none. Today it is logged as 200, and nothing is sent."""
+    file = io.BytesIO()
+    Image.new("RGB", (4000, 4000)).save(file, "PNG")  # still being decoded when the side is closed
+    with socket.create_connection((server.host, server.port), timeout=10) as connection:
+        connection.sendall(head(file.getvalue()) + file.getvalue())
+        connection.shutdown(socket.SHUT_WR)
+        assert reply_of(connection).status == 200
+
+
+@to_come
+@pytest.mark.parametrize("seen", ["in the metrics", "at the end"])
+def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
+    half = len(files.photo) // 2
+    with Running(exported) as server, ExitStack() as stack:
+        uploads = [stack.enter_context(socket.create_connection((server.host, server.port), 20)) for _ in range(8)]
+        for upload in uploads:
+            upload.sendall(head(files.photo) + files.photo[:half])
+
+        def metric(name: str) -> float:
+            return lines_of(server.get("/metrics").body.decode(), name)[""]
+
+        wait_until(lambda: metric("kd_buffered_bytes") == 8 * half)
+        if seen == "in the metrics":
+            assert metric("kd_in_flight") == 8
+        server.process.terminate()
+        time.sleep(0.5)
+        for upload in uploads:
+            upload.sendall(files.photo[half:])
+        assert [reply_of(upload).status for upload in uploads] == [200] * 8
+        assert server.wait() == 0
+        assert seen == "in the metrics" or "ending: 8 requests are in progress" in server.errors
+
+
+@to_come
+def test_a_hangup_of_the_terminal_ends_it_as_sigterm_does(exported, files):
+    with Running(exported) as server:
+        with socket.create_connection((server.host, server.port), timeout=20) as upload:
+            upload.sendall(head(files.photo) + files.photo[:100])
+            wait_until(lambda: lines_of(server.get("/metrics").body.decode(), "kd_buffered_bytes")[""] == 100)
+            server.process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            try:
+                upload.sendall(files.photo[100:])
+                assert reply_of(upload).status == 200
+            finally:
+                code = server.wait()
+        assert code == 0
 
 
 # ------------------------------------------------------------------------------------------------------- what is served

@@ -7,7 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from kd.core.errors import MissingExtra, ModelError, named
@@ -23,9 +22,7 @@ from kd.deploy.export.parity import EAGER, GraphOutputs
 from kd.deploy.export.variants import INT8, ONNX
 from kd.deploy.serve import self_check
 from kd.deploy.serve.bench import Latency
-from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.engines import open_graph
-from kd.deploy.serve.limits import LOCAL
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.examination import examine
@@ -116,16 +113,11 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
 
 def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Write the self-check of the graphs (the first is model.onnx); return its entry in manifest.json."""
-    data, engines, least = subject.recipe.data, {}, {}
-    for name in names:
-        engines[name] = [open_graph(folder / name, threads) for threads in (1, 2)]
-        least[name] = registry.exporter(name).least(folder / name)
-
-    def decode(file: bytes) -> np.ndarray:
-        return prepare(file, data.image_size, data.crop_pct, LOCAL, bits=data.bits).pixels
-
-    found = self_check.write(folder, data.image_size, decode, engines) if engines else {}
-    return {name: one | least[name] for name, one in found.items()}
+    data, engines = subject.recipe.data, {name: open_graph(folder / name) for name in names}
+    if not engines:
+        return {}
+    entries = self_check.write(folder, engines, subject.classes, data.image_size, data.crop_pct, data.bits)
+    return {name: entry | registry.exporter(name).least(folder / name) for name, entry in entries.items()}
 
 
 @dataclass(slots=True)

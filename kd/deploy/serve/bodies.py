@@ -111,7 +111,7 @@ def _from_json(body: bytes, max_images: int) -> Sent:
     try:
         content = json.loads(body, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise Problem(400, f"The body is not JSON ({type(error).__name__}).") from error
+        raise Problem(400, f"The body is not JSON ({type(error).__name__}). JSON lines are not supported.") from error
     if not isinstance(content, dict) or not {"image", "images"} & content.keys():
         raise Problem(400, f"{SHAPE}.")
     if {"image", "images"} <= content.keys():
@@ -152,7 +152,7 @@ def _from_base64(text: Any) -> bytes:
 
 def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
     """Split a form. Each file is an image, independent of its name; text fields and empty inputs are not."""
-    boundary = re.search(r'boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header)
+    boundary = re.search(r'[;\s]boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header, re.IGNORECASE)
     if boundary is None:
         raise Problem(400, "The content-type has no valid boundary.")
     delimiter, most = b"\r\n--" + boundary[1].strip().encode("ascii"), max_images + MAX_FIELDS

@@ -1,6 +1,5 @@
 """Decode an image file to evaluation's pixels. Limits are checked before pixels are decoded."""
 
-import io
 import os
 import stat
 from collections.abc import Sequence
@@ -9,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from kd.core.errors import in_short
-from kd.deploy.serve.limits import Limits, Problem
-from kd.deploy.serve.self_check import UNREADABLE, SelfCheckError
+from kd.deploy.serve.limits import LOCAL, Limits, Problem
 from kd.deploy.shift import Measures, measure
 from kd.files import pixels
 from kd.files.pixels import HEIF, MARGIN, Beyond, count_scans, least_of_centre, load, planes, reduce
@@ -58,7 +55,7 @@ def check_bytes(size: int) -> None:
 
 
 def prepare(
-    data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN, bits: int = 16
+    data: bytes, size: int, crop: float, limits: Limits = LOCAL, margin: float = MARGIN, bits: int = 16
 ) -> DecodedImage:
     """Decode an image file and crop the share `crop` of the shorter side to `size` pixels."""
     return decode(open_image(data, size, crop, limits, margin), size, crop, bits)
@@ -101,17 +98,6 @@ def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> Decod
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
     cropped = planes(rgb, size, crop)
     return DecodedImage(cropped, opened.summary, measure(cropped))
-
-
-def warm_up(size: int, crop: float, limits: Limits) -> None:
-    """Load the decoders, which Pillow would import with the first image of each format."""
-    for kind in FORMATS:
-        file = io.BytesIO()
-        try:
-            Image.new("RGB", (64, 48)).save(file, kind)
-            prepare(file.getvalue(), size, crop, limits)
-        except (OSError, Problem) as error:
-            raise SelfCheckError("export", f"a {kind} {UNREADABLE} ({in_short(error)})") from error
 
 
 def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:

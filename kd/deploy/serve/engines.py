@@ -61,8 +61,8 @@ def _digits(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def open_graph(path: Path, threads: int = 1) -> Engine:
+def open_graph(path: Path) -> Engine:
     """Open a graph file with its weights beside it, for one call at a time."""
     weights = registry.graphs()[path.name].weights
     beside = path.with_name(weights).read_bytes() if weights else b""
-    return registry.exporter(path.name).load(path.name, path.read_bytes(), beside, threads, 1)
+    return registry.exporter(path.name).load(path.name, path.read_bytes(), beside, 1, 1)

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ class Description:
 
 
 def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
-    """Read and check an untrusted export's manifest and labels, for the graph `file` or the default.
-
-    Without `checked` the self-check is off.
-    """
+    """Read and check an untrusted export, for the graph `file` or the default; `checked`: with its self-check."""
     folder = _export_in(folder)
     manifest, config = _json(folder, MANIFEST), _json(folder, CONFIG)
     try:
@@ -89,8 +87,10 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         told = manifest.get(self_check.KEY, {}).get(file)
         if told is None and {file, self_check.FILE} <= files.keys():
             raise ValueError(f"it has no {self_check.KEY} of {file}")
-        check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed") if told is not None else None
-        least = _text(told["least"], f"{self_check.KEY}.least") if told is not None else "0"
+        check, least = None, "0"
+        if told is not None:
+            check = _number(told["allowed"], 0, 1e30, f"{self_check.KEY}.allowed")
+            least = _text(told["least"], f"{self_check.KEY}.least")
         installed = manifest.get("environment", {}).get("packages", {})
         packages = {name: _text(one, "environment.packages") for name, one in installed.items()}
     except KeyError as error:
@@ -245,7 +245,7 @@ class LoadedGraph(Description):
 
     def _answer(self, picture: Any, top: int, skip: bool) -> Answer | None:
         try:
-            values = self.engine(self.pixels(picture)[None])
+            values = self.engine(self.decode(self.open(picture, LOCAL)).pixels[None])
         except (Problem, OSError) as error:
             if skip:
                 return None
@@ -279,29 +279,30 @@ class LoadedGraph(Description):
         count = min(top or len(self.labels), len(self.labels))
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
-    def check_itself(self) -> bool | None:
-        """Run the self-check; None: the export has no self-check, or it is off.
+    def check_itself(self, run: self_check.Run | None = None) -> bool | None:
+        """Run the self-check; None: there is none, or it is off. `run`: an executor's `map` (default: of two threads).
 
         Raises:
-            SelfCheckError: pixels or outputs differ from those at the export.
+            SelfCheckError: pixels, outputs or labels differ from those at the export.
         """
         if self.check is None:
             return None
         content = read_verified(self.folder, self_check.FILE, self.files)
         try:
-            found = self_check.differences(self_check.read(content), self.file, self.pixels, self.engine)
+            arrays = self_check.read(content)
+            found = self_check.differences(
+                arrays, self.file, self.engine, self.crop, self.margin, self.bits, run or ThreadPoolExecutor(2).map
+            )
+            if "labels" in arrays:
+                (answer,) = self.answers(-np.arange(len(self.labels))[None], 0)  # each label once, in their order
+                if [row["label"] for row in answer["top"]] != arrays["labels"].tolist():
+                    raise self_check.SelfCheckError("export", "the labels of answers differ from those at the export")
         except self_check.SelfCheckError:
             raise
-        except KeyError as error:
-            raise invalid_export(f"'{self_check.FILE}' has no array {error}") from error
         except Exception as error:  # runtimes have their own, unrelated error types
             raise invalid_export(f"the self-check cannot be made ({in_short(error)})") from error
         self_check.require(self.file, found, self.check, self.packages)
         return True
-
-    def pixels(self, picture: Any) -> np.ndarray:
-        """Return the crop of a picture (see `__call__`), uint8 [3, S, S]; OSError or Problem: it is not an image."""
-        return self.decode(self.open(picture, LOCAL)).pixels
 
     def warm_up(self, times: int = 3) -> None:
         """Run the graph on a grey image, so the first client does not wait for allocations."""

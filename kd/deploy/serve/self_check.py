@@ -3,13 +3,15 @@
 An export is served on another processor, with another onnxruntime, OpenVINO or Pillow. So each start decodes the
 pictures, runs the graph on their pixels, and refuses differences beyond the export's bound.
 
-The pictures are synthetic, so no photograph is published: noise at three scales, squares and lines, from a seed. They
-are a JPEG decoded at reduced size, a JPEG rotated by EXIF, a PNG, and a transparent PNG.
+The pictures are synthetic, so no photograph is published: noise at three scales, squares and lines, from a seed. Four
+have the size of the graph's input; a small one takes each branch of the decoder (`BRANCHES`). Two go through the graph
+as a batch, two at the same time, and the labels of all classes are compared. Older exports have the four and no labels.
 """
 
 import io
+import math
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +20,15 @@ from PIL import Image
 
 from kd.core.errors import ModelError, in_short
 from kd.core.host import versions
+from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.engines import Engine
+from kd.files.pixels import BRANCHES, HEIF, boxed, load_heif
 from kd.parts import registry
 
 FILE, KEY = "self_check.npz", "self_check"
 SEED = 65  # any other seed would do
+SIDE = 24  # pixels of the crop of a branch's picture: all branches take 6 ms and 100 kB
+CUTS = (2, 3)  # between the graph's calls
 LARGEST_CROP = 512  # pixels; for a larger crop the pictures are enlarged, so files stay small
 LEVELS, MEAN = 4, 0.25
 """Levels (of 255) by which a decoded pixel, and the mean of a picture's channel, may differ: Pillow 10.3 to 13.0 differ
@@ -35,8 +41,12 @@ TIMES, STATIC = 2.0, 0.25
 results that close to float32 differ by at most 2: seen 0.6 for dynamic int8, 0.8 for bfloat16. STATIC: static int8 sums
 exact integers: seen 0.12 between versions of OpenVINO. Without VNNI sums overflow: 0.6 to 1.1 for static int8, 4.5 for
 dynamic."""
-UNREADABLE = "cannot be decoded on this machine"
+DRIFT = 10
+"""TODO"""
 MAX_BYTES = 2**28  # largest size of the file's arrays: five crops of 4,096 pixels
+
+
+Run = Callable[..., Iterable[np.ndarray]]  # `map`, or that of an executor
 
 
 class SelfCheckError(ModelError):
@@ -45,24 +55,26 @@ class SelfCheckError(ModelError):
     exit_code = 3
 
 
-def pictures(size: int) -> list[bytes]:
-    """Return the picture files for a crop of `size` pixels."""
-    draw, side, files, turned = np.random.default_rng(SEED), min(size, LARGEST_CROP), [], Image.Exif()
-    turned[0x0112] = 6  # rotated by 90 degrees
-    jpeg = {"format": "JPEG", "quality": 90}
-    kinds = (
-        (5.0, 4.0, "RGB", jpeg),
-        (2.0, 1.5, "CMYK", {**jpeg, "exif": turned}),
-        (1.5, 1.25, "RGB", {"format": "WEBP", "quality": 90}),
-        (1.25, 1.75, "RGBA", {"format": "PNG"}),
-    )
-    for width, height, mode, options in kinds:
-        picture, file = _painted(int(width * side), int(height * side), draw), io.BytesIO()
-        if mode == "RGBA":
+def pictures(branches: Sequence[tuple], side: int, bits: int) -> list[bytes]:
+    """Return a picture file per branch of `BRANCHES`, for a crop of `side` pixels; of HEIC only if it is installed."""
+    draw, files = np.random.default_rng(SEED), []
+    for kind, mode, scale, options in branches:
+        if kind == "HEIF" and not load_heif():
+            continue
+        height, file = int(scale * side), io.BytesIO()
+        picture = _painted(5 * height // 4, height, draw)
+        if "A" in mode:
             picture.putalpha(_painted(*picture.size, draw).convert("L"))
-        picture.convert(mode).save(file, **options)
+        if mode == "I;16":
+            picture = Image.fromarray(np.asarray(picture.convert("L"), np.uint16) << (bits - 8))
+        picture.convert(mode).save(file, kind, **options)
         files.append(file.getvalue())
     return files
+
+
+def of_both_sizes(size: int, bits: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the picture files for the graph's input of `size` pixels, and the small ones of all branches."""
+    return pictures(BRANCHES[:4], min(size, LARGEST_CROP), bits), pictures(BRANCHES, SIDE, bits)
 
 
 def _painted(width: int, height: int, draw: np.random.Generator) -> Image.Image:
@@ -76,40 +88,38 @@ def _painted(width: int, height: int, draw: np.random.Generator) -> Image.Image:
     return Image.fromarray(picture)
 
 
-def outputs(engine: Engine, pixels: np.ndarray) -> np.ndarray:
-    """Return the logits of each picture, run one at a time as in serving, float32 [N, C]."""
-    return np.concatenate([engine(one[None]) for one in pixels])
+def outputs(engine: Engine, pixels: np.ndarray, cuts: Sequence[int] = CUTS, run: Run = map) -> np.ndarray:
+    """Return the logits of each picture, float32 [N, C]: the first two as a batch, the others alone.
 
-
-def allowed(file: str, found: np.ndarray, others: Sequence[np.ndarray], exact: np.ndarray) -> float:
-    """Return the largest allowed difference of a graph's logits from the `found` ones.
-
-    `others`: logits with other threads and batch sizes; `exact`: the float32 graph's.
+    `run`, such as the `map` of an executor, may run them at the same time.
     """
-    static = registry.graphs()[file].integer
-    spread = TIMES * max(_largest(one, found) for one in others)
-    most = max(spread, (STATIC if static else TIMES) * _largest(found, exact), FLOOR * float(np.abs(exact).max()))
+    return np.concatenate([*run(engine, np.split(pixels, cuts))])
+
+
+def allowed(file: str, found: np.ndarray, exact: np.ndarray) -> float:
+    """Return the largest allowed difference of a graph's logits from the `found` ones; `exact`: the float32 graph's."""
+    times = STATIC if registry.graphs()[file].integer else TIMES
+    most = max(times * _largest(found, exact), FLOOR * float(np.abs(exact).max()))
     return float(f"{most:.3g}")
 
 
 def write(
-    folder: Path, size: int, decode: Callable[[bytes], np.ndarray], engines: Mapping[str, Sequence[Engine]]
+    folder: Path, engines: Mapping[str, Engine], labels: Sequence[str], size: int, crop: float, bits: int
 ) -> dict[str, dict[str, float]]:
-    """Write the pictures, their pixels and each graph's logits; return by graph its entry in manifest.json.
+    """Write pictures, pixels, labels and each graph's logits; return by graph its entry in manifest.json.
 
-    `engines`: per graph one as in serving, then others with other numbers of threads; the first graph is the float32
-    one.
+    `engines`: the first graph is the float32 one.
     """
-    files = pictures(size)
-    pixels = np.stack([decode(file) for file in files])
-    found = {name: outputs(served, pixels) for name, (served, *_) in engines.items()}
-    arrays = {f"picture{i}": np.frombuffer(file, np.uint8) for i, file in enumerate(files)} | {"pixels": pixels}
-    np.savez_compressed(folder / FILE, **arrays, **found)  # type: ignore[arg-type]
-    exact = next(iter(found.values()))
-    return {
-        name: {"allowed": allowed(name, found[name], [served(pixels), *(outputs(one, pixels) for one in more)], exact)}
-        for name, (served, *more) in engines.items()
-    }
+    large, small = of_both_sizes(size, bits)
+    arrays = {f"picture{i}": np.frombuffer(content, np.uint8) for i, content in enumerate(large + small)}
+    arrays["pixels"] = np.stack([prepare(content, size, crop, bits=bits).pixels for content in large])
+    arrays["crops"] = np.stack([prepare(content, SIDE, crop, bits=bits).pixels for content in small])
+    if labels:
+        arrays["labels"] = np.array(labels)
+    logits = {name: outputs(engine, arrays["pixels"]) for name, engine in engines.items()}
+    exact = next(iter(logits.values()))
+    np.savez_compressed(folder / FILE, **arrays, **logits)  # type: ignore[arg-type]
+    return {name: {"allowed": allowed(name, found, exact)} for name, found in logits.items()}
 
 
 def read(content: bytes) -> dict[str, np.ndarray]:
@@ -124,31 +134,37 @@ def read(content: bytes) -> dict[str, np.ndarray]:
 
 
 class Differences(NamedTuple):
-    """The largest differences from the values at the export; infinite if a shape differs."""
+    """The largest differences from the values at the export."""
 
-    levels: float  # largest difference of a pixel, 0 to 255
-    mean: float  # largest difference of a channel's mean
-    logits: float
+    pixels: float  # largest difference of a pixel, 0 to 255, or LEVELS / MEAN times that of a channel's mean
+    picture: str  # the one of that difference
+    logits: float  # or DRIFT times the RMS over the classes of the mean difference; infinite if the shape differs
 
 
 def differences(
-    arrays: Mapping[str, np.ndarray], file: str, decode: Callable[[bytes], np.ndarray], engine: Engine
+    arrays: Mapping[str, np.ndarray], file: str, engine: Engine, crop: float, margin: float, bits: int, run: Run = map
 ) -> Differences:
     """Decode the pictures and run the graph on the stored pixels. SelfCheckError: a picture cannot be decoded here."""
-    pixels, here = arrays["pixels"], []
-    for i in range(len(pixels)):
+    pixels, crops, levels = arrays["pixels"], arrays.get("crops", ()), []
+    for i, stored in enumerate([*pixels, *crops]):
+        content = arrays[f"picture{i}"].tobytes()
+        if boxed(content) and not HEIF:  # the endpoint answers 415
+            continue
         try:
-            here.append(decode(arrays[f"picture{i}"].tobytes()))
-        except KeyError:
-            raise
+            decoded = prepare(content, math.isqrt(stored.size // 3), crop, margin=margin, bits=bits)
         except Exception as error:  # decoders raise unrelated error types
-            raise SelfCheckError("export", f"picture {i} of the self-check {UNREADABLE} ({in_short(error)})") from error
-    off = np.stack(here).astype(np.float64) - pixels if np.shape(here) == pixels.shape else np.array([[[[np.inf]]]])
-    return Differences(
-        float(np.abs(off).max()),
-        float(np.abs(off.mean(axis=(2, 3))).max()),
-        _largest(outputs(engine, pixels), arrays[file]),
-    )
+            wrong = f"picture {i} of the self-check cannot be decoded on this machine ({in_short(error)})"
+            raise SelfCheckError("export", wrong) from error
+        change = decoded.pixels.astype(np.float64) - stored
+        mean = np.abs(change.mean(axis=(1, 2))).max()
+        levels.append((max(np.abs(change).max(), mean * LEVELS / MEAN), f"{i} ({decoded.summary})"))
+    logits = outputs(engine, pixels, CUTS if len(crops) else range(1, len(pixels)), run)
+    largest, graph = _largest(logits, arrays[file]), registry.graphs()[file]
+    if len(crops) and graph.precision == "int8" and not graph.integer:
+        mean = (logits - arrays[file]).mean(0)
+        largest = max(largest, DRIFT * float(np.sqrt(np.square(mean).mean())))
+    level, picture = max(levels)
+    return Differences(level, picture, largest)
 
 
 def _largest(here: np.ndarray, there: np.ndarray) -> float:
@@ -159,16 +175,14 @@ def _largest(here: np.ndarray, there: np.ndarray) -> float:
 
 def require(file: str, found: Differences, most: float, packages: Mapping[str, Any]) -> None:
     """Refuse differences beyond `LEVELS`, `MEAN` and `most`; `packages` are the versions at the export."""
-    runtime, pixels = registry.graphs()[file].runtime, "the pixels of a self-check picture differ"
-    told = (
-        ("Pillow", pixels, "largest", found.levels, LEVELS),
-        ("Pillow", pixels, "mean", found.mean, MEAN),
-        (runtime, f"the outputs of {file} differ", "largest", found.logits, most),
-    )
-    for title, what, kind, off, limit in told:
-        if not off <= limit:
+    runtime = registry.graphs()[file].runtime
+    for title, what, difference, limit in (
+        ("Pillow", f"the pixels of self-check picture {found.picture}", found.pixels, LEVELS),
+        (runtime, f"the outputs of {file}", found.logits, most),
+    ):
+        if not difference <= limit:
             here, there = versions(title.lower())[title.lower()], packages.get(title.lower(), "unknown")
-            wrong = f"on this processor {what} from those at the export: {kind} difference {off:.2g}"
+            wrong = f"on this processor {what} differ from those at the export: largest difference {difference:.2g}"
             wrong += f", {limit:.2g} is allowed; {title} {here} here, {there} there"
             remedy = f"Install {title} {there}" if here != there else "Export on such a processor"
             raise SelfCheckError("export", wrong, "", f"{remedy}, or serve with --no-self-check")

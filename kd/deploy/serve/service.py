@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kd.deploy.serve.bodies import images, unzipped
-from kd.deploy.serve.decoding import check_together, warm_up
+from kd.deploy.serve.decoding import check_together
 from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.model import Description, LoadedGraph, load
@@ -43,11 +43,9 @@ class Service:
     def load(self) -> None:
         """Load the model, warm up every thread, and run the self-check; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
-        for warming in [self._pool.submit(model.warm_up) for _ in range(self.slots)]:
-            warming.result()
+        list(self._pool.map(model.warm_up, [3] * self.slots))  # on every thread; three times each
         try:
-            warm_up(model.size, model.crop, self.limits)
-            self.metrics.self_check = self._pool.submit(model.check_itself).result()
+            self.metrics.self_check = model.check_itself(self._pool.map)
         except SelfCheckError as error:
             self.metrics.self_check, self.reason = False, f"{error}"
             log.error("not ready: %s", error)

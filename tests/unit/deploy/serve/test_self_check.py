@@ -16,12 +16,10 @@ import pytest
 from liars import INT8, Liar
 from onnx import helper, numpy_helper
 from PIL import Image, ImageOps, JpegImagePlugin
-from subjects import SIZE, small_subject
+from subjects import SIZE
 
 import kd
 from kd.core.errors import MissingExtra, ModelError
-from kd.deploy.export.export import write
-from kd.deploy.export.flags import ExportOptions
 from kd.deploy.predict.predict import PredictOptions, predict
 from kd.deploy.serve import self_check
 from kd.deploy.serve.limits import Limits
@@ -29,20 +27,10 @@ from kd.deploy.serve.model import describe
 from kd.deploy.serve.self_check import FILE, SelfCheckError
 from kd.deploy.serve.service import Service
 from kd.deploy.verify.verify import VerifyOptions, verify
+from kd.files.pixels import BRANCHES, to_rgb
 from kd.parts import registry
 
 Array = Callable[[np.ndarray], np.ndarray]
-
-
-@pytest.fixture(scope="session")
-def honest(once) -> Path:
-    """An export. Do not write into it."""
-
-    def build(folder: Path) -> Path:
-        write(small_subject(folder / "runs"), folder / "export", ExportOptions(int8=True))
-        return folder
-
-    return once("self-checked", build) / "export"
 
 
 def graph(change: Callable[[onnx.GraphProto], None], name: str = "model.onnx") -> Callable[[Liar], str]:
@@ -117,7 +105,7 @@ def random(scale: float) -> Array:
 
 
 DIFFER = "differ from those at the export"
-DECODES, HASH = "the pixels of a self-check picture", "sha256"
+DECODES, HASH = r"the pixels of self-check picture \d+ \(.*\)", "sha256"
 GRAPHS: dict[str, Callable[[Liar], str]] = {
     "channels exchanged": graph(exchanged),
     "bias + 1e-2": graph(added(1e-2)),
@@ -207,7 +195,7 @@ def test_a_machine_that_cannot_decode_a_picture_is_named_and_not_the_export(hone
     problem = service.admission_error()
     assert not service.ready
     assert problem is not None
-    assert "a JPEG cannot be decoded on this machine" in problem.detail
+    assert "picture 0 of the self-check cannot be decoded on this machine" in problem.detail
     service.close()
     row = next(row for row in verify(VerifyOptions(export=honest)).rows if "on self_check" in row.what)
     assert row.verdict == "WRONG"
@@ -355,23 +343,20 @@ def test_an_older_export_is_served_without(honest, tmp_path, caplog):
     assert model.check_itself() is None
 
 
-@pytest.mark.parametrize("size", [SIZE, 224])
+@pytest.mark.parametrize("size", [self_check.SIDE, 64])
 def test_the_pictures(size):
-    files = self_check.pictures(size)
-    assert files == self_check.pictures(size)
+    files = self_check.pictures(BRANCHES, size, 16)
+    assert files == self_check.pictures(BRANCHES, size, 16)
     opened = [Image.open(io.BytesIO(file)) for file in files]
-    kinds = [("JPEG", "RGB"), ("JPEG", "CMYK"), ("WEBP", "RGB"), ("PNG", "RGBA")]
-    assert [(one.format, one.mode) for one in opened] == kinds
-    assert opened[1].getexif()[0x0112] == 6
-    assert opened[0].width > 4 * size
-    assert all(np.asarray(one.convert("RGB")).std() > 20 for one in opened)
-    assert sum(map(len, files)) < 400_000
+    assert [(image.format, image.mode) for image in opened] == [branch[:2] for branch in BRANCHES[: len(files)]]
+    assert all(np.asarray(to_rgb(image)).std() > 15 for image in opened)
+    assert sum(map(len, files[:4])) < 400_000
 
 
 def test_the_bound_of_a_graph_is_twice_its_distance_from_float32(tmp_path):
     def returning(value: float) -> Callable[[np.ndarray], np.ndarray]:
         return lambda pixels: np.full((len(pixels), 3), value, np.float32)
 
-    engines = {"model.onnx": [returning(1.0)] * 2, "model.int8.onnx": [returning(1.5)] * 2}
-    found = self_check.write(tmp_path, SIZE, lambda file: np.zeros((3, SIZE, SIZE), np.uint8), engines)
+    engines = {"model.onnx": returning(1.0), "model.int8.onnx": returning(1.5)}
+    found = self_check.write(tmp_path, engines, ("a", "b", "c"), SIZE, 1.0, 16)
     assert {name: one["allowed"] for name, one in found.items()} == {"model.onnx": 1e-4, "model.int8.onnx": 1.0}
