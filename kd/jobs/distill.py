@@ -220,7 +220,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
 
 def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
     """Return the number of reused stored outputs and their cost (None: unknown)."""
-    own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train")) * run.backend.world_size
+    own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train"))
     outputs = max(0, min(state.images, stored) - round(own))
     each = run.teacher.store.seconds_each() if outputs else 0.0  # type: ignore[attr-defined]
     return {"outputs": outputs, "cpu_seconds": None if each is None else outputs * each}
