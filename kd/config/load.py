@@ -137,7 +137,7 @@ def _fill(cls: type, raw: Any, where: str, errors: list[KdError]) -> Any:
         elif part_type is not None or not any("parts" in f.metadata for f in dataclasses.fields(cls)):
             known = [*annotations, *part_types]
             remedy = did_you_mean(str(key), known) or "Remove it"
-            errors.append(ConfigError(path, "no such key", ", ".join(sorted(known)), remedy))
+            errors.append(ConfigError(path, "no such key", f"Allowed: {', '.join(sorted(known))}", remedy))
     if part_type is not None:
         values["options"] = _construct(part_type, foreign, where, errors)
     if cls is BackendSection and raw.get("kind", "auto") == "auto":
@@ -273,7 +273,7 @@ def _part_options(cls: type, raw: dict[str, Any], where: str, errors: list[KdErr
         kind = _auto_backend() if folder == "backends" else registry.names(folder)[0]
     try:
         if not isinstance(kind, str) or not kind:
-            allowed = ", ".join(registry.names(folder))
+            allowed = f"Allowed: {', '.join(registry.names(folder))}"
             raise ConfigError(f"{where}.kind", "is missing" if not kind else f"is {kind!r}", allowed, "Set it")
         return registry.options_type(folder, kind, f"{where}.kind")
     except KdError as error:

@@ -47,7 +47,7 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         reason = in_short(error, 400)
         raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
     if not OmegaConf.is_dict(raw):
-        raise ConfigError(str(path), "holds no sections", ", ".join(types_of(Config)), "Add them")
+        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(types_of(Config))}", "Add them")
     return raw
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,23 +12,21 @@ from pathlib import Path
 import torch
 
 from kd.config import instances
-from kd.config.reads import build_task
-from kd.config.schema import LossSection, SifterSection, TaskSection
+from kd.config.schema import SifterSection
 from kd.core.contracts import Backend, Sifter, Teacher
 from kd.core.host import cores
 from kd.core.text import clock, money
-from kd.core.types import Batch, Costs, Dims, Outputs
+from kd.core.types import Batch, Costs, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.timing import FEWEST, Timed, loading, timed
-from kd.models.classifier import Classifier
-from kd.models.live_teacher import NoTeacher, Uncached
+from kd.models.live_teacher import NoTeacher
 from kd.parts import registry
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
 from kd.setup.data import BatchSplit, Data, split_batch, workers_of
-from kd.setup.modes import Trial, Work, noise, torch_mode
+from kd.setup.modes import Trial, Work, torch_mode
 from kd.setup.recipe import Recipe, fit_folders, is_fitted, resolve
-from kd.setup.student import apply_mode, build_criterion, build_distillation
+from kd.setup.student import apply_mode, build_distillation
 
 AIM = 1.1
 """Cost of labels alone for which a key is told, as a share of the cost of distilling: nine checks of two runs on a
@@ -52,13 +49,11 @@ class Bench:
     @classmethod
     def of(cls, recipe: Recipe, data: Data, backend: Backend) -> Bench:
         """Build teachers and student. Teachers from timm get random weights, others their own."""
-        teacher, student = recipe.teacher, recipe.student
+        teacher = recipe.teacher
         named = data.required_classes is not None  # else only its weights have the number of classes
         random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
         teachers = load_teachers(teacher, data, random)
-        fresh = replace(student, init="scratch", checkpoint="")
-        module, live = build_distillation(fresh, teachers).to(backend.device), NoTeacher()
-        apply_mode(torch_mode(recipe.backend.precision, student.attention, False, module, backend), module, backend)
+        module, live = untrained(recipe, teachers, backend), NoTeacher()
         if teachers.model is not None:
             whole = replace(teacher, shard=False, pipeline=0)
             mode = replace(teacher_mode(teacher, teachers.model, backend), compiled=False)
@@ -70,16 +65,7 @@ class Bench:
     ) -> Trial:
         """Prepare steps of a student on `images`; without `live` its teacher costs the same for any number of them."""
         size = size or self.teachers.data.plan.image_size
-        return Trial(module or self.distillation, live or Repeated(self.live), self.backend, size, images)
-
-    def asking(self, images: int) -> Work:
-        """Return the teacher's forward of `images`."""
-        batch = noise(images, self.teachers.data.plan.image_size, self.backend)
-        return lambda: self.live(batch).main
-
-    @property
-    def workers(self) -> int:
-        return workers_of(self.recipe.data, self.backend)
+        return Trial(module or self.distillation, live or partial(repeated, self.live), self.backend, size, images)
 
     def planned(self, recipe: Recipe) -> Planned:
         """Return the length of a run with its sifter: this run, its baseline, or its teacher's fit."""
@@ -104,7 +90,7 @@ class Bench:
 
         `wall`: in wall-clock time, to which workers add loading in parallel; else in CPU time.
         """
-        on_cpu, workers = self.backend.facts.cpu, self.workers
+        on_cpu, workers = self.backend.facts.cpu, workers_of(self.recipe.data, self.backend)
         load = ms["load"] / ((max(1, workers) if not on_cpu else cores() if workers else 1) if wall else 1)
         return Costs(teacher, ms["score"], ms["step"], load, workers > 0 and not on_cpu)
 
@@ -128,17 +114,19 @@ class Planned:
         return self.images * ((self.epochs - self.sifted) * costs.per_image() + self.sifted * self.sifter.cost(costs))
 
 
-class Repeated(Uncached):
-    """A teacher's outputs for a few images, repeated."""
+def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
+    """Build the student of a recipe, or the teacher of a fit, with random weights."""
+    plan = recipe.student
+    module = build_distillation(replace(plan, init="scratch", checkpoint=""), teachers).to(backend.device)
+    apply_mode(torch_mode(recipe.backend.precision, plan.attention, False, module, backend), module, backend)
+    return module
 
-    def __init__(self, live: Teacher) -> None:
-        self.live = live
 
-    def __call__(self, batch: Batch) -> Outputs:
-        images = len(batch.image)
-        few = torch.arange(min(FEWEST, images))
-        rows = (torch.arange(images) % len(few)).to(batch.image.device)
-        return self.live(batch.take(few)).map(lambda tensor: tensor.index_select(0, rows))
+def repeated(teacher: Teacher, batch: Batch) -> Outputs:
+    """Return the outputs of a batch's first images, repeated: a step on any number costs its teacher the same."""
+    rows = torch.arange(len(batch.image)) % FEWEST
+    asked = teacher(batch.take(rows.unique()))
+    return asked.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
 
 PARTS = ("step", "small step", "score", "teacher", "fit", "load", "small load")
@@ -148,8 +136,7 @@ PARTS = ("step", "small step", "score", "teacher", "fit", "load", "small load")
 
 def measure(bench: Bench) -> dict[str, Timed]:
     """Time the `PARTS` of a run, without compilers."""
-    model, plan, size = bench.teachers.model, bench.recipe, bench.recipe.data.progressive.size
-    on_cpu, views = bench.backend.facts.cpu, bench.teachers.data.views()[0]
+    data, size, views = bench.teachers.data, bench.recipe.data.progressive.size, bench.teachers.data.views()[0]
     with ExitStack() as stack:
 
         def stepping(module: StudentWithLoss, live: Teacher | None = None, size: int = 0) -> Callable[[int], Work]:
@@ -158,17 +145,15 @@ def measure(bench: Bench) -> dict[str, Timed]:
 
         makes: dict[str, Callable[[int], Work]] = {"step": stepping(bench.distillation)}
         makes["score"] = lambda images: stack.enter_context(bench.trial(images)).score
-        if model is not None:
-            makes["teacher"] = bench.asking
+        if bench.teachers.model is not None:
+            makes["teacher"] = lambda images: bench.trial(images, live=bench.live).ask
         if size:
             makes["small step"] = stepping(bench.distillation, size=size)
-        if plan.teacher.fits and isinstance(model, Classifier):
-            ce = LossSection(kind="ce", options=registry.default_options("losses", "ce"))  # bce takes the same time
-            criterion = build_criterion([ce], [Dims(model.num_classes, 0, 0)], plan.loop.seed)
-            task = build_task(TaskSection(kind="single_label"))
-            fitted = StudentWithLoss(copy.deepcopy(model), criterion, task).to(bench.backend.device)
-            makes["fit"] = stepping(fitted, NoTeacher())
-        parts = {name: timed(make, bench.split.micro_batch, on_cpu) for name, make in makes.items()}
+        for fit, _ in fit_folders(bench.recipe.teacher, data.fingerprint).values():
+            makes["fit"] = stepping(untrained(fit, Teachers(None, data), bench.backend), NoTeacher())
+        micro = bench.split.micro_batch
+        smallest = min(FEWEST, micro) if bench.backend.facts.cpu else micro
+        parts = {name: timed(make, micro, smallest) for name, make in makes.items()}
     parts |= {"load": loading(views)} | ({"small load": loading(views.small)} if views.small is not None else {})
     return {name: parts.get(name, Timed()) for name in PARTS}
 
@@ -176,8 +161,8 @@ def measure(bench: Bench) -> dict[str, Timed]:
 def averaged(bench: Bench, ms: Mapping[str, float]) -> dict[str, float]:
     """Return the parts of a mean step, with small images at first; the teacher reads whole views."""
     until, asked = bench.recipe.data.progressive.until, bench.asked(bench.planned(bench.recipe))
-    step = (1 - until) * ms["step"] + until * ms["small step"]
-    return {**ms, "step": step, "load": (1 - until) * ms["load"] + until * (ms["small load"] + asked * ms["load"])}
+    step, load = ((1 - until) * ms[name] + until * ms[f"small {name}"] for name in ("step", "load"))
+    return {**ms, "step": step, "load": load + until * asked * ms["load"]}
 
 
 def phases(bench: Bench, ms: Mapping[str, float], wall: bool) -> tuple[float, dict[Path, float], float]:
@@ -228,7 +213,8 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         f"{device}{notes}; another load of this machine changes it",
     ]
     if alone and distilling:
-        taught, fitting, labelled = phases(bench, {name: part.cost for name, part in parts.items()}, wall=not on_cpu)
+        costs = {name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()}
+        taught, fitting, labelled = phases(bench, costs, wall=not on_cpu)
         lines += same_cost(taught + sum(fitting.values()), labelled, fewer)
     rented = instances.find(recipe.price.instance)
     accelerated = rented is not None and rented[1].accelerators > 0

@@ -16,7 +16,7 @@ from kd.core.types import Costs
 from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, measure
 from kd.jobs.scan_images import scan
-from kd.jobs.timing import FEWEST, Timed, fastest, seconds_of
+from kd.jobs.timing import Timed, fastest, seconds_of
 from kd.models.classifier import count_attention
 from kd.setup.build import distributed
 from kd.setup.build_teacher import TeacherFactory, teacher_mode
@@ -31,9 +31,8 @@ FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 on one busy core (`results/speed/compile_*.csv`); exporting a ViT-S takes 9 s, plus a session."""
 WORTH = 4.0
 """Time such a form only if the run's work on it is this many times its start-up cost; it pays if it saves a quarter."""
-COMPARED_SECONDS, MOST_SECONDS = 0.5, 1.5
-"""Seconds of a step, and of the teacher, in a comparison; seconds of the smallest one and the teacher above which there
-is no comparison: together they repeat both up to a hundred times."""
+MOST_SECONDS = 4.0
+"""Seconds of a step and the teacher above which settings are not compared, which repeats both dozens of times."""
 LATER_MIB = 100
 """MiB that evaluation, checkpoints, export and report add to the first steps (`results/speed/forecast_*.csv`)."""
 MARGIN = 0.05
@@ -69,19 +68,18 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     """Time the alternatives left open by keys at `auto` and `off`; return lines of text."""
     facts, made, run = bench.backend.facts, list[Found](), bench.planned(bench.recipe)
-    ms = {name: part.ms for name, part in parts.items()}
+    ms, trials = {name: part.ms for name, part in parts.items()}, [parts["step"], parts["teacher"]]
     sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
-    images = {name: trial_of(parts[name]) for name in ("step", "teacher")}
-    slow = sum(ms[name] * number for name, number in images.items()) / 1000
-    if slow > MOST_SECONDS:
-        text = f"keys      not compared: {images['step']} images take {slow:.1f} s, and comparisons repeat them"
-        return [text, *sifted]
+    student, teacher = (trial.images for trial in trials)
+    seconds = sum(trial.ms * trial.images for trial in trials) / 1000
+    if seconds > MOST_SECONDS:
+        return [f"keys      not compared: already a step of {student} images takes {seconds:.1f} s", *sifted]
     with ExitStack() as stack:
         if not facts.compiles:
             asked = bench.asked(run) * run.cost(TEACHER) * ms["teacher"] / 1000
-            made += [compare_teachers(bench, asked, images["teacher"])]
+            made += [compare_teachers(bench, asked, teacher)]
             trained = run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000
-            made += [compare_students(bench, trained, images["step"], stack)]
+            made += [compare_students(bench, trained, student, stack)]
         timed = [one.works for one in (made if bench.asked(run) > 0.5 else made[1:]) if one.works]  # most steps
         plain, best = ([works[i] for works in timed] for i in (0, -1))
         lines, most = [line for one in made for line in one.keys], torch.get_num_threads()
@@ -93,18 +91,12 @@ def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         if len(lines) > 1 and timed:
             times = twice({"plain": stepping(most, plain), "all": stepping(threads, best)})[1]
             lines = [*lines, f"# all of these together: {times:.2f} times as fast"] if times > 1 else []
-    load = f"timed twice, in turns, steps of {images['step']} images, with a load of {os.getloadavg()[0]:.1f} on "
+    load = f"timed twice, in turns, steps of {student} images, with a load of {os.getloadavg()[0]:.1f} on "
     load += f"{cores()} cores"
     head = f"keys      no other setting is {100 * MARGIN:.0f} % faster here, {load}"
     if lines:
         head = f"keys      faster here, {load}; paste what follows at the end of the file"
     return [head, *lines, *(f"          {text}" for one in made for text in one.failed), *sifted]
-
-
-def trial_of(part: Timed) -> int:
-    """Return the number of images of a comparison's trial."""
-    affordable = int(1000 * COMPARED_SECONDS / part.ms) if part.ms else 0
-    return max(min(FEWEST, part.images), min(part.images, affordable))
 
 
 def compare_teachers(bench: Bench, seconds: float, images: int) -> Found:
@@ -168,10 +160,7 @@ def stepping(threads: int, works: Sequence[Work]) -> Work:
 def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
     """Return the candidate that won two comparisons, with its speed-up in the second; else (first, 1)."""
     plain, winner = next(iter(candidates)), fastest(candidates, MARGIN)[0]
-    if winner == plain:
-        return plain, 1.0
-    found, table = fastest({name: candidates[name] for name in (plain, winner)}, MARGIN)
-    return (winner, table[plain] / table[winner]) if found == winner else (plain, 1.0)
+    return fastest({name: candidates[name] for name in dict.fromkeys((plain, winner))}, MARGIN)
 
 
 def torch_stages(precision: str, attention: str, layers: int) -> list[list[dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeVar
 
 from kd.core.contracts import Dataset
@@ -11,10 +11,10 @@ from kd.core.seeds import evenly_spaced
 from kd.setup.modes import Work
 
 FEWEST = 2  # images of the smallest trial: batch norm needs them
-TRIAL_SECONDS, ROUNDS = 3.0, 5
-"""Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images come first. They have a step's
-whole overhead, so their time per image is too long, and a trial of more takes at most this time."""
-COMPARED_SECONDS, COMPARED_ROUNDS = 20.0, 4  # the same for candidates, in turns
+TRIAL_SECONDS, ROUNDS = 2.0, 5
+"""Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images come first; they have a step's
+whole overhead, so that a larger trial never takes longer than expected from them."""
+COMPARED_SECONDS, COMPARED_ROUNDS = 10.0, 4  # the same for candidates, in turns
 LOADED, LOADED_SECONDS = 16, 1.0
 """Images for timing loading, and seconds after which fewer are enough: their median varies by a few percent."""
 Name = TypeVar("Name", bound=Hashable)  # name of a candidate: a text, a number or an execution mode
@@ -23,32 +23,28 @@ Name = TypeVar("Name", bound=Hashable)  # name of a candidate: a text, a number 
 class Timed(NamedTuple):
     """Medians for one image of some work."""
 
-    ms: float = 0.0  # wall-clock time
-    cost: float = 0.0  # milliseconds as a verdict counts them: of all cores on a CPU, else wall-clock time
+    ms: float = 0.0  # milliseconds
+    cpu_ms: float = 0.0  # of all cores
     images: int = 0  # of the trial; 0: not timed
 
 
-def timed(make: Callable[[int], Work], most: int, on_cpu: bool) -> Timed:
-    """Time the work made for `most` images, or on a CPU for as many as `TRIAL_SECONDS` surely allow."""
-    images = min(FEWEST, most) if on_cpu else most
-    while True:
-        work = make(images)
-        work().sum().item()  # one-time set-up is not measured
-        samples = [_sample(work, on_cpu)]
-        wanted = min(most, 8 * images, int(images * TRIAL_SECONDS / max(samples[0][0], 1e-9)))
-        if images == most or wanted < min(most, 2 * images):
-            break
-        images = wanted
+def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
+    """Time the work made for `most` images, or for as many as `TRIAL_SECONDS` surely allow; try `images` first."""
+    work = make(images)
+    work().sum().item()  # one-time set-up is not measured
+    samples = [_sample(work)]
+    larger = min(most, int(images * TRIAL_SECONDS / samples[0][0]))
+    if larger > 1.5 * images:
+        return timed(make, most, larger)
     while len(samples) < ROUNDS and sum(seconds for seconds, _ in samples) < TRIAL_SECONDS:
-        samples.append(_sample(work, on_cpu))
-    ms, cost = (1000 * statistics.median(seconds) / images for seconds in zip(*samples, strict=True))
-    return Timed(ms, cost, images)
+        samples.append(_sample(work))
+    ms, cpu_ms = (1000 * statistics.median(seconds) / images for seconds in zip(*samples, strict=True))
+    return Timed(ms, cpu_ms, images)
 
 
-def _sample(work: Work, on_cpu: bool) -> tuple[float, float]:
+def _sample(work: Work) -> tuple[float, float]:
     spent = time.process_time()
-    seconds = seconds_of(work)
-    return seconds, time.process_time() - spent if on_cpu else seconds
+    return seconds_of(work), time.process_time() - spent
 
 
 def loading(dataset: Dataset) -> Timed:
@@ -71,37 +67,25 @@ def loading(dataset: Dataset) -> Timed:
     return Timed(ms, ms, 1)
 
 
-def fastest(candidates: Mapping[Name, Work], margin: float) -> tuple[Name, dict[Name, float]]:
-    """Time candidates after a warm-up of each; return the name of the fastest and all median milliseconds.
+def fastest(candidates: Mapping[Name, Work], margin: float) -> tuple[Name, float]:
+    """Time candidates in turns, so that other load slows them alike, after a warm-up of each.
 
-    The candidates run in turns, so other load slows them alike; rounds end when the budget is spent. The first
-    candidate is the baseline; another wins if it is faster by the share `margin` in all rounds but one.
+    Return the one that is the fastest by the share `margin` in all rounds but one, which other load may have disturbed,
+    and how many times as fast as the first it is; else (first, 1).
     """
-    names = list(candidates)
-    if len(names) == 1:
-        return names[0], {}
-    samples: dict[Name, list[float]] = {name: [] for name in names}
+    plain, *others = candidates
+    if not others:
+        return plain, 1.0
     for work in candidates.values():
         work().sum().item()  # one-time set-up is not measured
-    start = time.perf_counter()
-    for _ in range(COMPARED_ROUNDS):
-        for name in names:
-            samples[name].append(seconds_of(candidates[name]))
-        if time.perf_counter() - start > COMPARED_SECONDS:
-            break
-    medians = {name: round(1000 * statistics.median(times), 2) for name, times in samples.items()}
-    return clear_winner(samples, margin), medians
-
-
-def clear_winner(rounds: Mapping[Name, Sequence[float]], margin: float) -> Name:
-    """Return the fastest candidate that beats the first by `margin` in all rounds but one; else the first."""
-    plain = next(iter(rounds))
-    shares = {}
-    for name, times in rounds.items():
-        shares[name] = sorted(mine / its for mine, its in zip(times, rounds[plain], strict=False))
-        del shares[name][max(2, len(shares[name]) - 1) :]  # other load may have disturbed one round
-    best = min(shares, key=lambda name: shares[name][-1])
-    return best if shares[best][-1] <= 1 - margin else plain
+    start, rounds = time.perf_counter(), list[dict[Name, float]]()
+    while len(rounds) < COMPARED_ROUNDS and time.perf_counter() - start <= COMPARED_SECONDS:
+        rounds.append({name: seconds_of(work) for name, work in candidates.items()})
+    shares = {
+        name: sorted(seconds[name] / seconds[plain] for seconds in rounds)[: max(2, len(rounds) - 1)] for name in others
+    }
+    best = min(others, key=lambda name: shares[name][-1])
+    return (best, 1 / statistics.median(shares[best])) if shares[best][-1] <= 1 - margin else (plain, 1.0)
 
 
 def seconds_of(work: Work) -> float:

@@ -70,7 +70,7 @@ class Arguments:
 
     def __post_init__(self) -> None:
         if self.labels not in LABELS:
-            raise ConfigError("labels", f"is {self.labels!r}", ", ".join(LABELS), "Change the value")
+            raise ConfigError("labels", f"is {self.labels!r}", f"Allowed: {', '.join(LABELS)}", "Change the value")
         if not isinstance(self.workers, int) or self.workers < 0:
             raise ConfigError("workers", f"is {self.workers!r}", "A whole number >= 0", "Change the value")
         for where, model in self.models.items():

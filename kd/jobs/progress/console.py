@@ -133,13 +133,12 @@ class Console:
             step_seconds = values.get("step_ms", 0.0) / 1000
         before, self._row = self._row, self._progress
         self._warm, self._filling = step_seconds, 0.0
-        whole = sum(value for name, value in values.items() if name.startswith("ms_"))
+        whole = sum(value for name, value in values.items() if name.startswith("ms_")) or 1.0
         for span, end in self.filled.items():
-            cold = (min(end, self._progress) - before) / max(self._progress - before, 1e-9)  # share of the row's steps
-            if cold > 0 and whole:
+            if before < end:
                 seconds = step_seconds * values.get(f"ms_{span}", 0.0) / whole
                 self._warm -= seconds
-                self._filling += seconds / cold * state.step * max(0.0, min(1.0, end) / self._progress - 1)
+                self._filling += seconds * state.step * max(0.0, end / self._progress - 1)
 
     def _first_epoch(self, state: State) -> bool:
         """Return whether the last step was of this process's first epoch, in which pixels may be stored."""

@@ -51,7 +51,7 @@ def find(name: str) -> Any:
     trackers = {str(key): cls for key, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
     if name not in trackers:
         near = did_you_mean(name, trackers) or "Correct the name"
-        raise ConfigError("run.trackers", f"no tracker '{name}'", ", ".join(sorted(trackers)), near)
+        raise ConfigError("run.trackers", f"no tracker '{name}'", f"Allowed: {', '.join(sorted(trackers))}", near)
     if name not in {str(key) for key in tracking.get_available_trackers()}:
         remedy = "pip install 'PATH/kd[track]'" if name == "tensorboard" else f"pip install {name}"
         raise MissingExtra("run.trackers", f"'{name}' is not installed", "", remedy)
