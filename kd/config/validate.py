@@ -323,10 +323,10 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
     where, value = f"teacher.{key}", getattr(teacher, key)
     runtime = teacher.exported(cpu=True)
     if not facts.cpu:
-        allowed = "onnxruntime and openvino run on backend.kind=cpu, and int8 in onnxruntime"
+        allowed = "Only backend.kind=cpu runs onnxruntime and openvino, and int8 in onnxruntime"
         yield ConfigError(where, f"is {value}, but the backend is '{kind}'", allowed, f"Set {where}=auto")
     if not runtime:
-        allowed = "int8 runs as a graph of onnxruntime, on a CPU"
+        allowed = "On a CPU, int8 runs as a graph of onnxruntime"
         yield ConfigError(where, f"is {value}, but teacher.runtime is torch", allowed, "Set teacher.runtime=auto")
         return
     if features:

@@ -77,7 +77,7 @@ def filled_at(recipe: Recipe, images: int) -> dict[str, float]:
     length = recipe.loop.length
     epochs = length.steps * length.batch_size / images or length.epochs
     views = {"teacher": recipe.teacher.cache.views, "data": recipe.data.views * (recipe.data.store == "views")}
-    return {span: min(1.0, number / epochs) for span, number in views.items() if number}
+    return {span: min(1.0, number / epochs) for span, number in views.items()}
 
 
 def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from kd.config import instances
-from kd.config.schema import SifterSection
 from kd.core.contracts import Backend, Sifter, Teacher
 from kd.core.host import cores
 from kd.core.text import clock, money
@@ -20,7 +19,6 @@ from kd.core.types import Batch, Costs, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.timing import FEWEST, Timed, loading, timed
 from kd.models.live_teacher import NoTeacher
-from kd.parts import registry
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode
 from kd.setup.data import BatchSplit, Data, split_batch, workers_of
@@ -60,30 +58,23 @@ class Bench:
             live = TeacherFactory(whole, teachers.model, backend, data.plan.image_size)(mode)
         return cls(recipe, backend, split_batch(data.plan, 1, len(data.train)), teachers, live, module)
 
-    def trial(
-        self, images: int, module: StudentWithLoss | None = None, live: Teacher | None = None, size: int = 0
-    ) -> Trial:
+    def trial(self, images: int, module: StudentWithLoss, live: Teacher | None = None, size: int = 0) -> Trial:
         """Prepare steps of a student on `images`; without `live` its teacher costs the same for any number of them."""
         size = size or self.teachers.data.plan.image_size
-        return Trial(module or self.distillation, live or partial(repeated, self.live), self.backend, size, images)
+        return Trial(module, live or partial(repeated, self.live), self.backend, size, images)
 
     def planned(self, recipe: Recipe) -> Planned:
         """Return the length of a run with its sifter: this run, its baseline, or its teacher's fit."""
         data, loop = replace(self.teachers.data, plan=recipe.data), recipe.loop
         split = split_batch(data.plan, 1, len(data.train))
         sifter = sifter_alone(loop, data, split)
-        full = sifter_alone(
-            replace(loop, sifter=SifterSection(options=registry.default_options("sifters", "none"))), data, split
-        ).steps(0, 0.0)
         *whole, last = loop.length.planned(sifter)
+        full = last if loop.sifter.kind == "none" else len(data.train) // split.batch_size
         part = (loop.length.steps - sum(whole)) / last if loop.length.steps else 1.0
         less = max(1, full - min(*whole, last, full))
         sifted = sum((full - one) / less for one in whole) + part * (full - last) / less
-        return Planned(sifter, full * split.batch_size, len(whole) + part, sifted)
-
-    def steps(self, recipe: Recipe) -> int:
-        length = recipe.loop.length
-        return length.steps or sum(length.planned(self.planned(recipe).sifter))
+        steps = loop.length.steps or sum(whole) + last
+        return Planned(sifter, full * split.batch_size, len(whole) + part, sifted, steps)
 
     def costs(self, ms: Mapping[str, float], teacher: float = 0.0, wall: bool = True) -> Costs:
         """Return the cost per image, given the teacher's milliseconds; on a CPU loading and step share cores.
@@ -108,6 +99,7 @@ class Planned:
     images: int  # steps of an unsifted epoch
     epochs: float
     sifted: float  # of these
+    steps: int
 
     def cost(self, costs: Costs) -> float:
         """Return the cost of the run."""
@@ -144,9 +136,9 @@ def measure(bench: Bench) -> dict[str, Timed]:
             return lambda images: partial(stack.enter_context(bench.trial(images, module, live, size)).step, optimizer)
 
         makes: dict[str, Callable[[int], Work]] = {"step": stepping(bench.distillation)}
-        makes["score"] = lambda images: stack.enter_context(bench.trial(images)).score
+        makes["score"] = lambda images: stack.enter_context(bench.trial(images, bench.distillation)).score
         if bench.teachers.model is not None:
-            makes["teacher"] = lambda images: bench.trial(images, live=bench.live).ask
+            makes["teacher"] = lambda images: bench.trial(images, bench.distillation, bench.live).ask
         if size:
             makes["small step"] = stepping(bench.distillation, size=size)
         for fit, _ in fit_folders(bench.recipe.teacher, data.fingerprint).values():
@@ -158,35 +150,36 @@ def measure(bench: Bench) -> dict[str, Timed]:
     return {name: parts.get(name, Timed()) for name in PARTS}
 
 
-def averaged(bench: Bench, ms: Mapping[str, float]) -> dict[str, float]:
+def averaged(bench: Bench, run: Planned, ms: Mapping[str, float]) -> dict[str, float]:
     """Return the parts of a mean step, with small images at first; the teacher reads whole views."""
-    until, asked = bench.recipe.data.progressive.until, bench.asked(bench.planned(bench.recipe))
+    until = bench.recipe.data.progressive.until
     step, load = ((1 - until) * ms[name] + until * ms[f"small {name}"] for name in ("step", "load"))
-    return {**ms, "step": step, "load": load + until * asked * ms["load"]}
+    return {**ms, "step": step, "load": load + until * bench.asked(run) * ms["load"]}
 
 
-def phases(bench: Bench, ms: Mapping[str, float], wall: bool) -> tuple[float, dict[Path, float], float]:
+def phases(
+    bench: Bench, run: Planned, baseline: Planned | None, ms: Mapping[str, float], wall: bool
+) -> tuple[float, dict[Path, float], float]:
     """Return the wall-clock or CPU seconds of distilling, of each fit by its folder, and of the baseline."""
-    recipe, run, mean = bench.recipe, bench.planned(bench.recipe), averaged(bench, ms)
-    costs = partial(bench.costs, wall=wall)
+    mean, costs = averaged(bench, run, ms), partial(bench.costs, wall=wall)
     fits = {
         target: bench.planned(fit).cost(costs({**ms, "step": ms["fit"]})) / 1000
-        for fit, target in fit_folders(recipe.teacher, bench.teachers.data.fingerprint).values()
+        for fit, target in fit_folders(bench.recipe.teacher, bench.teachers.data.fingerprint).values()
     }
-    alone = bench.planned(resolve(recipe.baseline)).cost(costs(mean)) / 1000 if recipe.baseline is not None else 0.0
+    alone = baseline.cost(costs(mean)) / 1000 if baseline is not None else 0.0
     return run.cost(costs(mean, bench.asked(run) * ms["teacher"])) / 1000, fits, alone
 
 
 def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     """Return lines: duration in one process, speed and cost of the run."""
     recipe, data, on_cpu = bench.recipe, bench.teachers.data, bench.backend.facts.cpu
+    run, length, progressive = bench.planned(recipe), recipe.loop.length, recipe.data.progressive
+    baseline = bench.planned(resolve(recipe.baseline)) if recipe.baseline is not None else None
     ms = {name: part.ms for name, part in parts.items()}
-    run, load, length, progressive = bench.planned(recipe), ms["load"], recipe.loop.length, recipe.data.progressive
-    asking, (distilling, fits, alone) = bench.asked(run) * ms["teacher"], phases(bench, ms, wall=True)
-    steps = bench.steps(recipe)
-    fewer = bench.steps(resolve(recipe.baseline)) if recipe.baseline is not None else 0
-    every = length.every.evaluate or steps / run.epochs
-    times = max(1.0, steps / every) + (max(1.0, fewer / every) if alone else 0) + 1  # one before step 1
+    load, asking = ms["load"], bench.asked(run) * ms["teacher"]
+    distilling, fits, alone = phases(bench, run, baseline, ms, wall=True)
+    every = length.every.evaluate or run.steps / run.epochs
+    times = 1 + sum(max(1.0, one.steps / every) for one in (run, baseline) if one is not None)  # one before step 1
     scoring = times * bench.costs(ms).per_image(forward=1.0, step=0.0) + ms["teacher"]
     seconds = {
         "fitting the teacher": sum(taken for target, taken in fits.items() if not is_fitted(target)),
@@ -209,13 +202,13 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     notes += f"; the student's step was timed on {tried} images, scaled to {micro}" if tried < micro else ""
     lines = [
         f"time      about {clock(total)}: {text}",
-        f"speed     {steps * length.batch_size / distilling:.0f} images/s; {each} ms per image, {precision}, "
+        f"speed     {run.steps * length.batch_size / distilling:.0f} images/s; {each} ms per image, {precision}, "
         f"{device}{notes}; another load of this machine changes it",
     ]
-    if alone and distilling:
+    if baseline is not None:
         costs = {name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()}
-        taught, fitting, labelled = phases(bench, costs, wall=not on_cpu)
-        lines += same_cost(taught + sum(fitting.values()), labelled, fewer)
+        taught, fitting, labelled = phases(bench, run, baseline, costs, wall=not on_cpu)
+        lines += same_cost(taught + sum(fitting.values()), labelled, baseline.steps)
     rented = instances.find(recipe.price.instance)
     accelerated = rented is not None and rented[1].accelerators > 0
     if hourly := recipe.price.per_hour or instances.price_per_hour(recipe.price.instance):
@@ -224,7 +217,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
             known = "not known: the times are those of this machine's CPU, not of an accelerator,"
         lines.append(f"cost      {known} at USD {hourly:g} an hour")
     if load and rented is not None and accelerated:
-        step = averaged(bench, ms)["step"] + asking
+        step = averaged(bench, run, ms)["step"] + asking
         rate = 1000 / step if bench.backend.facts.cuda else 0.0  # a CPU says nothing about an accelerator
         lines += instances.plan(rented[0], 1, round(load, 2), rate, usd=recipe.price.per_hour)
     return lines

@@ -77,9 +77,8 @@ def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     with ExitStack() as stack:
         if not facts.compiles:
             asked = bench.asked(run) * run.cost(TEACHER) * ms["teacher"] / 1000
-            made += [compare_teachers(bench, asked, teacher)]
             trained = run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000
-            made += [compare_students(bench, trained, student, stack)]
+            made = [compare_teachers(bench, asked, teacher), compare_students(bench, trained, student, stack)]
         timed = [one.works for one in (made if bench.asked(run) > 0.5 else made[1:]) if one.works]  # most steps
         plain, best = ([works[i] for works in timed] for i in (0, -1))
         lines, most = [line for one in made for line in one.keys], torch.get_num_threads()

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from kd.core.contracts import Dataset
 from kd.core.errors import CorruptImage, DataError
 from kd.core.seeds import evenly_spaced
@@ -15,8 +17,8 @@ TRIAL_SECONDS, ROUNDS = 2.0, 5
 """Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images come first; they have a step's
 whole overhead, so that a larger trial never takes longer than expected from them."""
 COMPARED_SECONDS, COMPARED_ROUNDS = 10.0, 4  # the same for candidates, in turns
-LOADED, LOADED_SECONDS = 16, 1.0
-"""Images for timing loading, and seconds after which fewer are enough: their median varies by a few percent."""
+LOADED = 16  # images for timing loading: their mean varies by a few percent
+
 Name = TypeVar("Name", bound=Hashable)  # name of a candidate: a text, a number or an execution mode
 
 
@@ -48,23 +50,19 @@ def _sample(work: Work) -> tuple[float, float]:
 
 
 def loading(dataset: Dataset) -> Timed:
-    """Time loading in this process, on one core; `Timed()` if no image can be read."""
-    start, times = time.perf_counter(), []
-    for id in evenly_spaced(len(dataset), LOADED):
+    """Time loading in this process; `Timed()` if the images do not exist yet."""
+
+    def readable(id: int) -> bool:
         try:
-            if not dataset.load(id, 0).readable:
-                continue
-            before = time.perf_counter()
-            dataset.load(id, 0)
-        except CorruptImage:
-            continue  # data.on_corrupt decides in the run
-        except DataError:  # not rendered or unpacked yet
-            return Timed()
-        times.append(1000 * (time.perf_counter() - before))
-        if time.perf_counter() - start > LOADED_SECONDS and len(times) > 2:
-            break
-    ms = statistics.median(times or [0.0])
-    return Timed(ms, ms, 1)
+            return dataset.load(id, 0).readable
+        except CorruptImage:  # data.on_corrupt decides in the run
+            return False
+
+    ids = evenly_spaced(len(dataset), LOADED)
+    try:
+        return timed(lambda images: lambda: torch.tensor([readable(id) for id in ids[:images]]), len(ids), 1)
+    except DataError:
+        return Timed()
 
 
 def fastest(candidates: Mapping[Name, Work], margin: float) -> tuple[Name, float]:

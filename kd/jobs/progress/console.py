@@ -92,16 +92,15 @@ class Console:
             text = self._training_text(values)
             self._last_row = values
             self._time(state, values)
-            self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
-            self._brief += f", {left}" if (left := self._left(state)) else ""
+            speed = f"{values['images_per_second']:.0f} images/s"
+            self._brief = f", loss {values.get('loss', math.nan):.3f}, {speed}{self._left(state)}"
         else:
             self._evaluation = (time.monotonic() - self._clock) / max(1, state.step - self._evaluated)
             self._evaluated = state.step
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
         if self._bar is None:
-            left = f"{100 * self._progress:.0f} %" + (f", {left}" if (left := self._left(state)) else "")
-            left = f"({left}) " if self._progress else ""
-            print(f"{self.title} | step {state.step} {left}| {text}", flush=True)
+            share = f"({100 * self._progress:.0f} %{self._left(state)}) " if self._progress else ""
+            print(f"{self.title} | step {state.step} {share}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")
 
@@ -129,7 +128,7 @@ class Console:
     def _time(self, state: State, values: Mapping[str, float]) -> None:
         """Record the seconds of a step from the last row alone: the mean, in the first epoch the median."""
         step_seconds = state.images / state.step / max(values["images_per_second"], 1e-9)
-        if self._first_epoch(state):
+        if state.epoch - (state.step_in_epoch == 0) == self._began:
             step_seconds = values.get("step_ms", 0.0) / 1000
         before, self._row = self._row, self._progress
         self._warm, self._filling = step_seconds, 0.0
@@ -140,16 +139,12 @@ class Console:
                 self._warm -= seconds
                 self._filling += seconds * state.step * max(0.0, end / self._progress - 1)
 
-    def _first_epoch(self, state: State) -> bool:
-        """Return whether the last step was of this process's first epoch, in which pixels may be stored."""
-        return state.epoch - (state.step_in_epoch == 0) == self._began
-
     def _left(self, state: State) -> str:
-        """Return the estimated remaining time, with evaluations."""
+        """Return the estimated remaining time, with evaluations; "" if unknown."""
         if not (0 < self._progress < 1 and self._warm):
             return ""
         seconds = (self._warm + self._evaluation) * state.step * (1 / self._progress - 1) + self._filling
-        return f"{'about ' if self._first_epoch(state) else ''}{clock(seconds)} left"
+        return f", about {clock(seconds)} left"
 
 
 def _pairs(values: Mapping[str, float]) -> str:

@@ -137,7 +137,7 @@ def told_left(capsys, lengths, cold_epochs, every, filled, cold=3.0, warm=0.5) -
                 row |= {"step_ms": 1000 * statistics.median(window), "ms_teacher": 1000 * (mean - warm)}
                 console.log("train", state, row)
                 window = []
-    lines = re.findall(r"step (\d+) \(\d+ %, (?:about )?(?:(\d+) min )?([\d.]+) s left\)", capsys.readouterr().out)
+    lines = re.findall(r"step (\d+) \(\d+ %, about (?:(\d+) min )?([\d.]+) s left\)", capsys.readouterr().out)
     return {int(at): 60 * int(minutes or 0) + float(seconds) for at, minutes, seconds in lines}
 
 
