@@ -24,7 +24,7 @@ class KdError(Exception):
 
     def __init__(self, where: str, wrong: str, allowed: str = "", remedy: str = "") -> None:
         self.where, self.wrong, self.allowed, self.remedy = where, wrong, allowed, remedy
-        stated = allowed if allowed[:1].isupper() or not allowed.strip() else f"Allowed: {allowed}"
+        stated = allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
         sentences = [_sentence(part) for part in (wrong, stated, remedy) if part.strip()]
         super().__init__(f"{where}: {' '.join(sentences)}")
 

@@ -46,11 +46,11 @@ class Meter:
         for row in rest:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
-        asked, ranks = self.run.teacher.images - self.teacher_images, self.run.backend.world_size
+        asked = self.run.teacher.images - self.teacher_images
         of_rank = torch.tensor([max(0.0, cpu_seconds() - self.spent), asked], device=stacked.device)
         with self.run.span("wait"):
             mean = self.run.backend.reduce_mean(torch.cat([stacked, of_rank]))
-            *means, cpu, asked = torch.cat([mean[:-2] / steps, mean[-2:] * ranks]).tolist()
+            *means, cpu, asked = torch.cat([mean[:-2] / steps, mean[-2:] * self.run.backend.world_size]).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         self.run.teacher.flush()  # before the terms are checked: it reports non-finite outputs

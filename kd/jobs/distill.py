@@ -44,8 +44,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
         from kd.jobs.progress.trackers import Trackers  # imports accelerate: only if some are named
 
         trackers = Trackers(record.trackers, record.name, folder.path, record.shown)
-    filled = filled_at(recipe, len(setting.data.train))
-    with Console(title, backend.rank != 0, trackers, scores, filled) as console:
+    with Console(title, backend.rank != 0, trackers, scores, filled_at(recipe, len(setting.data.train))) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
             built = begin(recipe, setting, folder, console, title)
             run = observer.watch(built.run)
@@ -75,9 +74,8 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
 def filled_at(recipe: Recipe, images: int) -> dict[str, float]:
     """Return the share of the run at which each part of a step ends that only fills a cache or store; see `Console`."""
     length = recipe.loop.length
-    epochs = length.steps * length.batch_size / images or length.epochs
-    views = {"teacher": recipe.teacher.cache.views, "data": recipe.data.views * (recipe.data.store == "views")}
-    return {span: min(1.0, number / epochs) for span, number in views.items()}
+    share = min(1.0, length.views / (length.steps * length.batch_size / images or length.epochs))
+    return {"teacher": share * bool(recipe.teacher.cache.views), "data": share * (recipe.data.store == "views")}
 
 
 def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:

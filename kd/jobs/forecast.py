@@ -16,7 +16,7 @@ from kd.core.types import Costs
 from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, measure
 from kd.jobs.scan_images import scan
-from kd.jobs.timing import Timed, fastest, seconds_of
+from kd.jobs.timing import MARGIN, Timed, fastest, seconds_of
 from kd.models.classifier import count_attention
 from kd.setup.build import distributed
 from kd.setup.build_teacher import TeacherFactory, teacher_mode
@@ -35,8 +35,6 @@ MOST_SECONDS = 4.0
 """Seconds of a step and the teacher above which settings are not compared, which repeats both dozens of times."""
 LATER_MIB = 100
 """MiB that evaluation, checkpoints, export and report add to the first steps (`results/speed/forecast_*.csv`)."""
-MARGIN = 0.05
-"""Share of the time that a candidate must save in all rounds but one: less is noise on a shared machine."""
 
 
 class Found(NamedTuple):
@@ -67,31 +65,33 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
 
 def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     """Time the alternatives left open by keys at `auto` and `off`; return lines of text."""
-    facts, made, run = bench.backend.facts, list[Found](), bench.planned(bench.recipe)
-    ms, trials = {name: part.ms for name, part in parts.items()}, [parts["step"], parts["teacher"]]
+    facts, run = bench.backend.facts, bench.planned(bench.recipe)
+    ms, step, teacher = {name: part.ms for name, part in parts.items()}, parts["step"], parts["teacher"]
     sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
-    student, teacher = (trial.images for trial in trials)
-    seconds = sum(trial.ms * trial.images for trial in trials) / 1000
+    seconds = (step.ms * step.images + teacher.ms * teacher.images) / 1000
     if seconds > MOST_SECONDS:
-        return [f"keys      not compared: already a step of {student} images takes {seconds:.1f} s", *sifted]
+        return [f"keys      not compared: already a step of {step.images} images takes {seconds:.1f} s", *sifted]
     with ExitStack() as stack:
-        if not facts.compiles:
-            asked = bench.asked(run) * run.cost(TEACHER) * ms["teacher"] / 1000
-            trained = run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000
-            made = [compare_teachers(bench, asked, teacher), compare_students(bench, trained, student, stack)]
+        asked = bench.asked(run) * run.cost(TEACHER) * teacher.ms / 1000
+        trained = run.cost(Costs(0.0, 0.0, step.ms, 0.0, False)) / 1000
+        made = (
+            []
+            if facts.compiles
+            else [
+                compare_teachers(bench, asked, teacher.images),
+                compare_students(bench, trained, step.images, stack),
+            ]
+        )
         timed = [one.works for one in (made if bench.asked(run) > 0.5 else made[1:]) if one.works]  # most steps
         plain, best = ([works[i] for works in timed] for i in (0, -1))
         lines, most = [line for one in made for line in one.keys], torch.get_num_threads()
         stack.callback(torch.set_num_threads, most)
-        threads, more = most, list[str]()
-        if timed and facts.cpu and facts.threads == 0:
-            threads, more = compare_threads(most, best)
+        threads, more = compare_threads(most, best) if timed and facts.cpu and facts.threads == 0 else (most, [])
         lines += more
         if len(lines) > 1 and timed:
-            times = twice({"plain": stepping(most, plain), "all": stepping(threads, best)})[1]
+            times = fastest({"plain": stepping(most, plain), "all": stepping(threads, best)})[1]
             lines = [*lines, f"# all of these together: {times:.2f} times as fast"] if times > 1 else []
-    load = f"timed twice, in turns, steps of {student} images, with a load of {os.getloadavg()[0]:.1f} on "
-    load += f"{cores()} cores"
+    load = f"timed in turns, steps of {step.images} images, a load of {os.getloadavg()[0]:.1f} on {cores()} cores"
     head = f"keys      no other setting is {100 * MARGIN:.0f} % faster here, {load}"
     if lines:
         head = f"keys      faster here, {load}; paste what follows at the end of the file"
@@ -141,7 +141,7 @@ def compare_students(bench: Bench, seconds: float, images: int, stack: ExitStack
 def compare_threads(most: int, works: Sequence[Work]) -> tuple[int, list[str]]:
     """Time a step in the best modes with all threads, half of them, a quarter, ... 1."""
     candidates = {most >> halved: stepping(most >> halved, works) for halved in range(most.bit_length())}
-    number, times = twice(candidates)
+    number, times = fastest(candidates)
     reason = f"{times:.2f} times as fast as {most} threads"
     return number, [f"backend.threads: {number}   # {reason}"] if number != most else []
 
@@ -154,12 +154,6 @@ def stepping(threads: int, works: Sequence[Work]) -> Work:
         return [work() for work in works][-1]
 
     return step
-
-
-def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
-    """Return the candidate that won two comparisons, with its speed-up in the second; else (first, 1)."""
-    plain, winner = next(iter(candidates)), fastest(candidates, MARGIN)[0]
-    return fastest({name: candidates[name] for name in dict.fromkeys((plain, winner))}, MARGIN)
 
 
 def torch_stages(precision: str, attention: str, layers: int) -> list[list[dict[str, Any]]]:
@@ -204,7 +198,7 @@ def compared(
                 runs[mode] = made
             except Exception as error:  # compilers, exporters and runtimes raise many types
                 failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
-        winner, times = twice(runs)
+        winner, times = fastest(runs)
         if winner != best and seconds * (1 - 1 / times) > costs[winner]:
             reason = f"{section}: {winner} is {times:.2f} times as fast as {best}"
             reason += f", after {costs[winner]:.0f} s at each start" if costs[winner] else ""

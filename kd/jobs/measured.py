@@ -4,10 +4,7 @@ FEW_LABELS, OTHERS = (7.1, 20.7), (-14.1, 5.6)
 """Smallest and largest gain of single runs over labels alone with the same seed, points: all runs of
 docs/does-it-help.md with 10 to 400 labels per class and at least nine of ten pictures without; and all others. A test
 recomputes them. A run's own student, teacher and steps are not among the conditions, so there is only a range."""
-
-
-def expected() -> str:
-    """Return the line about the gains that runs had."""
-    few, others = (f"{least:+.1f} to {most:+.1f} points" for least, most in (FEW_LABELS, OTHERS))
-    text = f"against labels alone, {few} with few labels and many pictures without, {others} on other data"
-    return f"expect    measured {text}; students, teachers and steps differ from yours (docs/does-it-help.md)"
+EXPECTED = (
+    "expect    measured against labels alone, {:+.1f} to {:+.1f} points with few labels and many pictures without, "
+    "{:+.1f} to {:+.1f} on other data; students, teachers and steps differ from yours (docs/does-it-help.md)"
+).format(*FEW_LABELS, *OTHERS)

@@ -1,6 +1,5 @@
 """Time pieces of work in this process: per image, and candidates against each other."""
 
-import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeVar
@@ -16,14 +15,16 @@ FEWEST = 2  # images of the smallest trial: batch norm needs them
 TRIAL_SECONDS, ROUNDS = 2.0, 5
 """Seconds in which a part of a run is timed, and most times. On a CPU `FEWEST` images come first; they have a step's
 whole overhead, so that a larger trial never takes longer than expected from them."""
-COMPARED_SECONDS, COMPARED_ROUNDS = 10.0, 4  # the same for candidates, in turns
+COMPARED_SECONDS, COMPARED_ROUNDS = 10.0, 8  # the same for candidates, in turns
+MARGIN = 0.05
+"""Share of the time that a candidate must save in all rounds but one: less is noise on a shared machine."""
 LOADED = 16  # images for timing loading: their mean varies by a few percent
 
 Name = TypeVar("Name", bound=Hashable)  # name of a candidate: a text, a number or an execution mode
 
 
 class Timed(NamedTuple):
-    """Medians for one image of some work."""
+    """Means for one image of some work."""
 
     ms: float = 0.0  # milliseconds
     cpu_ms: float = 0.0  # of all cores
@@ -32,21 +33,17 @@ class Timed(NamedTuple):
 
 def timed(make: Callable[[int], Work], most: int, images: int) -> Timed:
     """Time the work made for `most` images, or for as many as `TRIAL_SECONDS` surely allow; try `images` first."""
-    work = make(images)
+    work, rounds = make(images), 0
     work().sum().item()  # one-time set-up is not measured
-    samples = [_sample(work)]
-    larger = min(most, int(images * TRIAL_SECONDS / samples[0][0]))
+    larger = min(most, int(images * TRIAL_SECONDS / seconds_of(work)))
     if larger > 1.5 * images:
         return timed(make, most, larger)
-    while len(samples) < ROUNDS and sum(seconds for seconds, _ in samples) < TRIAL_SECONDS:
-        samples.append(_sample(work))
-    ms, cpu_ms = (1000 * statistics.median(seconds) / images for seconds in zip(*samples, strict=True))
-    return Timed(ms, cpu_ms, images)
-
-
-def _sample(work: Work) -> tuple[float, float]:
-    spent = time.process_time()
-    return seconds_of(work), time.process_time() - spent
+    start, spent = time.perf_counter(), time.process_time()
+    while rounds < ROUNDS and time.perf_counter() - start < TRIAL_SECONDS:
+        work().sum().item()
+        rounds += 1
+    thousands = rounds * images / 1000
+    return Timed((time.perf_counter() - start) / thousands, (time.process_time() - spent) / thousands, images)
 
 
 def loading(dataset: Dataset) -> Timed:
@@ -65,11 +62,11 @@ def loading(dataset: Dataset) -> Timed:
         return Timed()
 
 
-def fastest(candidates: Mapping[Name, Work], margin: float) -> tuple[Name, float]:
+def fastest(candidates: Mapping[Name, Work]) -> tuple[Name, float]:
     """Time candidates in turns, so that other load slows them alike, after a warm-up of each.
 
-    Return the one that is the fastest by the share `margin` in all rounds but one, which other load may have disturbed,
-    and how many times as fast as the first it is; else (first, 1).
+    Return the one that is the fastest by `MARGIN` in all rounds but one, which other load may have disturbed,
+    and how many times as fast as the first it is in those; else (first, 1).
     """
     plain, *others = candidates
     if not others:
@@ -83,7 +80,7 @@ def fastest(candidates: Mapping[Name, Work], margin: float) -> tuple[Name, float
         name: sorted(seconds[name] / seconds[plain] for seconds in rounds)[: max(2, len(rounds) - 1)] for name in others
     }
     best = min(others, key=lambda name: shares[name][-1])
-    return (best, 1 / statistics.median(shares[best])) if shares[best][-1] <= 1 - margin else (plain, 1.0)
+    return (best, 1 / shares[best][-1]) if shares[best][-1] <= 1 - MARGIN else (plain, 1.0)
 
 
 def seconds_of(work: Work) -> float:

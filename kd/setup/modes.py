@@ -131,7 +131,7 @@ class Trial:
     def __init__(
         self,
         distillation: StudentWithLoss,
-        teacher: Callable[[Batch], Outputs],
+        teacher: Callable[..., Outputs],
         backend: Backend,
         image_size: int,
         images: int,

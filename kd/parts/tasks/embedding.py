@@ -28,12 +28,16 @@ PROJECTED, TEACHER = "projected", "teacher"
 STRENGTHS = tuple(10.0**power for power in range(-5, 3))
 """The probe's penalties as shares of the mean eigenvalue; the best by leave-one-out is used."""
 LABELS = "labels"
-MEANING = "mean cosine with the first teacher: of the projected vectors, or without a projector of what losses compare"
 NEAR, PROBE = Column("knn", "nearest neighbours"), Column("probe", "linear probe")
 SCORES = Scores(
     own=(NEAR, PROBE, Column("recall", "recall@10 in the teacher's index")),
     pair=(
-        Column("agreement", "agreement", "", MEANING),
+        Column(
+            "agreement",
+            "agreement",
+            "",
+            "mean cosine with the first teacher: of projected vectors, else of what the losses compare",
+        ),
         Column("found", "found", meaning="of the ten training images that the teacher's vector finds"),
     ),
     note="Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "
