@@ -247,7 +247,7 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from float32's."""
     from kd.config.schema import TeacherSection
-    from kd.jobs.estimate import milliseconds
+    from kd.jobs.timing import seconds_of
     from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.parts import registry
@@ -269,7 +269,8 @@ def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
             rows.append(row(f"teacher, {mode}", 0.0, "not run", in_short(error)))
             continue
         live = factory(mode)
-        taken = milliseconds(lambda live=live: live(batch).logits)
+        live(batch)
+        taken = 1000 * seconds_of(lambda live=live: live(batch).logits)
         error = (live(batch).logits - exact).abs().max().item() / exact.std().item()
         rows.append(row(f"teacher, {mode}", 1000 * scale.batch / taken, "images/s", f"batch {scale.batch}"))
         rows.append(row(f"teacher, {mode}", error, "largest logit error / standard deviation"))

@@ -54,7 +54,7 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     if isinstance(data.workers, int) and data.workers < 0:
-        allowed = "Allowed: `auto` or a whole number >= 0"
+        allowed = "`auto` or a whole number >= 0"
         yield ConfigError("data.workers", f"is {data.workers!r}", allowed, "Change it")
     named = registry.facts("datasets", data.kind, data.options, "data.kind").test
     if named and data.test_fraction:
@@ -86,10 +86,10 @@ def _progressive(data: DataSection, features: Sequence[str]) -> Iterator[KdError
         return
     if not 8 <= size < data.image_size:
         wrong, remedy = f"is {size}, but data.image_size is {data.image_size}", f"Change it, or leave {where} out"
-        yield ConfigError(f"{where}.size", wrong, f"Allowed: >= 8 and < {data.image_size}", remedy)
+        yield ConfigError(f"{where}.size", wrong, f">= 8 and < {data.image_size}", remedy)
     if not until:
         wrong, remedy = f"is 0, but {where}.size is {size}", f"Set {where}.until=0.6"
-        yield ConfigError(f"{where}.until", wrong, "Allowed: > 0 and <= 1", remedy)
+        yield ConfigError(f"{where}.until", wrong, "> 0 and <= 1", remedy)
     if data.loader == "ray":
         wrong = f"is {size}, but data.loader is ray, whose decoders make images of one size"
         yield ConfigError(f"{where}.size", wrong, "0, or data.loader: local", "Set data.loader=local")
@@ -323,10 +323,10 @@ def _exported(teacher: TeacherSection, kind: str, facts: BackendFacts, features:
     where, value = f"teacher.{key}", getattr(teacher, key)
     runtime = teacher.exported(cpu=True)
     if not facts.cpu:
-        allowed = "onnxruntime and openvino run on backend.kind=cpu, and int8 in onnxruntime"
+        allowed = "Only backend.kind=cpu runs onnxruntime and openvino, and int8 in onnxruntime"
         yield ConfigError(where, f"is {value}, but the backend is '{kind}'", allowed, f"Set {where}=auto")
     if not runtime:
-        allowed = "int8 runs as a graph of onnxruntime, on a CPU"
+        allowed = "On a CPU, int8 runs as a graph of onnxruntime"
         yield ConfigError(where, f"is {value}, but teacher.runtime is torch", allowed, "Set teacher.runtime=auto")
         return
     if features:

@@ -24,7 +24,8 @@ class KdError(Exception):
 
     def __init__(self, where: str, wrong: str, allowed: str = "", remedy: str = "") -> None:
         self.where, self.wrong, self.allowed, self.remedy = where, wrong, allowed, remedy
-        sentences = [_sentence(part) for part in (wrong, allowed, remedy) if part.strip()]
+        stated = allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
+        sentences = [_sentence(part) for part in (wrong, stated, remedy) if part.strip()]
         super().__init__(f"{where}: {' '.join(sentences)}")
 
     def __reduce__(self):

@@ -42,6 +42,9 @@ class Criterion(nn.Module):
         self.all = tuple(terms)
         self.names = _distinct([term.name for term in terms])
         self.terms = nn.ModuleList([term.loss for term in terms])
+        able = [term for term in terms if term.weight and not term.teacher and term.facts.agreement]
+        self.compared = [term for term in able if term.facts.projects][:1] or able
+        """What `agreement` shows: the first term that projects to the first teacher, else all on its features."""
 
     def forward(self, student: Outputs, teacher: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Return every term [B] by name, unweighted, `per_image` [B] and `loss` [B]."""
@@ -67,17 +70,19 @@ class Criterion(nn.Module):
             return {**scores, "per_image": total.detach(), "loss": batch.weight * total}
 
     def agreement(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """Return the agreement of the terms on features [B], -1 to 1, averaged with their weights."""
-        able = [term for term in self.all if term.weight and term.facts.agreement]
+        """Return the agreement with the first teacher [B], -1 to 1.
+
+        It is the cosine of `projected` with the teacher's vectors. Without a projector: the weighted mean of what the
+        terms on features compare.
+        """
         with torch.autocast(student.logits.device.type, enabled=False):
-            parts = [term.weight * term.loss.agreement(student, teacher.of(term.teacher)) for term in able]
-            return functools.reduce(torch.add, parts) / sum(term.weight for term in able)
+            weighted = [term.weight * term.loss.agreement(student, teacher.of(0)) for term in self.compared]
+            return functools.reduce(torch.add, weighted) / sum(term.weight for term in self.compared)
 
     def projected(self, student: Outputs) -> Tensor | None:
         """Return the student's pooled features in the first teacher's space [B, D]; None if no term has a projector."""
-        able = (term for term in self.all if term.weight and not term.teacher and term.facts.projects)
         with torch.autocast(student.logits.device.type, enabled=False):
-            return next((term.loss.projected(student) for term in able), None)
+            return next((term.loss.projected(student) for term in self.compared if term.facts.projects), None)
 
 
 class StudentWithLoss(nn.Module):

@@ -46,10 +46,11 @@ class Meter:
         for row in rest:
             sums = {name: sums[name] + value for name, value in row.items()}
         stacked = torch.stack([value.float() for value in sums.values()])
-        spent = torch.tensor([max(0.0, cpu_seconds() - self.spent)], device=stacked.device)
+        asked = self.run.teacher.images - self.teacher_images
+        of_rank = torch.tensor([max(0.0, cpu_seconds() - self.spent), asked], device=stacked.device)
         with self.run.span("wait"):
-            mean = self.run.backend.reduce_mean(torch.cat([stacked, spent]))
-            *means, cpu = torch.cat([mean[:-1] / steps, mean[-1:]]).tolist()
+            mean = self.run.backend.reduce_mean(torch.cat([stacked, of_rank]))
+            *means, cpu, asked = torch.cat([mean[:-2] / steps, mean[-2:] * self.run.backend.world_size]).tolist()
         values = dict(zip(sums, means, strict=True))
         seconds = time.perf_counter() - self.clock
         self.run.teacher.flush()  # before the terms are checked: it reports non-finite outputs
@@ -61,7 +62,7 @@ class Meter:
             accuracy = values.pop("accuracy")
             values |= {"accuracy": accuracy / labelled} if labelled else {}
         in_all = state.skipped_in_all + skipped
-        cpu = state.cpu_seconds + cpu * self.run.backend.world_size
+        cpu += state.cpu_seconds
         state = replace(state, seconds=state.seconds + seconds, cpu_seconds=cpu)
         state = replace(state, skipped=in_a_row, skipped_in_all=in_all)
         if self.run.skip_nonfinite:
@@ -72,8 +73,7 @@ class Meter:
             "images_per_second": (state.images - self.since.images) / seconds,
         }
         values |= {**self.run.backend.counters(), **self.run.window(state)}
-        images = self.run.teacher.images
-        values["teacher_images"], self.teacher_images = float(images - self.teacher_images), images
+        values["teacher_images"], self.teacher_images = float(round(asked)), self.run.teacher.images
         self.run.store.log("train", state, values)
         self.run.logger.log("train", state, values)
         self.since, self.rows, self.places = state, [], []

@@ -45,7 +45,7 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
         from kd.jobs.progress.trackers import Trackers  # imports accelerate: only if some are named
 
         trackers = Trackers(record.trackers, record.name, folder.path, record.shown)
-    with Console(title, quiet=backend.rank != 0, trackers=trackers, scores=scores) as console:
+    with Console(title, backend.rank != 0, trackers, scores, filled_at(recipe, len(setting.data.train))) as console:
         with Observer(setting, recipe.loop, folder, console) as observer:
             built = begin(recipe, setting, folder, console, title)
             run = observer.watch(built.run)
@@ -70,6 +70,13 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
 
 
 # -------------------------------------------------------------------------------------------------- before step 1
+
+
+def filled_at(recipe: Recipe, images: int) -> dict[str, float]:
+    """Return the share of the run at which each part of a step ends that only fills a cache or store; see `Console`."""
+    length = recipe.loop.length
+    share = min(1.0, length.views / (length.steps * length.batch_size / images or length.epochs))
+    return {"teacher": share * bool(recipe.teacher.cache.views), "data": share * (recipe.data.store == "views")}
 
 
 def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
@@ -224,7 +231,7 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
 
 def at_hand(stored: int, run: Run, state: State, folder: RunDir) -> dict[str, Any]:
     """Return the number of reused stored outputs and their cost (None: unknown)."""
-    own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train")) * run.backend.world_size
+    own = sum(row.get("teacher_images", 0.0) for row in folder.metrics("train"))
     outputs = max(0, min(state.images, stored) - round(own))
     each = run.teacher.store.seconds_each() if outputs else 0.0  # type: ignore[attr-defined]
     return {"outputs": outputs, "cpu_seconds": None if each is None else outputs * each}

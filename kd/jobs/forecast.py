@@ -14,8 +14,9 @@ from kd.core.contracts import Backend, TeacherModel
 from kd.core.host import cores, installed, peak_mib
 from kd.core.types import Costs
 from kd.jobs.description import described
-from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, fastest, measure, seconds_of
+from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, measure
 from kd.jobs.scan_images import scan
+from kd.jobs.timing import MARGIN, Timed, fastest, seconds_of
 from kd.models.classifier import count_attention
 from kd.setup.build import distributed
 from kd.setup.build_teacher import TeacherFactory, teacher_mode
@@ -30,10 +31,10 @@ FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 on one busy core (`results/speed/compile_*.csv`); exporting a ViT-S takes 9 s, plus a session."""
 WORTH = 4.0
 """Time such a form only if the run's work on it is this many times its start-up cost; it pays if it saves a quarter."""
+MOST_SECONDS = 4.0
+"""Seconds of a step and the teacher above which settings are not compared, which repeats both dozens of times."""
 LATER_MIB = 100
 """MiB that evaluation, checkpoints, export and report add to the first steps (`results/speed/forecast_*.csv`)."""
-MARGIN = 0.05
-"""Share of the time that a candidate must save in all rounds but one: less is noise on a shared machine."""
 
 
 class Found(NamedTuple):
@@ -53,46 +54,52 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
         return "\n".join([*lines, "time      not measured: only one process measures"])
     with distributed(recipe.backend) as backend:
         bench = Bench.of(recipe, data, backend)
-        ms = measure(bench)
+        parts = measure(bench)
         peak, on_cpu = peak_mib() + LATER_MIB, backend.facts.cpu
         if on_cpu:
-            peak += counted * (1 - bench.images / bench.split.micro_batch)
+            peak += counted * (1 - parts["step"].images / bench.split.micro_batch)
         told, own = f"memory    {peak:.0f} MiB at the peak of the process", checked[-1].removeprefix("memory    ")
         lines[len(checked) - 1] = f"{told}, including {own}" if on_cpu else f"{told}; of the device {own}"
-        return "\n".join([*lines, *estimate(bench, ms), *advise(bench, ms)])
+        return "\n".join([*lines, *estimate(bench, parts), *advise(bench, parts)])
 
 
-def advise(bench: Bench, ms: Mapping[str, float]) -> list[str]:
+def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     """Time the alternatives left open by keys at `auto` and `off`; return lines of text."""
-    facts, made, run = bench.backend.facts, list[Found](), bench.planned(bench.recipe)
+    facts, run = bench.backend.facts, bench.planned(bench.recipe)
+    ms, step, teacher = {name: part.ms for name, part in parts.items()}, parts["step"], parts["teacher"]
+    sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
+    seconds = (step.ms * step.images + teacher.ms * teacher.images) / 1000
+    if seconds > MOST_SECONDS:
+        return [f"keys      not compared: already a step of {step.images} images takes {seconds:.1f} s", *sifted]
     with ExitStack() as stack:
-        if not facts.compiles:
-            asked = bench.asking(run) * run.cost(TEACHER) * ms["teacher"] / 1000
-            made += [compare_teachers(bench, asked)]
-            made += [compare_students(bench, run.cost(Costs(0.0, 0.0, ms["step"], 0.0, False)) / 1000, stack)]
-        timed = [one.works for one in (made if bench.asking(run) > 0.5 else made[1:]) if one.works]  # most steps
+        asked = bench.asked(run) * run.cost(TEACHER) * teacher.ms / 1000
+        trained = run.cost(Costs(0.0, 0.0, step.ms, 0.0, False)) / 1000
+        made = (
+            []
+            if facts.compiles
+            else [
+                compare_teachers(bench, asked, teacher.images),
+                compare_students(bench, trained, step.images, stack),
+            ]
+        )
+        timed = [one.works for one in (made if bench.asked(run) > 0.5 else made[1:]) if one.works]  # most steps
         plain, best = ([works[i] for works in timed] for i in (0, -1))
         lines, most = [line for one in made for line in one.keys], torch.get_num_threads()
         stack.callback(torch.set_num_threads, most)
-        threads, more = most, list[str]()
-        if timed and facts.cpu and facts.threads == 0:
-            threads, more = compare_threads(most, best)
+        threads, more = compare_threads(most, best) if timed and facts.cpu and facts.threads == 0 else (most, [])
         lines += more
         if len(lines) > 1 and timed:
-            times = twice({"plain": stepping(most, plain), "all": stepping(threads, best)})[1]
+            times = fastest({"plain": stepping(most, plain), "all": stepping(threads, best)})[1]
             lines = [*lines, f"# all of these together: {times:.2f} times as fast"] if times > 1 else []
-    load = (
-        f"timed twice, in turns, on {bench.images} images, with a load of {os.getloadavg()[0]:.1f} on {cores()} cores"
-    )
+    load = f"timed in turns, steps of {step.images} images, a load of {os.getloadavg()[0]:.1f} on {cores()} cores"
     head = f"keys      no other setting is {100 * MARGIN:.0f} % faster here, {load}"
     if lines:
         head = f"keys      faster here, {load}; paste what follows at the end of the file"
-    sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
     return [head, *lines, *(f"          {text}" for one in made for text in one.failed), *sifted]
 
 
-def compare_teachers(bench: Bench, seconds: float) -> Found:
-    """Time the teacher's forward in other modes; `seconds`: its time in the run."""
+def compare_teachers(bench: Bench, seconds: float, images: int) -> Found:
+    """Time the teacher's forward of `images` in other modes; `seconds`: its time in the run."""
     section, model, backend = bench.recipe.teacher, bench.teachers.model, bench.backend
     if model is None or model.runtime != "torch" or section.exported(cpu=True):
         return Found([], [])
@@ -100,7 +107,7 @@ def compare_teachers(bench: Bench, seconds: float) -> Found:
     if section.compile == "off":
         stages.append([*exported_forms(section, model, backend), {"compiled": True}])
     size = bench.teachers.data.plan.image_size
-    factory, batch = TeacherFactory(section, model, backend, size), noise(bench.images, size, backend)
+    factory, batch = TeacherFactory(section, model, backend, size), noise(images, size, backend)
 
     def work(mode: ExecutionMode) -> Work:
         live = factory(mode)
@@ -109,8 +116,8 @@ def compare_teachers(bench: Bench, seconds: float) -> Found:
     return compared(replace(teacher_mode(section, model, backend), compiled=False), stages, work, seconds, "teacher")
 
 
-def compare_students(bench: Bench, seconds: float, stack: ExitStack) -> Found:
-    """Time the student's training step in other modes; `seconds`: its time in the run."""
+def compare_students(bench: Bench, seconds: float, images: int, stack: ExitStack) -> Found:
+    """Time the student's training step of `images` in other modes; `seconds`: its time in the run."""
     plan, distillation, backend = bench.recipe.student, bench.distillation, bench.backend
     precision = bench.recipe.backend.precision
     rule = torch_mode(precision, plan.attention, False, distillation, backend)
@@ -120,7 +127,7 @@ def compare_students(bench: Bench, seconds: float, stack: ExitStack) -> Found:
 
     def work(mode: ExecutionMode) -> Work:
         module = copy.deepcopy(distillation) if mode.compiled else distillation  # compiling cannot be undone
-        trial = stack.enter_context(bench.trial(module))
+        trial = stack.enter_context(bench.trial(images, module))
 
         def step() -> torch.Tensor:
             apply_mode(mode, module, backend)
@@ -134,7 +141,7 @@ def compare_students(bench: Bench, seconds: float, stack: ExitStack) -> Found:
 def compare_threads(most: int, works: Sequence[Work]) -> tuple[int, list[str]]:
     """Time a step in the best modes with all threads, half of them, a quarter, ... 1."""
     candidates = {most >> halved: stepping(most >> halved, works) for halved in range(most.bit_length())}
-    number, times = twice(candidates)
+    number, times = fastest(candidates)
     reason = f"{times:.2f} times as fast as {most} threads"
     return number, [f"backend.threads: {number}   # {reason}"] if number != most else []
 
@@ -147,15 +154,6 @@ def stepping(threads: int, works: Sequence[Work]) -> Work:
         return [work() for work in works][-1]
 
     return step
-
-
-def twice(candidates: Mapping[Any, Work]) -> tuple[Any, float]:
-    """Return the candidate that won two comparisons, with its speed-up in the second; else (first, 1)."""
-    plain, winner = next(iter(candidates)), fastest(candidates, MARGIN)[0]
-    if winner == plain:
-        return plain, 1.0
-    found, table = fastest({name: candidates[name] for name in (plain, winner)}, MARGIN)
-    return (winner, table[plain] / table[winner]) if found == winner else (plain, 1.0)
 
 
 def torch_stages(precision: str, attention: str, layers: int) -> list[list[dict[str, Any]]]:
@@ -200,7 +198,7 @@ def compared(
                 runs[mode] = made
             except Exception as error:  # compilers, exporters and runtimes raise many types
                 failed.append(f"{section}: {mode} cannot be run here ({in_short(error)})")
-        winner, times = twice(runs)
+        winner, times = fastest(runs)
         if winner != best and seconds * (1 - 1 / times) > costs[winner]:
             reason = f"{section}: {winner} is {times:.2f} times as fast as {best}"
             reason += f", after {costs[winner]:.0f} s at each start" if costs[winner] else ""
@@ -219,7 +217,7 @@ def compared(
 def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
     """Return what the sifter of a run saves or costs, from the measured parts of a step."""
     views = bench.recipe.teacher.cache.views
-    warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asking(run) * ms["teacher"])
+    warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asked(run) * ms["teacher"])
     measured = f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
     measured += f"loading {warm.load:.2f} ms per image"
     kind, ratio = bench.recipe.loop.sifter.kind, run.sifter.cost(warm) / warm.per_image()

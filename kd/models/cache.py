@@ -276,7 +276,7 @@ class CachedTeacher:
                     wrong = f"the teacher's '{name}' holds values that are not finite as {array.dtype}"
                     half = codec.dtype == np.float16
                     remedy = "Set teacher.cache.dtype=fp32, or" if half else "Correct the teacher, or set"
-                    allowed = "float16 reaches 65504" if half else "Finite numbers"
+                    allowed = "Up to 65504 in float16" if half else "Finite numbers"
                     raise ModelError("teacher.cache.dtype", wrong, allowed, f"{remedy} teacher.precision=fp32")
             if self.store.writable:
                 self.store.write(view, ids, arrays, crc)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kd.config.schema import QUANTIZED, RUNTIMES
-from kd.core.contracts import Backend, Teacher
+from kd.core.contracts import Backend
 from kd.core.errors import KdError, ModelError, named
 from kd.core.ranks import of_rank_0
 from kd.core.types import Batch, Outputs
@@ -129,7 +129,12 @@ class Trial:
     """Training steps on noise like the loop's; its exit restores gradients, statistics and training mode."""
 
     def __init__(
-        self, distillation: StudentWithLoss, teacher: Teacher, backend: Backend, image_size: int, images: int
+        self,
+        distillation: StudentWithLoss,
+        teacher: Callable[..., Outputs],
+        backend: Backend,
+        image_size: int,
+        images: int,
     ) -> None:
         """Prepare steps; nothing is computed yet."""
         self.distillation, self.teacher, self.backend = distillation, teacher, backend

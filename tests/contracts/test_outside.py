@@ -248,7 +248,11 @@ def test_an_own_part_is_explained(outside, command):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("square().mean(1)", "square().mean()", r"^losses: 'lab_loss\.part' returns float32 \[\]\. float32 \[2\]"),
+        (
+            "square().mean(1)",
+            "square().mean()",
+            r"^losses: 'lab_loss\.part' returns float32 \[\]\. Allowed: float32 \[2\]",
+        ),
         ("square().mean(1)", "square()", r"^losses: .* returns float32 \[2, 3\]"),
         ("square().mean(1)", "double().square().mean(1)", r"^losses: .* returns float64 \[2\]"),
         ("square().mean(1)", "square().mean(1).detach()", r"^losses: .* has no gradient"),

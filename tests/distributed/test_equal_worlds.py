@@ -45,6 +45,8 @@ def test_two_ranks_of_two_micros_are_one_rank_of_four(plain, more):
     assert len({id for step in steps for id in step}) == 36
     assert difference(one.checkpoint(), two.checkpoint()) < 1e-6
     assert difference(one.checkpoint(), one.checkpoint(5)) > 1e-2  # it did learn
+    asked = [[row["teacher_images"] for row in run.rows()] for run in (one, two)]
+    assert asked == [[12.0] * STEPS] * 2  # the whole step's, not a rank's
 
 
 @pytest.mark.slow

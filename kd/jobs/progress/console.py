@@ -18,17 +18,24 @@ from kd.core.types import State
 if TYPE_CHECKING:
     from kd.jobs.progress.trackers import Trackers
 
-ASKING = 0.05  # share of teacher-predicted images above which a row belongs to filling the cache
-
 
 class Console:
     """Show the progress of a run. See `kd.engine.run.Logger`."""
 
     def __init__(
-        self, title: str, quiet: bool = False, trackers: Trackers | None = None, scores: Scores | None = None
+        self,
+        title: str,
+        quiet: bool = False,
+        trackers: Trackers | None = None,
+        scores: Scores | None = None,
+        filled: Mapping[str, float] = {},
     ) -> None:
-        """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every key of a row is shown."""
+        """Prepare the output; `quiet` for ranks other than 0. Without `scores`, every key of a row is shown.
+
+        `filled`: spans of a step that only fill a cache or store, each with the share of the run at which it ends.
+        """
         self.title, self.quiet, self.trackers, self.scores = title, quiet, trackers, scores
+        self.filled = filled
         # A notebook's shell is a terminal, but the notebook would keep all control codes.
         terminal = False if "JPY_PARENT_PID" in os.environ else None
         self._console = RichConsole(highlight=False, soft_wrap=True, force_terminal=terminal, force_jupyter=False)
@@ -37,8 +44,8 @@ class Console:
         self._last_row: Mapping[str, float] = {}
         self._progress = 0.0
         self._began: int | None = None  # epoch at the start of this process
-        self._since, self._row = State(), State()  # state at which steps reached their speed; the last row
-        self._step_seconds, self._asking = 0.0, 0.0
+        self._row = 0.0  # progress at the last row
+        self._warm, self._filling = 0.0, 0.0  # seconds of a warm step; seconds that filling adds to the rest of the run
         self._clock, self._evaluated, self._evaluation = time.monotonic(), 0, 0.0
 
     def __enter__(self) -> Console:
@@ -70,6 +77,7 @@ class Console:
     def step(self, state: State, progress: float) -> None:
         if self._began is None:
             self._began, self._evaluated = state.epoch - (state.step_in_epoch == 0), state.step - 1
+            self._row = progress * (1 - 1 / state.step)
         self._clock = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")
@@ -84,16 +92,15 @@ class Console:
             text = self._training_text(values)
             self._last_row = values
             self._time(state, values)
-            self._brief = f", loss {values.get('loss', math.nan):.3f}, {values['images_per_second']:.0f} images/s"
-            self._brief += f", {left}" if (left := self._left(state.step)) else ""
+            speed = f"{values['images_per_second']:.0f} images/s"
+            self._brief = f", loss {values.get('loss', math.nan):.3f}, {speed}{self._left(state)}"
         else:
             self._evaluation = (time.monotonic() - self._clock) / max(1, state.step - self._evaluated)
             self._evaluated = state.step
             text = f"val {_pairs(values) if self.scores is None else self.scores.text(values)}"
         if self._bar is None:
-            left = f"{100 * self._progress:.0f} %" + (f", {left}" if (left := self._left(state.step)) else "")
-            left = f"({left}) " if self._progress else ""
-            print(f"{self.title} | step {state.step} {left}| {text}", flush=True)
+            share = f"({100 * self._progress:.0f} %{self._left(state)}) " if self._progress else ""
+            print(f"{self.title} | step {state.step} {share}| {text}", flush=True)
         elif kind != "train":
             self.info(f"{self.title} | step {state.step} | {text}")
 
@@ -119,23 +126,25 @@ class Console:
         return text
 
     def _time(self, state: State, values: Mapping[str, float]) -> None:
-        """Record the time of a step: the mean over warm steps, else the median of a row.
+        """Record the seconds of a step from the last row alone: the mean, in the first epoch the median."""
+        step_seconds = state.images / state.step / max(values["images_per_second"], 1e-9)
+        if state.epoch - (state.step_in_epoch == 0) == self._began:
+            step_seconds = values.get("step_ms", 0.0) / 1000
+        before, self._row = self._row, self._progress
+        self._warm, self._filling = step_seconds, 0.0
+        whole = sum(value for name, value in values.items() if name.startswith("ms_")) or 1.0
+        for span, end in self.filled.items():
+            if before < end:
+                seconds = step_seconds * values.get(f"ms_{span}", 0.0) / whole
+                self._warm -= seconds
+                self._filling += seconds * state.step * max(0.0, end / self._progress - 1)
 
-        In the first epoch stores are filled, and until the cache is complete the teacher runs too.
-        """
-        asking = values.get("teacher_images", 0.0) / max(1, state.images - self._row.images)
-        if state.epoch - (state.step_in_epoch == 0) == self._began or asking < self._asking - ASKING:
-            self._since, self._asking, self._step_seconds = state, asking, values.get("step_ms", 0.0) / 1000
-        else:
-            self._step_seconds = (state.seconds - self._since.seconds) / max(1, state.step - self._since.step)
-        self._row = state
-
-    def _left(self, step: int) -> str:
-        """Return the estimated remaining time, with evaluations; an upper bound in the first epoch."""
-        if not (0 < self._progress < 1 and self._step_seconds):
+    def _left(self, state: State) -> str:
+        """Return the estimated remaining time, with evaluations; "" if unknown."""
+        if not (0 < self._progress < 1 and self._warm):
             return ""
-        seconds = (self._step_seconds + self._evaluation) * step * (1 / self._progress - 1)
-        return f"{'at most ' if self._since.step == step else ''}{clock(seconds)} left"
+        seconds = (self._warm + self._evaluation) * state.step * (1 / self._progress - 1) + self._filling
+        return f", about {clock(seconds)} left"
 
 
 def _pairs(values: Mapping[str, float]) -> str:

@@ -124,7 +124,7 @@ def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
         if any(name.startswith(os.fsencode(folder) + b"/") for name in holding):
             wrong = f"data.root is already split: it has a folder '{folder}' with classes in it"
             remedy = f"Remove val_fraction, or set data.root to that '{folder}'"
-            raise DataError("data.val_fraction", wrong, "val_fraction is for a folder of classes", remedy)
+            raise DataError("data.val_fraction", wrong, "A folder of classes", remedy)
 
 
 def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:

@@ -33,7 +33,12 @@ NEAR, PROBE = Column("knn", "nearest neighbours"), Column("probe", "linear probe
 SCORES = Scores(
     own=(NEAR, PROBE, Column("recall", "recall@10 in the teacher's index")),
     pair=(
-        Column("agreement", "agreement", "", "mean cosine of the projected student with its teacher"),
+        Column(
+            "agreement",
+            "agreement",
+            "",
+            "mean cosine with the first teacher: of projected vectors, else of what the losses compare",
+        ),
         Column("found", "found", meaning="of the ten training images that the teacher's vector finds"),
     ),
     note="Accuracies with the vectors alone: 20 neighbours among training images, weighted by exp(cosine / 0.07), "

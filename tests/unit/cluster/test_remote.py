@@ -11,6 +11,7 @@ def test_a_store_belongs_to_one_machine(written, refused, store, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     told = refused("train", written(), "data.loader=ray", f"data.store={store}")
     assert told.startswith(f"data.store: is {store}, but with data.loader=ray")
+    assert "Allowed: none. Set data.store=none" in told
 
 
 def test_a_run_without_a_cluster_is_one_line(settings, refused, monkeypatch, tmp_path):

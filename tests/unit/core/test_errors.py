@@ -17,6 +17,14 @@ def test_the_sentences():
     assert str(KdError("a", " wrong! ")) == "a: wrong!"
 
 
+@pytest.mark.parametrize("allowed", ["none", "0, or data.loader: local", "'x' or 'y'", "s3://BUCKET/PREFIX"])
+def test_bare_values_become_a_sentence(allowed):
+    """`..., which do not share it. none. Set data.store=none.` is no sentence; a phrase of words stays as it is."""
+    error = KdError("data.store", "is ram", allowed, "Set data.store=none")
+    assert str(error) == f"data.store: is ram. Allowed: {allowed}. Set data.store=none."
+    assert error.allowed == allowed  # what other messages quote
+
+
 @pytest.mark.parametrize("cls", [cls for cls in TREE if cls is not ConfigErrors])
 def test_errors_survive_pickling(cls):
     error = cls("data.root", "is empty", "At least one image", "Check the path")

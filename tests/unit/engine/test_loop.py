@@ -444,14 +444,20 @@ def test_the_criterion_sums_its_weighted_terms():
     assert [term.facts for term in criterion.all] == [reads_labels, reads_teacher, reads_teacher]
 
 
-def test_the_agreement_is_the_weighted_mean_of_the_terms_on_features():
+def test_the_agreement_is_the_cosine_of_the_projected_student_with_its_first_teacher():
+    """As its column says: similarities of `cckd`, tokens and other teachers are not mixed in."""
     dims, features = Dims(3, 4, 4), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
-    near, far = loss_term("cosine", 0.25, dims), replace(loss_term("cckd", 1.5, dims), teacher=1)
-    criterion = Criterion([near, loss_term("kl", 2.0), far, loss_term("cckd", 0.0, dims)])
-    student, one, two = (Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features)
+    near, other, second = (loss_term("cosine", weight, dims) for weight in (0.25, 0.5, 1.0))
+    alike, far = loss_term("cckd", 1.5, dims), replace(loss_term("cckd", 1.5, dims), teacher=1)
+    student, one = (Outputs(torch.zeros(5, 3), {"pooled": each}) for each in features[:2])
     both = Outputs(one.logits, {"pooled": features[1], "pooled.1": features[2]})
-    expected = (0.25 * near.loss.agreement(student, one) + 1.5 * far.loss.agreement(student, two)) / 1.75
-    torch.testing.assert_close(criterion.agreement(student, both), expected)
+    project = near.loss.project
+    projected, target = features[0] @ project.weight.T + project.bias, features[1]
+    lengths = projected.norm(dim=1) * target.norm(dim=1)
+    criterion = Criterion([alike, loss_term("kl", 2.0), near, other, replace(second, teacher=1)])
+    torch.testing.assert_close(criterion.agreement(student, both), (projected * target).sum(1) / lengths)
+    unprojected = Criterion([alike, far, loss_term("cckd", 0.0, dims)])
+    torch.testing.assert_close(unprojected.agreement(student, both), alike.loss.agreement(student, one))
 
 
 @pytest.mark.parametrize(

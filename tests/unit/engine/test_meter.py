@@ -77,12 +77,16 @@ def test_a_checkpoint_has_the_mean_statistics_of_the_ranks_whyever_it_is_written
 
 
 def test_outputs_of_any_rank_are_none_that_were_at_hand(make, tmp_path):
-    """Two ranks: each of them ran the teacher on half of the images."""
+    """Two ranks: each of them ran the teacher on half of the images, and a row has the images of both."""
     made = make(f"teacher.cache.path={tmp_path / 'cache'}", "teacher.cache.views=1", folder=tmp_path / "run")
     run = replace(made.run, backend=Ranks(made.run.backend, 2))
-    made.store.log("train", State(step=2, images=32), {"teacher_images": 16.0})
-    assert at_hand(32, run, State(step=2, images=32), made.store)["outputs"] == 0
-    assert at_hand(32, made.run, State(step=2, images=32), made.store)["outputs"] == 16
+    window = meter.Meter(run, State())
+    made.run.teacher.live.images += 16
+    window.add({"loss": torch.tensor(1.0)}, State(), Plan(torch.arange(8), torch.ones(8)))
+    window.flush(State(step=1, images=32), 0.1)
+    assert made.store.metrics("train")[-1]["teacher_images"] == 32.0
+    assert at_hand(32, run, State(step=1, images=32), made.store)["outputs"] == 0
+    assert at_hand(48, run, State(step=2, images=64), made.store)["outputs"] == 16
 
 
 def test_the_effective_sample_size_of_an_epoch_is_kishs(make):

@@ -22,6 +22,7 @@ from kd.core.types import State
 from kd.files.run_dir import RunDir
 from kd.jobs.check import check
 from kd.jobs.description import describe
+from kd.jobs.distill import filled_at
 from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
 from kd.parts.datasets._decode import HEIF
@@ -238,6 +239,22 @@ def test_a_fit_with_fewer_labels_than_its_batch_is_refused_under_its_own_key(set
     with pytest.raises(ConfigError, match=r"^teacher\.fit\.batch_size: is 8, .* 6 labelled images.*batch_size=6"):
         lines(settings, *some)
     assert lines(settings, *some, "teacher.fit.batch_size=6")
+
+
+@pytest.mark.parametrize(
+    ("keys", "shares"),
+    [
+        ((), {}),
+        (("teacher.cache.views=2",), {"teacher": 2 / 8}),
+        (("data.views=2", "data.store=views"), {"data": 2 / 8}),
+        (("data.views=2", "data.store=ram"), {}),  # still augmented after the first epoch, at the same cost
+        (("teacher.cache.views=2", "data.store=views", "run.steps=40"), {"teacher": 0.2, "data": 0.2}),
+    ],
+)
+def test_a_cache_or_store_is_full_when_each_view_has_been_seen(settings, keys, shares):
+    """Eight epochs of 32 images, four steps each; 40 steps are ten epochs."""
+    recipe = resolve(config.load(settings, ["run.epochs=8", *keys]))
+    assert filled_at(recipe, 32) == pytest.approx({"teacher": 0.0, "data": 0.0} | shares)
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def changed(section, **values):
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("torch", {"model": "any_teacher"}, r"teacher\.model: is 'any_teacher'\. module:function"),
+        ("torch", {"model": "any_teacher"}, r"teacher\.model: is 'any_teacher'\. Allowed: module:function"),
         ("torch", {"model": "any_teacher:netwerk"}, r"teacher\.model: .*no function 'netwerk'"),
         ("torch", {"model": "any_teachers:network"}, r"teacher\.model: .*'any_teachers' cannot be imported"),
         ("torch", {"mean": None, "std": None}, r"teacher\.mean: is missing"),

@@ -41,6 +41,20 @@ def taught(made) -> float:
     return sum(row["teacher_images"] for row in made.store.rows if row["kind"] == "train")
 
 
+@torch.no_grad()
+def mean_cosine(run) -> float:
+    """Return the mean cosine of the projected student with its teacher on the validation images."""
+    student, val, cosines = run.distillation.student.eval(), run.evaluator.val, []
+    criterion = run.distillation.criterion
+    project = criterion.terms[criterion.names.index("cosine")].project
+    for batch in val.loader.epoch(val.plan, view=0):
+        mine = project(student(batch.image).features["pooled"])
+        theirs = run.teacher(batch).features["pooled"]
+        cosine = (mine * theirs).sum(1) / mine.norm(dim=1) / theirs.norm(dim=1)
+        cosines += cosine[batch.weight > 0].tolist()
+    return sum(cosines) / len(cosines)
+
+
 def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
     made = make(LOSSES, LOG, "data.views=2", "run.epochs=3")
     student, criterion = made.run.distillation.student, made.run.distillation.criterion
@@ -55,6 +69,7 @@ def test_a_student_learns_the_vectors_of_a_teacher_without_classes(make):
     assert made.run.evaluator.selection_metric == "knn"
     assert state.best == max(row["knn"] for row in made.store.rows if row["kind"] == "val")
     assert "accuracy" not in made.store.rows[0]
+    assert row["agreement"] == pytest.approx(mean_cosine(made.run), abs=1e-5)
 
 
 def test_a_cached_teacher_gives_what_the_live_one_gives_up_to_the_rounding(make, tmp_path):
