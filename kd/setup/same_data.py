@@ -14,8 +14,8 @@ from kd.core.seeds import evenly_spaced
 from kd.core.text import quoted
 
 SAMPLED = 64
-"""Files of a split whose bytes are compared: if a share p of all has changed, that is noticed with probability
-1 - (1 - p)^64, 96 % for one in twenty."""
+"""Files of a split whose bytes are compared. If one in twenty has changed, that is noticed with a probability of 96 %.
+64 photographs of 12 megapixels take 0.06 CPU seconds from the file cache (`same_data_*.csv`)."""
 
 
 def same_contents(splits: Mapping[str, Source], backend: Backend) -> dict[str, int]:
