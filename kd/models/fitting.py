@@ -202,7 +202,7 @@ def _in_order(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
 
 
 def _differences(own: Tensors, tensors: Tensors, heads: Collection[str]) -> dict[str, str]:
-    """Return the kind of each difference from a network; the number of classes is none."""
+    """Return the kind of each difference from a network, except the number of classes."""
     headless = {*heads}.isdisjoint(tensors)
     kinds = {n: "missing head" if headless and n in heads else "missing" for n in own if n not in tensors}
     for name, tensor in tensors.items():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from pieces import Trained, fitted, slow
+import timm
+import torch
+from pieces import Trained, fitted, slow, tiny
 from ranks import HERE, start
 from test_resume import same_bits
 
@@ -74,6 +76,20 @@ def test_impossible_sharding_is_refused_before_a_fit(changed_file, tmp_path, ran
     assert world.codes == [2] * ranks, world.logs
     assert text in world.logs[0]
     assert not (tmp_path / "teachers").exists()
+
+
+@pytest.mark.parametrize("told", [{}, {"img_size": 32}], ids=["by rank 0's file alone", "by the configuration"])
+def test_a_size_that_rank_0_alone_reads_is_refused(changed_file, tmp_path, told):
+    """A trainer wrote beside the weights that they are for 32 px; other ranks have no file."""
+    made = tiny(2, 48)
+    args = {**made["args"], **told}
+    network = timm.create_model(made["model"], num_classes=3, **{**args, "img_size": 32})
+    torch.save({"state_dict": network.state_dict(), "args": {"img_size": 32}}, tmp_path / "a.pth")
+    teacher = {"model": made["model"], "args": args, "checkpoint": str(tmp_path / "a.pth"), "min_accuracy": 0.0}
+    file = changed_file(backend={"kind": "cpu", "precision": "fp32", "timeout_seconds": 20}, teacher=teacher)
+    world = start("kd.cli.training:train", [file, f"run.folder={tmp_path}", "run.steps=1", SHARD], 2, path=(HERE,))
+    assert (world.codes == [0, 0]) == bool(told), world.logs
+    assert ("the weights are for 32 px, which rank 0 alone knows" in world.logs[1]) == (not told)
 
 
 @pytest.mark.slow
