@@ -121,7 +121,7 @@ def training_request(job: Job) -> dict[str, Any]:
 def _hyperparameters(keys: dict[str, str]) -> dict[str, str]:
     """Return a configuration by its keys or, where the service would refuse those, as JSON in numbered pieces."""
     if len(keys) <= MOST_KEYS and max(map(len, keys.values())) <= MOST_TEXT:
-        return keys
+        return dict(sorted(keys.items()))
     text = json.dumps(keys)
     cuts = range(0, len(text), MOST_TEXT)
     return {f"{PIECE}{number:03}": text[cut : cut + MOST_TEXT] for number, cut in enumerate(cuts)}
