@@ -247,7 +247,7 @@ def memory(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
 def teacher(scale: Scale, work: Path, given: argparse.Namespace) -> list[Row]:
     """Measure the frozen forward in each mode, and how far its logits are from float32's."""
     from kd.config.schema import TeacherSection
-    from kd.jobs.timing import seconds_of
+    from kd.jobs.stopwatch import seconds_of
     from kd.models.load_classifier import load
     from kd.models.spec import Spec
     from kd.parts import registry

@@ -18,7 +18,7 @@ from kd.core.host import cores
 from kd.core.text import clock, money
 from kd.core.types import Batch, Costs, Outputs
 from kd.engine.criterion import StudentWithLoss
-from kd.jobs.timing import FEWEST, Timed, loading, timed
+from kd.jobs.stopwatch import FEWEST, Timed, loading, timed
 from kd.models.live_teacher import NoTeacher
 from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import RANDOM, TeacherFactory, Teachers, load_teachers, teacher_mode

@@ -16,7 +16,7 @@ from kd.core.types import Costs
 from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, measure
 from kd.jobs.scan_images import scan
-from kd.jobs.timing import MARGIN, Timed, fastest, seconds_of
+from kd.jobs.stopwatch import MARGIN, Timed, fastest, seconds_of
 from kd.models.classifier import count_attention
 from kd.setup.build import distributed
 from kd.setup.build_teacher import TeacherFactory, teacher_mode

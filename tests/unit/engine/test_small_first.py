@@ -21,7 +21,7 @@ from kd.jobs import fill_cache as job
 from kd.jobs.check import check
 from kd.jobs.description import describe
 from kd.jobs.estimate import Bench, estimate, measure
-from kd.jobs.timing import Timed
+from kd.jobs.stopwatch import Timed
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.recipe import fit_folders, resolve

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kd import config
-from kd.jobs import estimate, timing
+from kd.jobs import estimate, stopwatch
 from kd.jobs import forecast as advice
 from kd.jobs.forecast import Found, forecast, torch_stages
-from kd.jobs.timing import fastest, timed
+from kd.jobs.stopwatch import fastest, timed
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.modes import ExecutionMode
@@ -49,7 +49,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(timing, "time", made)
+    monkeypatch.setattr(stopwatch, "time", made)
     return made
 
 
@@ -194,7 +194,7 @@ def test_a_part_is_timed_with_a_micro_batch_that_fits_the_time(clock, overhead, 
     assert found.ms == pytest.approx(1000 * (each + overhead / found.images))
     assert found.cpu_ms == pytest.approx(2 * found.ms)
     trials = [overhead + each * images for images in tried]
-    assert clock.now <= 2 * sum(trials) + timing.TRIAL_SECONDS + trials[-1]
+    assert clock.now <= 2 * sum(trials) + stopwatch.TRIAL_SECONDS + trials[-1]
 
 
 def counted(module, clock, overhead: float, each: float) -> list[int]:
@@ -289,7 +289,7 @@ def test_a_cpus_time_has_no_price_of_an_accelerator(settings, instance, words):
     recipe = resolve(config.load(settings, [f"price.instance={instance}"]))
     with distributed(recipe.backend) as backend:
         bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
-        parts = dict.fromkeys(estimate.PARTS, timing.Timed(1.0, 1.0, 8))
+        parts = dict.fromkeys(estimate.PARTS, stopwatch.Timed(1.0, 1.0, 8))
         (line,) = [line for line in estimate.estimate(bench, parts) if line.startswith("cost")]
     assert re.search(words, line)
     assert ("about USD" in line) == (instance == "ml.c7i.8xlarge")

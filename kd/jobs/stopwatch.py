@@ -18,7 +18,7 @@ whole overhead, so that a larger trial never takes longer than expected from the
 COMPARED_SECONDS, COMPARED_ROUNDS = 10.0, 8  # the same for candidates, in turns
 MARGIN = 0.05
 """Share of the time that a candidate must save in all rounds but one: less is noise on a shared machine."""
-LOADED = 16  # images for timing loading: their mean varies by a few percent
+LOADED = 16  # images for timing loading: the median of as many varied by a few percent
 
 Name = TypeVar("Name", bound=Hashable)  # name of a candidate: a text, a number or an execution mode
 
