@@ -46,7 +46,7 @@ DRIFT = 10
 MAX_BYTES = 2**28  # largest size of the file's arrays: five crops of 4,096 pixels
 
 
-Run = Callable[..., Iterable[np.ndarray]]  # `map`, or that of an executor
+Run = Callable[..., Iterable]  # `map`, or that of an executor
 
 
 class SelfCheckError(ModelError):
@@ -176,7 +176,8 @@ def require(file: str, found: Differences, most: float, packages: Mapping[str, A
         (runtime, f"the outputs of {file}", found.logits, most),
     ):
         if not difference <= limit:
-            here, there = versions(title.lower())[title.lower()], packages.get(title.lower(), "unknown")
+            package = title.lower()
+            here, there = versions(package)[package], packages.get(package, "unknown")
             wrong = f"on this processor {what} differ from those at the export: largest difference {difference:.2g}"
             wrong += f", {limit:.2g} is allowed; {title} {here} here, {there} there"
             remedy = f"Install {title} {there}" if here != there else "Export on such a processor"
