@@ -395,7 +395,5 @@ def test_a_strangers_shapes_are_refused_in_one_line(arrays, honest, tmp_path):
     liar = Liar(shutil.copytree(honest, tmp_path / "export"))
     np.savez(liar.folder / FILE, **{**np.load(honest / FILE), **arrays})
     liar.reseal()
-    with pytest.raises(
-        ModelError, match=r"the self-check cannot be made|picture \d .* cannot be decoded"
-    ):
+    with pytest.raises(ModelError, match=r"the self-check cannot be made|picture \d .* cannot be decoded"):
         kd.load(liar.folder)
