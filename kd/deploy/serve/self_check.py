@@ -42,7 +42,7 @@ results that close to float32 differ by at most 2: seen 1.1 for dynamic int8, 0.
 exact integers: seen 0.12 between versions of OpenVINO. Without VNNI sums overflow: 0.6 to 1.1 for static int8, 4.5 for
 dynamic."""
 DRIFT = 10
-"""For dynamic int8 the mean change of the pictures counts so many times (RMS over the classes). So it may be 0.2 of the
+"""Weight of the mean change of the pictures' logits for dynamic int8, RMS over the classes. So it may be 0.2 of the
 largest error against float32. Rounding cancels in a mean: other versions of onnxruntime, and no AVX, moved it by up to
 0.16. Zero points shifted by one moved it by 0.18 to 4.1 in ViTs and Swins (37 of 38 noticed). XCiTs moved by 0.13 to
 0.20, no more than honest ones: 0 of 14 noticed (`self_check_int8_*.csv`)."""
