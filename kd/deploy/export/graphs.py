@@ -116,7 +116,8 @@ def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[st
     data, engines = subject.recipe.data, {name: open_graph(folder / name) for name in names}
     if not engines:
         return {}
-    entries = self_check.write(folder, engines, subject.classes, data.image_size, data.crop_pct, data.bits)
+    labels = subject.classes if subject.recipe.student.task.logits else ()
+    entries = self_check.write(folder, engines, labels, data.image_size, data.crop_pct, data.bits)
     return {name: entry | registry.exporter(name).least(folder / name) for name, entry in entries.items()}
 
 

@@ -280,7 +280,7 @@ class LoadedGraph(Description):
         return predictions(values, self.labels, count, self.output.thresholds, self.output.unsure)
 
     def check_itself(self, run: self_check.Run | None = None) -> bool | None:
-        """Run the self-check; None: there is none, or it is off. `run`: an executor's `map` (default: of two threads).
+        """Run the self-check; None: an export without, or it is off. `run`: an executor's `map` (default: two threads).
 
         Raises:
             SelfCheckError: pixels, outputs or labels differ from those at the export.

@@ -43,7 +43,7 @@ class Service:
     def load(self) -> None:
         """Load the model, warm up every thread, and run the self-check; see `kd.deploy.serve.model.load`. Blocks."""
         model = load(self.description, self.threads, self.slots)
-        list(self._pool.map(model.warm_up, [3] * self.slots))  # on every thread; three times each
+        list(self._pool.map(model.warm_up, [3] * self.slots))  # waits for all
         try:
             self.metrics.self_check = model.check_itself(self._pool.map)
         except SelfCheckError as error:
