@@ -68,9 +68,10 @@ def restore(run: Run) -> State:
     state, tensors, info = found or (State(), weights_of(run), {})  # a new run loads what it will save
     try:
         run.distillation.load_state_dict(tensors_below("model.", tensors))
-    except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed
-        wrong = f"the state of step {state.step} does not load into the student's network ({in_short(error)})"
-        raise RunError("student.model", wrong, LOADABLE, "Correct its code, or start a new run") from error
+    except RuntimeError as error:  # names or shapes differ: the file is unchanged, so the code has changed, or is wrong
+        wrong = f"the checkpoint of step {state.step} does not fit the student's network ({in_short(error)})"
+        remedy = "Undo the last change of its code, or correct it and start a new run"
+        raise RunError("student.model", wrong, LOADABLE, remedy) from error
     if found is None:
         return state
     if run.average is not None:

@@ -144,7 +144,7 @@ class Extra(Grows):
 
 @pytest.mark.parametrize(
     ("student", "words"),
-    [(Grows, "'queue'.*persistent=False"), (Renames, "does not load.*head"), (Extra, "does not load.*_extra_state")],
+    [(Grows, "'queue'.*persistent=False"), (Renames, "does not fit.*head"), (Extra, "does not fit.*_extra_state")],
 )
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 def test_a_state_that_no_new_network_loads_is_refused_at_the_first_step(tmp_path, student, words, decay):
