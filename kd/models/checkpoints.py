@@ -190,4 +190,4 @@ def _class_names(value: Any) -> list[str]:
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     placed = [(str(place), name) if isinstance(name, str) else (str(name), place) for place, name in pairs]
     named = all(place.isdecimal() and isinstance(name, str) for place, name in placed)
-    return [str(name) for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []
+    return [name for _, name in sorted(placed, key=lambda pair: int(pair[0]))] if named else []  # type: ignore[misc]

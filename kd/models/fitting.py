@@ -62,7 +62,6 @@ def take(
     taken = fitting[names[0]]
     others = [name for name in fitting if name not in names]
     chosen = f"the set '{taken.name}'" if taken.name else ""
-    chosen += " (averaged)" if is_averaged(taken.name) else ""
     chosen += f"; {others} would fit too ({weights.section}.weights: raw, or a name)" if others else ""
     wrote = in_short(f"its trainer wrote: {weights.trainer}") if weights.trainer else ""
     return taken._replace(steps=tuple(filter(None, (chosen, *taken.steps, wrote))))

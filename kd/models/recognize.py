@@ -45,10 +45,9 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
             how += f"; {twins} would fit too (NAME=FILE)" if twins and best not in named else ""
             return Recognized(best, by_order, f"{fitting[best]}; known {'by you' if model else how}")
     wrong = f"'{file}' holds the weights of no network of timm whose name is in the file's name, or whose shapes fit"
-    allowed = "NAME=FILE, where NAME has a fitting network"
     remedy = f"Tried: {', '.join(tried[:8]) or 'none'}"
     known = origin(weights, offered[0].tensors, {}, model or "timm")
-    raise known or ModelError(where, wrong, allowed, remedy)
+    raise known or ModelError(where, wrong, "NAME=FILE, where NAME has a fitting network", remedy)
 
 
 def _fits(weights: Weights, name: str, by_order: bool) -> str | None:

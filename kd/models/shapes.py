@@ -14,7 +14,7 @@ INDEX = Path(__file__).with_name("shapes.txt")
 
 
 def by_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the networks whose matrices have these sizes, up to one or two classifiers."""
+    """Return the networks whose matrices have these sizes, up to one or two classifiers; a name may come twice."""
     sizes = signature(tensors)
     index = dict(line.split(" ", 1) for line in INDEX.read_text(encoding="utf-8").splitlines())
     matrices = [size for name, size in sizes.items() if tensors[name].ndim == 2]

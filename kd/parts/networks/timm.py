@@ -7,7 +7,7 @@ from torch import nn
 
 from kd.core.errors import ModelError
 from kd.core.facts import NetworkFacts, file_key
-from kd.models.classifier import Classifier
+from kd.models.classifier import REORDERED, Classifier
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
 from kd.parts.networks._shared import columns, named
@@ -44,6 +44,8 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         head.weight = nn.Parameter(head.weight.detach()[rows])
         if head.bias is not None:
             head.bias = nn.Parameter(head.bias.detach()[rows])
+        if len(rows) == made.num_classes:
+            made.notes = (*made.notes, REORDERED)
     head.out_features = made.num_classes = len(names)
     made.classes = names
     return made

@@ -172,7 +172,7 @@ def test_the_set_of_tensors_is_reported_and_selectable(file):
     raw, averaged = vit(), vit(seed=1)
     path = file({"model": raw.state_dict(), "model_ema": averaged.state_dict(), "loss": {"centre": torch.ones(2)}})
     told = taken(path).notes[0]
-    assert "the set 'model_ema' (averaged); ['model'] would fit too (teacher.weights: raw, or a name)" in told
+    assert "the set 'model_ema'; ['model'] would fit too (teacher.weights: raw, or a name)" in told
     for choice, expected in {"raw": raw, "model": raw, "model_ema": averaged}.items():
         assert same(taken(path, weights=choice).network, expected)
     text = refusal(path, weights="state_dict")
@@ -561,7 +561,7 @@ def test_a_student_starts_from_files_of_other_libraries(file):
     path = file({"model": {f"module.{n}": t for n, t in raw.state_dict().items()}, "model_ema": averaged.state_dict()})
     made = taken(path, ("a", "b"), where="student")
     assert torch.equal(made.network.blocks[0].attn.qkv.weight, averaged.blocks[0].attn.qkv.weight)
-    assert "the set 'model_ema' (averaged); ['model'] would fit too (student.weights" in made.notes[0]
+    assert "the set 'model_ema'; ['model'] would fit too (student.weights" in made.notes[0]
     shutil.copy(path, path.with_suffix(".safetensors"))  # the content decides, not the name
     assert same(taken(path.with_suffix(".safetensors"), weights="raw").network, raw)
 
@@ -576,10 +576,10 @@ def test_the_log_and_the_manifest_say_what_was_taken(written, command, file, tmp
     assert answer.code == 0, answer
     lines = {one.split(": ")[0]: one for one in (answer.out + answer.err).splitlines() if "a.pth" in one}
     assert "'state_dict'" in lines["teacher"]
-    assert "the set 'state_dict_ema' (averaged); ['state_dict'] would fit too (student.weights" in lines["student"]
+    assert "the set 'state_dict_ema'; ['state_dict'] would fit too (student.weights" in lines["student"]
     manifest = json.loads(next(tmp_path.rglob("said/manifest.json")).read_text())
     assert "'state_dict'" in manifest["teacher_notes"][0]
-    assert "'state_dict_ema' (averaged)" in manifest["student_notes"][0]
+    assert "'state_dict_ema'" in manifest["student_notes"][0]
 
 
 def test_without_labels_the_spread_of_predictions_is_reported(written, command, file):
