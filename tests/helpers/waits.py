@@ -62,6 +62,7 @@ AT_POINTS = {
     "meter:flush",  # a log point
     "meter:log_epoch",
     "single_label:_finish",  # an evaluation
+    "ranks:gathered",  # a start, an evaluation
     "snapshot:snapshot",  # a checkpoint
     "_ddp:barrier",
 }
