@@ -18,9 +18,7 @@ def by_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
     sizes = signature(tensors)
     index = dict(line.split(" ", 1) for line in INDEX.read_text(encoding="utf-8").splitlines())
     matrices = [size for name, size in sizes.items() if tensors[name].ndim == 2]
-    totals = [
-        sum(sizes.values()) - without for without in dict.fromkeys([0, *matrices, *(2 * one for one in matrices)])
-    ]
+    totals = [sum(sizes.values()) - without for without in [0, *matrices, *(2 * size for size in matrices)]]
     return [name for total in totals for name in index.get(f"{total % 2**64:016x}", "").split()]
 
 
