@@ -192,8 +192,7 @@ def _run(
     val_loader, num_val = arguments.loader("val", batch_size, num_classes, world)
     data = arguments.fingerprint(world) if isinstance(sink, RunDir) or world.world_size > 1 else ""
     split = split_batch(section, world.world_size, num_images)
-    shares = [1.0] * len(teachers)
-    model: Any = Ensemble(teachers, shares, task.average) if len(teachers) > 1 else teachers[0]
+    model: Any = Ensemble(teachers, [1.0] * len(teachers), task.average) if len(teachers) > 1 else teachers[0]
     live = LiveTeacher(model, world.device, inference=world.facts.inference)
     sifter, known = arguments.sifter, partial(known_labels, train, labels, num_classes)
     dims = Dims(num_classes, 0, 0, classes=tuple(classes), labels=known)
