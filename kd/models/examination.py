@@ -41,7 +41,7 @@ def _weights_are_usable(network: Examined) -> Fault | None:
         return Fault("has lazy layers, whose weights do not exist yet", "Weights of known shapes", remedy)
     if network.micro_batch and any(parameter.is_inference() for parameter in model.parameters()):
         wrong = "was made under torch.inference_mode(), so that its weights cannot be trained"
-        return Fault(wrong, "Weights made outside of it", "Build it outside of inference_mode")
+        return Fault(wrong, "Weights that require a gradient", "Build it outside of inference_mode")
     for name, tensor in model.named_parameters():
         if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
             return Fault(f"has NaN or infinity in '{name}'", "Finite weights", "Load other weights")
@@ -189,7 +189,7 @@ def examine(
     micro_batch: int = 0,
     explain: Callable[[Exception], KdError] | None = None,
 ) -> dict[str, Tensor]:
-    """Ask a network every question of `QUESTIONS`; return its outputs for two images by name.
+    """Examine a network by all `QUESTIONS`; return its outputs for two images by name.
 
     Args:
         model: from images to `Outputs`; weights, buffers, modes and torch's random state are restored.
