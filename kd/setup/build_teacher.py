@@ -1,5 +1,6 @@
 """Load the frozen teacher and choose how it is executed on this machine."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 
 from kd.config.schema import BackendSection, TeacherSection
 from kd.core.contracts import Backend, HasWarnings, Source, TeacherModel
-from kd.core.errors import CorruptImage, ModelError, NotPrepared, RunError
+from kd.core.errors import CorruptImage, ModelError, NotPrepared, RunError, named
 from kd.core.ranks import of_rank_0
 from kd.core.seeds import evenly_spaced
 from kd.core.types import Batch
@@ -182,8 +183,12 @@ def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
     factory, mode = TeacherFactory(section, model, backend, size), teacher_mode(section, model, backend)
     error, line = {}, ""
     if section.precision == "auto" and mode.precision == "bf16":
-        error, line = logit_error(replace(mode, compiled=False), factory, setting)
-        [near] = of_rank_0(backend, [error["of_std"] <= LARGEST_ERROR])  # last bits may differ on another machine
+        try:
+            error, line = logit_error(replace(mode, compiled=False), factory, setting)
+        except Exception as failure:  # an operator without bfloat16, such as a Fourier transform
+            line = f"{mode}; its forward fails ({named(failure)})"
+        near = error.get("of_std", math.inf) <= LARGEST_ERROR
+        [near] = of_rank_0(backend, [near])  # last bits may differ on another machine
         if not near:
             exact, error = replace(mode, precision="fp32"), {**error, "refused": str(mode)}
             line = f"{exact}: in {mode}, {line.partition('; ')[2]}; {LARGEST_ERROR:g} is allowed"

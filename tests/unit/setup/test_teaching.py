@@ -175,6 +175,21 @@ def test_auto_refuses_bfloat16_with_large_logit_errors(monkeypatch, built):
     assert facts["teacher_error"]["of_std"] > LARGEST_ERROR
 
 
+def test_auto_takes_float32_where_bfloat16_has_no_operator(monkeypatch, built):
+    """A Fourier transform ended the run: torch has none in bfloat16."""
+
+    def transforming(teachers: Teachers) -> Teachers:
+        head = teachers.model.network.head
+        head.register_forward_hook(lambda module, given, logits: torch.fft.rfft(logits).abs().sum(1, True) + logits)
+        return teachers
+
+    automatic(monkeypatch, "bf16+unfused")
+    _, facts, out = built(*AUTO, change=transforming)
+    assert facts["modes"]["teacher"] == "fp32+unfused"
+    assert facts["teacher_error"]["refused"] == "bf16+unfused"
+    assert "teacher: fp32+unfused: in bf16+unfused, its forward fails (" in out
+
+
 def test_an_error_that_would_be_larger_on_more_images_is_refused(monkeypatch, built):
     """0.096 of a standard deviation on 16 images was accepted; 1,000 had 0.23. They have up to 2.3 times that of 64."""
 
