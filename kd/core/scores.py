@@ -6,6 +6,7 @@ A row holds the student's scores under their keys, a teacher's under `teacher_KE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -228,6 +229,13 @@ class Trained:
     scored: Scored | None = None  # final score of the chosen checkpoint
     baseline: Trained | None = None  # the same student, trained on labels alone
     report: str = ""  # text of report.md
+
+
+def not_finite_text(row: Mapping[str, float]) -> str:
+    """Name the scores of a validation row that are not finite; "" if all are."""
+    names = [name for name, value in row.items() if not math.isfinite(value)]
+    text = f"validation: {', '.join(names)} are NaN or infinite: so are a model's outputs for at least one image"
+    return text if names else ""
 
 
 def skipped_text(skipped: int, steps: int) -> str:

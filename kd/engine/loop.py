@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kd.core.errors import Interrupted
+from kd.core.scores import not_finite_text
 from kd.core.seeds import seed_from
 from kd.core.types import Batch, Plan, Small, State
 from kd.engine.meter import Diverged, Meter, require_applied
@@ -163,6 +164,7 @@ def evaluate(run: Run, state: State, stop: Stopping) -> tuple[State, bool]:
     state = replace(state, best=best, no_better=no_better, unevaluated=False)
     run.store.log("val", state, values)
     run.logger.log("val", state, values)
+    run.logger.info(not_finite_text(values))
     return state, chosen
 
 

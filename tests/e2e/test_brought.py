@@ -155,6 +155,18 @@ def test_a_caller_s_modules_and_generators_are_as_they_were():
     assert teacher.centre.abs().sum() == 0
 
 
+def test_scores_that_are_not_finite_are_said(capsys):
+    """One black image made the scores NaN, and the log had no word of it."""
+    val = data()
+    val.tensors[0][-1] = 0.0
+    student = Changed(before=lambda image: image / image.std((1, 2, 3), keepdim=True))
+    result = distill(Changed(), student, val=val, progress=True)
+    assert result.metrics["nll"] != result.metrics["nll"]
+    said = capsys.readouterr()
+    assert "validation: " in said.out + said.err
+    assert "nll" in (said.out + said.err).partition("validation: ")[2].partition("are NaN")[0]
+
+
 def test_a_student_made_in_inference_mode_is_refused():
     with torch.inference_mode():
         student = Changed()
