@@ -213,8 +213,7 @@ def to_rgb(image: Image.Image, bits: int = 16) -> Image.Image:
         upper = np.asarray(image).astype(np.uint16) >> (bits - 8)  # convert() would clip at 255 and give a white image
         rgb = Image.fromarray(upper.astype(np.uint8)).convert("RGB")
     elif image.mode in ("I", "F"):
-        wrong = f"has pixels of mode {image.mode}, which have no known range"
-        raise Beyond("bits", wrong, "Convert it to 8 or 16 bits per channel")
+        raise Beyond("bits", f"has {image.mode} pixels, of no known range", "Convert it to 8 or 16 bits per channel")
     elif image.getbands()[-1] in ("A", "a") or "transparency" in image.info:
         canvas = Image.new("RGBA", image.size, "white")
         canvas.alpha_composite(image.convert("RGBA"))
@@ -240,16 +239,18 @@ def planes(image: Image.Image, size: int, crop: float) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(centre_crop(image, size, crop)).transpose(2, 0, 1))
 
 
+CENTRE = "centre"  # the transparent colour is that of the centre, so that pixels have it
 ORIENTATION = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0%c\0\0\0\0\0\0"  # an EXIF block of one short
 TURNED = ({"exif": ORIENTATION % orientation} for orientation in range(2, 9))
 BRANCHES = (
     *product(["JPEG"], ["RGB", "L", "CMYK"], [1.5], [{}]),
     *product(["JPEG"], ["RGB"], [4, 8, 16, 0.5], [{}]),  # decoded at 1/2, 1/4 and 1/8 of its sides; enlarged
-    *product(["JPEG"], ["RGB"], [1.5], [{"progressive": True}, {"subsampling": 0}, *TURNED]),
+    *product(["JPEG"], ["RGB"], [1.5], [{"progressive": True}, {"subsampling": 0}, {"subsampling": 1}, *TURNED]),
     *product(["PNG"], ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"], [1.5], [{}]),
-    ("PNG", "P", 1.5, {"transparency": 7}),
+    *product(["PNG"], ["P", "L", "RGB"], [1.5], [{"transparency": CENTRE}]),
     *product(["WEBP", "HEIF"], ["RGB", "RGBA"], [1.5], [{}]),
+    *product(["PNG", "WEBP"], ["RGB"], [1.5], [{"exif": ORIENTATION % 6}]),
 )
 """The branches of the decoder, Pillow's and `to_rgb`'s, as pictures that take them: format, mode, shorter side over
 that of the crop, options of `Image.save`. A self-check has a picture of each. Pillow cannot write, so no picture has:
-colour of 16 bits a channel, interlaced PNG."""
+colour of 16 bits a channel, interlaced PNG, JPEG in RGB."""

@@ -49,7 +49,7 @@ def test_each_label_has_its_own_threshold_and_band():
 def test_a_picture_without_a_known_range_is_named(exported, mode):
     """It was "damaged or cut short"."""
     model, picture = kd.load(exported), Image.new("L", (20, 24), 90)
-    with pytest.raises(BadImage, match=rf"^Image: The image has pixels of mode {mode}, .*8 or 16 bits per channel\."):
+    with pytest.raises(BadImage, match=rf"^Image: The image has {mode} pixels, .*8 or 16 bits per channel\."):
         model(picture.convert(mode))
     assert model(picture.convert(mode), on_error="none") is None
     sixteen = Image.fromarray(np.asarray(picture).astype(np.uint16) * 257)

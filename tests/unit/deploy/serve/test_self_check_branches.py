@@ -397,3 +397,23 @@ def test_a_strangers_shapes_are_refused_in_one_line(arrays, honest, tmp_path):
     liar.reseal()
     with pytest.raises(ModelError, match=r"the self-check cannot be made|picture \d .* cannot be decoded"):
         kd.load(liar.folder)
+
+
+def test_each_picture_with_a_transparent_colour_shows_it():
+    """The palette's index was one that no pixel had: a machine that ignored transparency passed."""
+    files = self_check.pictures(BRANCHES, self_check.SIDE, 16)
+    branches = [branch for branch in BRANCHES if branch[0] != "HEIF" or HEIF]
+    for (_, mode, _, options), content in zip(branches, files, strict=True):
+        if "transparency" in options:
+            with Image.open(io.BytesIO(content)) as image:
+                alpha = np.asarray(image.convert("RGBA"))[..., 3]
+            assert (alpha == 0).sum() >= 1, mode
+            assert (alpha == 255).mean() > 0.5, mode
+
+
+def test_the_graph_sees_all_levels():
+    files = self_check.pictures(BRANCHES[:4], 64, 16)
+    with Image.open(io.BytesIO(files[0])) as image:
+        pixels = np.asarray(image)
+    assert pixels.min() < 5
+    assert pixels.max() > 250

@@ -109,7 +109,7 @@ def test_sixteen_bit_colour_key_does_not_break_the_image():
 
 
 def test_float_pixels_are_refused_with_the_reason():
-    with pytest.raises(DataError, match=r"it has pixels of mode F, .*; convert it to 8 or 16 bits"):
+    with pytest.raises(DataError, match=r"it has F pixels, .*; convert it to 8 or 16 bits"):
         read(stored(Image.new("F", (2, 2), 0.5), "TIFF"))
 
 
