@@ -203,7 +203,7 @@ def examine(
         ModelError: a question found a fault.
     """
     last = images[min(1, len(images) - 1)]
-    pair = torch.stack([images[0], last.amin() + last.amax() - last])
+    pair = torch.stack([images[0], last.amin() + last.amax() - last]).nan_to_num()  # an image's NaN is not its fault
     meta = any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
     network = Examined(model, pair.to("meta") if meta else pair, logits, micro_batch)
     if (fault := _weights_are_usable(network)) is not None:

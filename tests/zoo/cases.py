@@ -288,7 +288,7 @@ FOLDERS = [
     Case(
         "numbers without a range",
         beside("pear/f.tif", encoded(Image.new("F", (8, 8), 0.5), "TIFF")),
-        refused="mode F",
+        refused="F pixels",
         remedy=delete("train/pear/f.tif"),
     ),
     Case("one pixel", first(lambda: encoded(Image.new("RGB", (1, 1), RED), "PNG"), "0.png"), pixels=is_red),

@@ -226,7 +226,7 @@ class _Workbench:
             if name not in asked:
                 self._remove(name)
         remedy = "Nothing was written; allow more, use more --threads, or train another student"
-        raise NotAcceptedError("--accept", f'nothing keeps "{text}"', "; ".join(told), remedy)
+        raise NotAcceptedError("--accept", f'nothing keeps "{text}". {"; ".join(told)}', "", remedy)
 
     def _tried(
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]

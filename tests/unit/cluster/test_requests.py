@@ -411,6 +411,7 @@ def test_every_key_whose_text_speaks_of_files_is_declared_as_one_or_known_not_to
     }
     inside |= {"data.image_keys", "teacher.weights", "teacher.also[].weights", "student.weights"}
     inside |= {"data.image_key", "data.label_key", "data.label_field"}  # names inside a folder or a shard
+    inside |= {"data.group"}  # a pattern of paths
     rendered = {"data.root [food_mini]"}
     texts = {}
     for key, allowed, _, meaning in explain():

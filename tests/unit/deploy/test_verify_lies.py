@@ -25,7 +25,6 @@ from kd.deploy.export.flags import ExportOptions
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.engines import open_graph
-from kd.deploy.serve.limits import LOCAL
 from kd.deploy.verify.claims import OPEN, RIGHT, WRONG
 from kd.deploy.verify.verify import Verdict
 from kd.parts.tasks import label_sets
@@ -54,16 +53,19 @@ def verdicts(known: Verdict) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------- the endpoint
 
 
-def checked_again(liar: Liar, pictures: list[bytes]) -> None:
+def checked_again(liar: Liar, large: list[bytes], small: list[bytes]) -> None:
     """Write the self-check of the graphs as they are now, on these pictures, with bounds that fit."""
     size, crop = liar.get("input/size"), liar.get("input/crop")
-    pixels = np.stack([prepare(picture, size, crop, LOCAL).pixels for picture in pictures])
+    pixels = np.stack([prepare(picture, size, crop).pixels for picture in large])
+    crops = np.stack([prepare(picture, self_check.SIDE, crop).pixels for picture in small])
+    labels = np.load(liar.folder / self_check.FILE)["labels"]
     engines = {name: open_graph(liar.folder / name) for name in liar.manifest["self_check"]}
     logits = {name: self_check.outputs(engine, pixels) for name, engine in engines.items()}
-    arrays = {f"picture{i}": np.frombuffer(picture, np.uint8) for i, picture in enumerate(pictures)}
-    np.savez_compressed(liar.folder / self_check.FILE, pixels=pixels, **arrays, **logits)  # type: ignore[arg-type]
-    for name, engine in engines.items():
-        bound = self_check.allowed(name, logits[name], [engine(pixels)], logits["model.onnx"])
+    arrays = {f"picture{i}": np.frombuffer(picture, np.uint8) for i, picture in enumerate(large + small)}
+    arrays |= {"pixels": pixels, "crops": crops, "labels": labels, **logits}
+    np.savez_compressed(liar.folder / self_check.FILE, **arrays)  # type: ignore[arg-type]
+    for name in engines:
+        bound = self_check.allowed(name, logits[name], logits["model.onnx"])
         liar.manifest["self_check"][name]["allowed"] = bound
 
 
@@ -84,7 +86,7 @@ def rolled(liar: Liar, name: str) -> None:
     model.graph.node.append(helper.make_node("Where", ["roll_alone", "roll_logits", "batch_logits"], ["logits"]))
     onnx.save(model, path)
     graph_of(liar, name)
-    checked_again(liar, self_check.pictures(liar.get("input/size")))
+    checked_again(liar, *self_check.of_both_sizes(liar.get("input/size"), 16))
 
 
 @pytest.mark.parametrize("name", ["model.onnx", INT8])
@@ -107,15 +109,18 @@ def grey() -> bytes:
 def test_pictures_of_the_self_check_that_are_not_made_from_the_seed(honest, tmp_path):
     """Grey squares, with the pixels and outputs that belong to them: any graph would pass."""
     assert verdicts(found(honest[0]))["self_check.npz/pictures"] == RIGHT
-    pictures = [grey() for _ in self_check.pictures(16)]
-    liar = told(honest, tmp_path, [lambda liar: checked_again(liar, pictures)])
+    large, small = ([grey() for _ in pictures] for pictures in self_check.of_both_sizes(16, 16))
+    liar = told(honest, tmp_path, [lambda liar: checked_again(liar, large, small)])
     seen = verdicts(found(liar.folder))
     assert [what for what, verdict in seen.items() if verdict == WRONG] == ["self_check.npz/pictures"]
 
 
 def test_another_encoder_may_make_other_pictures(honest, tmp_path):
     """Bytes of another Pillow prove nothing."""
-    made = [lambda liar: checked_again(liar, [grey()]), lambda liar: liar.set("environment/packages/pillow", "9.9")]
+    made = [
+        lambda liar: checked_again(liar, [grey()] * 4, [grey()]),
+        lambda liar: liar.set("environment/packages/pillow", "9.9"),
+    ]
     assert verdicts(found(told(honest, tmp_path, made).folder))["self_check.npz/pictures"] == OPEN
 
 

@@ -277,7 +277,7 @@ def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(setting
         config.load({**settings, "student": student, "data": data, "losses": [{"kind": "ce"}], "teacher": {}})
     )
     lines = forecast(recipe).splitlines()
-    assert sum(images) <= 20
+    assert sum(images) <= 40  # about half of them in the examination of the network
     assert any("timed on 2 images, scaled to 1024" in line for line in lines if line.startswith("speed"))
     assert any(line.startswith("keys      not compared: already a step of 2 images takes 6.0 s") for line in lines)
 
