@@ -116,6 +116,8 @@ def main() -> None:
     for name, build in HONEST.items():
         rows += [row("honest", name, build(), SIDE, trained) for trained in (False, True)]
     for name, (build, _) in FAULTS.items():
+        if name == "a lazy layer":  # it has no outputs to measure
+            continue
         rows += [row("faulty", name, build(), SIDE, trained) for trained in (False, True)]
     for one in rows:
         print(" | ".join(map(str, one.values())))
