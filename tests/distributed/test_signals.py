@@ -29,14 +29,19 @@ def rows(run: Trained, kind: str) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sent", "rank", "step"),  # the gate decodes an epoch before, the teacher's checks two validation splits
+    (
+        "ranks",
+        "sent",
+        "rank",
+        "step",
+    ),  # the gate decodes an epoch before, the teacher's checks two validation splits, each examination two images
     [
         pytest.param(1, "SIGTERM:train:120", "", None, id="one rank, in a step"),
         pytest.param(1, "SIGINT:train:120", "", None, id="one rank, Ctrl-C"),
-        pytest.param(1, "SIGTERM:val:43", "", STEPS, id="one rank, in the last evaluation"),
+        pytest.param(1, "SIGTERM:val:47", "", STEPS, id="one rank, in the last evaluation"),
         pytest.param(2, "SIGTERM:train:60", "", None, id="two ranks, in a step"),
         pytest.param(2, "SIGTERM:train:60", "1", None, id="two ranks, one is told"),
-        pytest.param(2, "SIGTERM:val:23", "", STEPS, id="two ranks, in the last evaluation"),
+        pytest.param(2, "SIGTERM:val:28", "", STEPS, id="two ranks, in the last evaluation"),
     ],
 )
 @pytest.mark.slow
