@@ -17,8 +17,11 @@ from kd.files.run_dir import RunDir
 from kd.models.classifier import LogitsModel, trained_network
 
 CODE = """
+import safetensors.torch
 import torch
 from torch import nn
+
+COMPLEX = torch.complex64 if torch.complex64 in safetensors.torch._SIZE else torch.float32  # 0.5 stores no complex ones
 
 
 class Indexed(nn.Module):
@@ -27,7 +30,7 @@ class Indexed(nn.Module):
         self.head = nn.Linear(12, classes)
         self.register_buffer("index", torch.arange(11, -1, -1))
         self.register_buffer("mask", torch.arange(12) > 0)
-        self.register_buffer("wave", torch.ones(12, dtype=torch.complex64))
+        self.register_buffer("wave", torch.ones(12, dtype=COMPLEX))
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, image):
@@ -130,7 +133,7 @@ class Renames(Grows):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_state_dict_post_hook(lambda module, state, prefix, rest: state.update(old=state.popitem()[1]))
+        self._register_state_dict_hook(lambda module, state, prefix, rest: state.update(old=state.popitem()[1]))
 
 
 class Extra(Grows):
