@@ -53,10 +53,12 @@ class Bench:
         random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
         teachers = load_teachers(teacher, data, random)
         module, live = untrained(recipe, teachers, backend), NoTeacher()
+        mode = torch_mode(recipe.backend.precision, recipe.student.attention, False, module, backend)
+        apply_mode(mode, module, backend)
         if teachers.model is not None:
-            whole = replace(teacher, shard=False, pipeline=0)
             mode = replace(teacher_mode(teacher, teachers.model, backend), compiled=False)
-            live = TeacherFactory(whole, teachers.model, backend, data.plan.image_size)(mode)
+            teacher = replace(teacher, shard=False, pipeline=0)
+            live = TeacherFactory(teacher, teachers.model, backend, data.plan.image_size)(mode)
         return cls(recipe, backend, split_batch(data.plan, 1, len(data.train)), teachers, live, module)
 
     def trial(self, images: int, module: StudentWithLoss, live: Teacher | None = None, size: int = 0) -> Trial:
@@ -109,12 +111,9 @@ class Planned:
 
 def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
     """Build the student of a recipe, or the teacher of a fit, with random weights."""
-    plan = recipe.student
-    fresh = replace(plan, init="scratch", checkpoint="")
+    plan = replace(recipe.student, init="scratch", checkpoint="")
     micro_batch = split_batch(recipe.data, 1, len(teachers.data.train)).micro_batch
-    module = build_distillation(fresh, teachers, micro_batch).to(backend.device)
-    apply_mode(torch_mode(recipe.backend.precision, plan.attention, False, module, backend), module, backend)
-    return module
+    return build_distillation(plan, teachers, micro_batch).to(backend.device)
 
 
 def repeated(teacher: Teacher, batch: Batch) -> Outputs:
@@ -131,7 +130,8 @@ PARTS = ("step", "small step", "score", "teacher", "fit", "load", "small load")
 
 def measure(bench: Bench) -> dict[str, Timed]:
     """Time the `PARTS` of a run, without compilers."""
-    data, size, views = bench.teachers.data, bench.recipe.data.progressive.size, bench.teachers.data.views()[0]
+    data, size = bench.teachers.data, bench.recipe.data.progressive.size
+    views = data.views()[0]
     with ExitStack() as stack:
 
         def stepping(module: StudentWithLoss, *more: Any) -> Callable[[int], Work]:

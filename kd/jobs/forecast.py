@@ -11,7 +11,7 @@ import torch
 
 from kd.config.schema import RUNTIMES, TeacherSection
 from kd.core.contracts import Backend, TeacherModel
-from kd.core.host import cores, installed, peak_mib
+from kd.core.host import command_seconds, cores, installed, peak_mib
 from kd.core.types import Costs
 from kd.jobs.description import described
 from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, measure
@@ -29,6 +29,7 @@ from kd.study.sifting import sifting_text
 FORM_SECONDS = {"compiled": 60.0, **dict.fromkeys(RUNTIMES, 15.0)}
 """Seconds that a compiled or exported form costs at each start. Training steps of nine networks compile in 29 to 203 s
 on one busy core (`results/speed/compile_*.csv`); exporting a ViT-S takes 9 s, plus a session."""
+CHECK_SECONDS = 150.0  # age of the command at which such a form must be ready, or it is not tried
 WORTH = 4.0
 """Time such a form only if the run's work on it is this many times its start-up cost; it pays if it saves a quarter."""
 MOST_SECONDS = 4.0
@@ -142,8 +143,8 @@ def compare_threads(most: int, works: Sequence[Work]) -> tuple[int, list[str]]:
     """Time a step in the best modes with all threads, half of them, a quarter, ... 1."""
     candidates = {most >> halved: stepping(most >> halved, works) for halved in range(most.bit_length())}
     number, times = fastest(candidates)
-    reason = f"{times:.2f} times as fast as {most} threads"
-    return number, [f"backend.threads: {number}   # {reason}"] if number != most else []
+    line = f"backend.threads: {number}   # {times:.2f} times as fast as {most} threads"
+    return number, [line] if number != most else []
 
 
 def stepping(threads: int, works: Sequence[Work]) -> Work:
@@ -190,7 +191,8 @@ def compared(
         runs, costs = {best: fast}, {best: 0.0}
         for mode in (replace(best, **change) for change in stage):
             cost = FORM_SECONDS["compiled" if mode.compiled else mode.kernel] if mode.rebuilt else 0.0
-            if mode == best or seconds < WORTH * cost:
+            late = cost and command_seconds() + cost > CHECK_SECONDS
+            if mode == best or late or seconds < WORTH * cost:
                 continue
             try:
                 made = work(mode)
@@ -218,7 +220,9 @@ def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
     """Return what the sifter of a run saves or costs, from the measured parts of a step."""
     views = bench.recipe.teacher.cache.views
     warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asked(run) * ms["teacher"])
-    measured = f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
-    measured += f"loading {warm.load:.2f} ms per image"
+    measured = (
+        f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
+        f"loading {warm.load:.2f} ms per image"
+    )
     kind, ratio = bench.recipe.loop.sifter.kind, run.sifter.cost(warm) / warm.per_image()
     return f"'{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"

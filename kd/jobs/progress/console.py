@@ -77,7 +77,6 @@ class Console:
     def step(self, state: State, progress: float) -> None:
         if self._began is None:
             self._began, self._evaluated = state.epoch - (state.step_in_epoch == 0), state.step - 1
-            self._row = progress * (1 - 1 / state.step)
         self._clock = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=progress, text=f"step {state.step}{self._brief}")

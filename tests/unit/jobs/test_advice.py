@@ -12,6 +12,7 @@ from kd.jobs import estimate, stopwatch
 from kd.jobs import forecast as advice
 from kd.jobs.forecast import Found, forecast, torch_stages
 from kd.jobs.stopwatch import fastest, timed
+from kd.parts.backends.cpu import CPU
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
 from kd.setup.modes import ExecutionMode
@@ -50,6 +51,7 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(stopwatch, "time", made)
+    monkeypatch.setattr(advice, "command_seconds", made.perf_counter)
     return made
 
 
@@ -87,6 +89,14 @@ def test_a_form_is_timed_where_it_can_pay(compared, seconds, tried):
     found, made = compared(seconds, rule=0.03, compiled=0.005)
     assert (COMPILED in made) == tried
     assert bool(found[0]) == tried
+
+
+@pytest.mark.parametrize(("age", "tried"), [(89.0, True), (91.0, False)])
+def test_a_form_that_would_not_be_ready_in_time_is_not_tried(compared, clock, age, tried):
+    """Of a long run, on a command that has already taken so long: compiling takes a minute and more."""
+    clock.now = age
+    assert (COMPILED in compared(1e6, rule=0.03, compiled=0.005)[1]) == tried
+    assert FUSED in compared(1e6, rule=0.03, fused=0.005)[1]
 
 
 def test_a_form_must_save_more_than_it_costs(compared):
@@ -233,6 +243,20 @@ def test_the_students_step_is_timed_as_the_run_makes_it_however_slow_the_teacher
     )
     assert f"run.baseline_steps={math.ceil(estimate.AIM * steps * share)} " in alone
     assert not any("scaled" in line for line in lines)
+
+
+def test_measuring_a_fit_leaves_the_mode_of_the_student(settings, monkeypatch):
+    """A student of convolutions was timed in the bfloat16 of its teacher's fit: 756 ms an image for 6."""
+    monkeypatch.setattr(CPU, "auto_mode", property(lambda backend: "bf16+unfused"))
+    monkeypatch.setattr(CPU, "bf16_pays", lambda backend, made_of, trained: made_of()[0] < 0.5)
+    settings["student"] = {"model": "resnet10t"}
+    settings["teacher"] = {**settings["teacher"], "model": "vit_tiny_patch16_224", "fit": {"epochs": 1}}
+    recipe = resolve(config.load(settings, ["backend.precision=auto"]))
+    with distributed(recipe.backend) as backend:
+        bench = estimate.Bench.of(recipe, open_sources(recipe.data), backend)
+        assert backend.autocast_dtype is None
+        assert estimate.measure(bench)["fit"].images > 0
+        assert backend.autocast_dtype is None
 
 
 SLOW = """
