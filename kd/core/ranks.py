@@ -11,7 +11,7 @@ from kd.core.contracts import Backend
 def gathered(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
     """Return the numbers of every rank as float32, whole ones exact below 2^24. All ranks give equally many."""
     if backend.world_size == 1:
-        return [list(numbers)]
+        return [torch.tensor(list(numbers), dtype=torch.float32).tolist()]
     table = torch.zeros(backend.world_size, len(numbers), device=backend.device)
     table[backend.rank] = torch.tensor(list(numbers))
     return backend.reduce_sum(table).tolist()
