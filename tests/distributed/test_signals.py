@@ -28,13 +28,9 @@ def rows(run: Trained, kind: str) -> list[dict]:
     return without_clocks(run.rows(kind))
 
 
+# the gate decodes an epoch before, the teacher's checks two validation splits, each examination two images
 @pytest.mark.parametrize(
-    (
-        "ranks",
-        "sent",
-        "rank",
-        "step",
-    ),  # the gate decodes an epoch before, the teacher's checks two validation splits, each examination two images
+    ("ranks", "sent", "rank", "step"),
     [
         pytest.param(1, "SIGTERM:train:120", "", None, id="one rank, in a step"),
         pytest.param(1, "SIGINT:train:120", "", None, id="one rank, Ctrl-C"),
