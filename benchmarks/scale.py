@@ -42,7 +42,8 @@ from kd.parts.datasets._folder import File, Files, ImageFolder
 from kd.parts.datasets._splits import part
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan
-from kd.setup.data import Data, DataPlan
+from kd.setup.data import Data
+from kd.setup.data_plan import DataPlan
 
 FOLDER = 1000
 """Images of a class."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +34,10 @@ def load(
     cluster's address.
     """
     errors: list[KdError] = []
-    raw = resolve(apply_overrides(read_yaml(path), overrides, errors, say=here), errors, here)
+    given = read_yaml(path)
+    stem = "run" if isinstance(path, dict) else Path(path).stem
+    overrides = longer(given, overrides, stem, errors)
+    raw = resolve(apply_overrides(given, overrides, errors, say=here), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
         try:
@@ -44,8 +48,7 @@ def load(
     if errors:
         raise ConfigErrors(errors) if len(errors) > 1 or isinstance(errors[0], ConfigError) else errors[0]
     if not config.run.name:
-        name = "run" if isinstance(path, dict) else Path(path).stem
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=stem))
     return config
 
 
@@ -88,6 +91,30 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
             continue
         _update(raw, key, partial(parse_value, override), errors, say)
     return raw
+
+
+def longer(raw: Any, overrides: Sequence[str], stem: str, errors: list[KdError]) -> list[str]:
+    """Return the overrides with a number for each factor: `run.epochs=3x` is three times the file's number.
+
+    The longer run is another run: unless an override names it, its name gets the factor, as in `food-3x`.
+    """
+    numbers, named = [], any(override.startswith("run.name=") for override in overrides)
+    for override in overrides:
+        factor = re.fullmatch(r"(run\.(?:epochs|steps))=(\d+(?:\.\d+)?)x", override)
+        if factor is None:
+            numbers.append(override)
+            continue
+        key, times = factor[1], factor[2]
+        before = OmegaConf.select(raw, key)
+        if not isinstance(before, int) or before <= 0:
+            wrong = f"is {times}x, but the file has no number there"
+            errors.append(ConfigError(key, wrong, "A factor of the file's number", "Write the number itself"))
+            continue
+        numbers.append(f"{key}={round(before * float(times))}")
+        if not named:
+            name = OmegaConf.select(raw, "run.name") or stem
+            numbers.append(f"run.name={name}-{times}x")
+    return numbers
 
 
 OF_ANY_STUDENT = ("attention", "compile", "tuning")

@@ -30,8 +30,9 @@ class RunSection:
     """Where run folders are written."""
     seed: int = ranged(0, low=0)
     """Seed of all randomness: initial weights, order, views, dropout."""
-    epochs: int = ranged(10, low=1)
-    """Length of the run in passes over the training images."""
+    epochs: int | str = ranged("auto", low=1)
+    """Length of the run in passes over the training images. `auto`: by their number and the device
+    (kd/core/recommended.py). `3x` on the command line: three times the file's number."""
     steps: int = ranged(0, low=0)
     """Length of the run in optimizer steps, instead of epochs; the learning rate decays over it. 0: use `epochs`."""
     every: Intervals = field(default_factory=Intervals)
@@ -143,8 +144,9 @@ class TaskSection:
 class Cache:
     """Cache of the teacher's outputs on disk: the teacher runs once per view of an image."""
 
-    views: int = ranged(0, low=0)
-    """Number of views per image in the run and the cache; epoch e shows view `e mod views`. 0: no cache."""
+    views: int | str = ranged(0, low=0)
+    """Number of views per image in the run and the cache; epoch e shows view `e mod views`. 0: no cache. `auto`: by the
+    number of epochs; no cache where a loss reads features."""
     path: str = ""
     """Folder of the cache. Empty: a folder below `run.folder`, named by a hash of everything that the outputs depend
     on."""
@@ -156,6 +158,11 @@ class Cache:
     max_gb: float = ranged(100.0, above=0.0)
     """Largest size of the cache in GB; a run whose cache would exceed it does not start. The size is printed. Tokens
     take most space: 0.3 MB per image and view for a ViT-B at 224 pixels."""
+
+    @property
+    def num_views(self) -> int:
+        """The number of views, once a number has replaced `auto`."""
+        return int(self.views)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

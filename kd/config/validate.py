@@ -73,7 +73,7 @@ def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
     if data.labels_per_class and data.labels == "none":
         yield ConfigError("data.labels_per_class", "needs labels", "data.labels: some, or all", "Change either")
     cached = teacher.cache.views
-    if data.views and cached and data.views != cached:
+    if data.views and cached not in (0, "auto", data.views):
         wrong = f"is {cached}, but data.views is {data.views}"
         remedy = f"Set teacher.cache.views={data.views}, or leave data.views at 0"
         yield ConfigError("teacher.cache.views", wrong, "The cache keeps the views that the run shows", remedy)

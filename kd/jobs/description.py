@@ -19,7 +19,7 @@ from kd.core.host import bf16_pays, bf16_units, cores
 from kd.core.types import Batch, Outputs
 from kd.engine.criterion import StudentWithLoss
 from kd.jobs.check import Checked, check, compare
-from kd.jobs.measured import EXPECTED
+from kd.jobs.recommend import planned, recommendations
 from kd.models.classifier import set_attention
 from kd.models.examination import FAILURES
 from kd.models.live_teacher import NoTeacher, count_parameters, on_meta
@@ -68,7 +68,8 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         *([f"          at {small.size} px until {small.until:.0%} of them"] if small.size else []),
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
-        *([EXPECTED] if plan.needed and labels.ndim == 1 else []),
+        *(recommendations(recipe, teachers, epochs) if plan.needed and labels.ndim == 1 else ()),
+        *(planned(recipe, data) if plan.needed and labels.ndim == 1 else ()),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
     ]
     text, mib = _memory(checked, steps=answers)

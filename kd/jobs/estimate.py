@@ -90,7 +90,7 @@ class Bench:
 
     def asked(self, run: Planned) -> float:
         """Share of image visits with a teacher forward: with a cache, once per view."""
-        teacher, stored = self.recipe.teacher, self.recipe.teacher.cache.views * len(self.teachers.data.train)
+        teacher, stored = self.recipe.teacher, self.recipe.teacher.cache.num_views * len(self.teachers.data.train)
         return (min(1.0, stored / run.cost(TEACHER)) if stored else 1.0) if teacher.needed else 0.0
 
 

@@ -43,11 +43,11 @@ class Cached:
 
 def cache(settings: Config, export: str = "") -> Cached:
     """Fill all views of a configuration's cache; `export`: a .safetensors file for the outputs by image name."""
-    count = settings.teacher.cache.views
+    recipe, file = resolve(settings), Path(export).expanduser()
+    count = recipe.teacher.cache.num_views
     if not count or not settings.teacher.model:
         remedy = "Set teacher.cache.views=4, for example"
         raise ConfigError("teacher.cache.views", "there is nothing to cache", "A teacher, and 1 view or more", remedy)
-    recipe, file = resolve(settings), Path(export).expanduser()
     if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):  # refuse before minutes of work
         raise RunError("--export", f"'{export}' cannot be written", "A .safetensors file in a folder that exists", "")
     with opened(recipe, obtain_teachers) as (setting, _):
@@ -108,7 +108,7 @@ def _require_writable(store: Store) -> None:
 
 def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setting) -> None:
     """Write the records of all views, and the outputs for validation and test images; memory holds all of them."""
-    backend, data, store, views = setting.backend, setting.data, cached.store, range(plan.cache.views)
+    backend, data, store, views = setting.backend, setting.data, cached.store, range(plan.cache.num_views)
     if missing := sum(len(store.missing(view)) for view in views):
         wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
         raise RunError("--export", wrong, "Outputs for every image", "Drop them from the data")

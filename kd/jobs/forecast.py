@@ -218,7 +218,7 @@ def compared(
 
 def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
     """Return what the sifter of a run saves or costs, from the measured parts of a step."""
-    views = bench.recipe.teacher.cache.views
+    views = bench.recipe.teacher.cache.num_views
     warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asked(run) * ms["teacher"])
     measured = (
         f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "

@@ -24,19 +24,11 @@ from kd.data.workers import require_shared_memory
 from kd.files.pixels import MARGIN
 from kd.models.spec import DatasetSpec
 from kd.parts import registry
+from kd.setup.data_plan import DataPlan
 
 MOST_WORKERS = 32  # most worker processes beside an accelerator; hosts with eight GPUs have 24 cores per GPU
 
 log = logging.getLogger("kd")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataPlan(DataSection):
-    """The images of a run and their form. `views` defaults to the teacher's cache's."""
-
-    seed: int = 0  # the run's seed; views and order depend on it
-    folder: str = ""  # `run.folder`, which contains stores and caches
-    named: bool = True  # whether the classes' names are the labels of an export
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tupl
 
 def price(cache: Cache, codec: Codec, num_images: int) -> str:
     """Describe the size of a full cache; ConfigError: beyond `max_gb`."""
-    views, size = cache.views, record_bytes(codec.record.itemsize)
+    views, size = cache.num_views, record_bytes(codec.record.itemsize)
     total = views * num_images * size / 1e9
     arrays = ", ".join(f"{name} {list(shape)}" for name, shape in codec.features.items()) or "logits"
     shown = f"{views} view{'s' if views > 1 else ''} of {num_images} images"

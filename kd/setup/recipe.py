@@ -29,7 +29,8 @@ from kd.core.facts import Intervals
 from kd.engine.run import RunLength
 from kd.files.run_dir import BASELINE, RunDir
 from kd.parts.registry import default_options
-from kd.setup.data import DataPlan
+from kd.setup.auto import completed
+from kd.setup.data_plan import DataPlan, plan_of
 
 SMOOTHING = Fit().label_smoothing  # loss on labels alone, the default for fitting a teacher
 
@@ -99,8 +100,9 @@ class Recipe:
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
     """Resolve a configuration; `path`: the run folder, if it is not `run.folder`/`run.name`."""
-    run, data, read, task = config.run, config.data, reads(config.losses), build_task(config.task)
-    views = data.views or config.teacher.cache.views
+    config = completed(config)
+    run, read, task = config.run, reads(config.losses), build_task(config.task)
+    data = plan_of(config)
     path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
     keys = flatten(configuration.to_dict(config, values=True))
     record = Record(
@@ -123,7 +125,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     )
     loop = LoopPlan(
         length=RunLength(
-            run.epochs, run.steps, data.batch_size, views, run.every, run.patience, data.progressive.until
+            int(run.epochs), run.steps, data.batch_size, data.views, run.every, run.patience, data.progressive.until
         ),
         optimizer=config.optimizer,
         tuning=config.student.tuning,
@@ -134,7 +136,7 @@ def resolve(config: Config, path: Path | None = None) -> Recipe:
     return Recipe(
         record=record,
         backend=config.backend,
-        data=DataPlan(**{**values_of(data), "views": views}, seed=run.seed, folder=run.folder, named=bool(task.logits)),
+        data=data,
         teacher=teacher,
         student=StudentPlan(
             **values_of(config.student),

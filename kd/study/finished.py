@@ -25,7 +25,8 @@ from kd.config.yaml_text import read_yaml
 from kd.core.errors import KdError, RunError
 from kd.files.run_dir import RunDir
 from kd.parts import registry
-from kd.setup.data import Data, DataPlan
+from kd.setup.data import Data
+from kd.setup.data_plan import DataPlan
 
 REMEDY = "Read the run's config.yaml, then add --trust if you would start that run yourself"
 

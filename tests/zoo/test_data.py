@@ -20,7 +20,8 @@ from kd import config
 from kd.core.errors import CorruptImage, KdError
 from kd.jobs.scan_images import scan
 from kd.parts import registry
-from kd.setup.data import DataPlan, open_sources
+from kd.setup.data import open_sources
+from kd.setup.data_plan import DataPlan
 
 OF_DATA = ("labels", "bits", "on_corrupt", "max_skipped")
 

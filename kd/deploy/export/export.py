@@ -34,7 +34,8 @@ from kd.models.timm_folder import export_files, is_timm
 from kd.parts import registry
 from kd.setup.build import distributed
 from kd.setup.build_teacher import load_fitted
-from kd.setup.data import DataPlan, open_data, open_sources
+from kd.setup.data import open_data, open_sources
+from kd.setup.data_plan import DataPlan
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import best_student
 from kd.study.finished import Trust, opened_run, require_files

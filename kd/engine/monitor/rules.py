@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kd.core.recommended import stored_views
 from kd.core.types import Loading
 from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
 from kd.engine.monitor.timeline import summed
@@ -30,7 +31,6 @@ is a process of its own with decoded batches that wait."""
 LIVE_TEACHER = (
     0.25  # share of a step; a student's own step is then at most three times as long as its teacher's forward
 )
-FEW_EPOCHS, FEW_VIEWS, VIEWS = 8, 2, 4  # 2 views are as good as more for up to 8 epochs (`views_*.csv`)
 FLOAT32 = 0.5
 """Share of the time of student and teacher that bfloat16 saves at least where it pays: a ViT-Ti at 224 px was 2.6 times
 as fast, 6.4 M parameters at 64 px 2.0 times (two cores with AVX-512 BF16)."""
@@ -179,7 +179,7 @@ def _gpu(evidence: Evidence, sample: Row, name: str) -> float:
 def live_teacher(evidence: Evidence) -> Finding | None:
     """The teacher predicts every image anew, in each epoch."""
     step, facts = evidence.step(), evidence.facts
-    views = FEW_VIEWS if facts.epochs <= FEW_EPOCHS else VIEWS
+    views = stored_views(facts.epochs)
     share = step.get("teacher", 0.0) / max(sum(step.values()), 1e-9)
     saves = share * (1 - views / facts.epochs) if facts.live else 0.0
     if share < LIVE_TEACHER or saves < DATA_WAIT:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from kd.core.errors import CorruptImage, DataError
 from kd.parts import registry
-from kd.setup.data import Data, DataPlan, open_sources
+from kd.setup.data import Data, open_sources
+from kd.setup.data_plan import DataPlan
 
 SAMPLE, SECONDS = 200, 2.5  # most images and seconds for decoding a sample: ten seconds in all
 ANY = "imagefolder"  # accepts any folder, so it is tried last

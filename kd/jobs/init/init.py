@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kd.config.tuning import Augment
+from kd.core import recommended
 from kd.core.errors import ConfigError
 from kd.core.host import cores, free_mib
 from kd.jobs.init.folder import Folder, Keys, look
@@ -18,22 +19,6 @@ from kd.jobs.init.networks import COARSE, Teacher, find_student, find_teacher, n
 from kd.models.timm_folder import input_keys, takes_any_size
 from kd.setup.open_store import decoded_bytes, keep_rules
 
-SIZES = (64, 96, 128, 160, 192, 224)
-"""Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
-where the teacher has random weights too, as in docs/tutorial.md."""
-VIEWS, GPU_VIEWS, TUNING, FITTING = 100_000, 1_000_000, 35_000, 20_000
-"""Image visits per run: on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s), with a GPU, for a student with pretrained
-weights (configs/grocery.yaml: 34,000), and for fitting a pretrained teacher (configs/few_labels.yaml: 19,200), also
-where labels are few: with ten a class of fruit a teacher had 50.3 % after 4,608 visits, 61.0 % after 20,000."""
-TEACHER_SIDE = 128
-"""Smallest input side of a pretrained teacher, which enlarges smaller images itself: fitted on 1,000 pictures of 32 px,
-EfficientNet-Lite0 reached 69.9 % on 1,000 others at 64 px and 77.0 % at 128. On fruit of 64 px a linear classifier of a
-ViT-S/14's features reached 40.4 % at 64 px and 53.0 % at 128."""
-SHOWN = 5
-"""Repetitions of a cached view: on 1,142 photographs for 300 epochs a student reached 45.4 % with 8 views, each shown
-37 times, and 51.2 % with 60 views. On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
-RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
-"""Learning rate and `head_lr_scale` for pretrained weights of CNNs (configs/few_labels.yaml) and transformers."""
 FRAME = r"(.*\d[^/]*\D)\d+\.\w+$"
 """A name as of a frame: it ends with a number after another one, as clip7_0012.jpg does and IMG_0012.jpg does not."""
 log = logging.getLogger("kd")
@@ -60,8 +45,7 @@ def init(
         wrong = "a student with pretrained weights has little to learn from a teacher with random ones"
     if wrong:
         raise ConfigError("--teacher", wrong, "Pretrained weights", "Name a file, a folder or a model")
-    size = min(224 if gpu else 128 if teacher else 64, found.side)
-    size = max(side for side in SIZES if side <= max(size, SIZES[0]))
+    size = recommended.image_side(found.side, gpu, teacher is not None)
     bare = teacher is not None and teacher.role == "features" and found.labels == "none"
     classes = () if bare else found.data.classes or ("a", "b")  # or the teacher's names
     student = _tuned(student_weights, size) if student_weights else find_student(size, classes, ms, mb)
@@ -101,17 +85,15 @@ def _keys(keys: Keys, why: str) -> list[str]:
 def _lines(found: Folder, teacher: Teacher | None, size: int, gpu: bool, student: Keys, why: str) -> list[str]:
     data, counts, count = found.data, found.counts, len(found.data.train)
     tuned = "init" in student
-    shown, least, most = (TUNING, 5, 30) if tuned else (GPU_VIEWS if gpu else VIEWS, 10, 300)
-    epochs = min(most, max(least, round(shown / count)))
-    batch = min(256 if gpu else 32 if count < 5000 else 64, 2 ** (count.bit_length() - 1))
+    batch, epochs = recommended.length(count, gpu, tuned)
     steps, memory = epochs * (count // batch), free_mib()
-    crop = 0.75 if found.side < size else 0.35
+    crop = recommended.crop_scale(found.side, size)
     shrunk = replace(data.plan, image_size=size, augment=Augment(crop_scale=crop))
     stored = decoded_bytes((data.train, data.val), keep_rules(shrunk)) / 2**20
     layout = ", ".join(f"{len(one):,} {split}" for split, one in data.splits.items())
     classes = f"{len(counts)} classes of {min(counts):,} to {max(counts):,} images" if counts else found.why
     looked, rate = found.sampled + found.damaged, 0.003 if "xcit" in student["model"] else 0.002
-    rate = RATES[takes_any_size(student["model"])][0] if tuned else rate
+    rate = recommended.RATES[takes_any_size(student["model"])][0] if tuned else rate
     machine = f"{cores()} cores, {memory / 1024:.0f} GB free, {'a' if gpu else 'no'} GPU"
     return [
         "run:",
@@ -155,23 +137,24 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         model, args = f"xcit_nano_12_p{16 if size >= COARSE else 8}_224", {"embed_dim": 128, "depth": 6, "num_heads": 4}
         keys: Keys = {"model": model, "args": args}
         why = "random weights, as in docs/tutorial.md: no others are here. With some: kd init --teacher FILE"
-        views, options = epochs * count // 2, {"lr": 0.0015, "warmup_ratio": 0.1}
+        options = {"lr": 0.0015, "warmup_ratio": 0.1}
     else:
         keys, why = dict(teacher.keys), teacher.why
-        lr, head = RATES[takes_any_size(keys["model"])]
-        views, options = FITTING, {"lr": lr, "tuning": {"head_lr_scale": head}}
+        lr, head = recommended.RATES[takes_any_size(keys["model"])]
+        options = {"lr": lr, "tuning": {"head_lr_scale": head}}
         batch = min(32, batch)
     if teacher is None or teacher.role == "fit":
         splits = (found.data.train, found.data.val)
         labelled, val = (len(replace(found.data, train=split).with_labels().train) for split in splits)
-        batch = min(batch, 2 ** (labelled.bit_length() - 1))
-        steps = max(views, labelled) // batch
+        batch = min(batch, recommended.largest_power(labelled))
+        visits = max(epochs * count // 2, labelled) if teacher is None else recommended.fit_visits(labelled)
+        steps = visits // batch
         if teacher is not None:
-            keys |= input_keys(keys["model"], max(size, TEACHER_SIDE)) | {"pretrained": True}
+            keys |= input_keys(keys["model"], max(size, recommended.TEACHER_SIDE)) | {"pretrained": True}
         keys["fit"] = {"steps": steps, "evaluate": max(1, steps // 20), "batch_size": batch, **options}
         why += f"; {steps * batch:,} views of {labelled:,} labelled images fit it to your classes"
         few = [f"  min_accuracy: 0.0  # {val} labels of validation do not tell a good teacher from chance"] * (val < 50)
-    views = min(epochs, max(2, round(epochs / SHOWN)))
+    views = recommended.stored_views(epochs)
     cache = f"  cache: {{views: {views}}}  # of {epochs} epochs: the teacher predicts {views * count:,} images in all"
     return ["teacher:", *_keys(keys, why), *few, cache]
 
@@ -181,11 +164,11 @@ def _tuned(weights: str, size: int) -> tuple[Keys, str]:
     keys, why = named("--student", weights)
     any_size = takes_any_size(keys["model"])
     shape = input_keys(keys["model"], size) if any_size else {}  # a ViT is built for the data's size
-    tuning = {"head_lr_scale": RATES[any_size][1]}
+    tuning = {"head_lr_scale": recommended.RATES[any_size][1]}
     return {**keys, "init": "pretrained", **shape, "tuning": tuning}, why or "named by --student"
 
 
 def _losses(found: Folder, teacher: Teacher | None) -> str:
     own = [{"kind": "bce", "weight": 0.5} if found.sets else {"kind": "ce", "weight": 0.1}] * (found.labels != "none")
-    taught = {"kind": "binary_kl"} if found.sets else {"kind": "kl", "temperature": 2.0}
+    taught = {"kind": "binary_kl"} if found.sets else {"kind": "kl", "temperature": recommended.TEMPERATURE}
     return _yaml([{"kind": "cosine"} if teacher and teacher.role == "features" else taught, *own])

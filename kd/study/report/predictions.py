@@ -20,7 +20,8 @@ from kd.models.inference import predict
 from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
 from kd.setup.build_teacher import load_fitted
-from kd.setup.data import DataPlan, open_sources
+from kd.setup.data import open_sources
+from kd.setup.data_plan import DataPlan
 from kd.setup.recipe import StudentPlan, TeacherPlan
 from kd.setup.student import best_student
 from kd.study.audit.lists import FOLDER, read_repeats, thumbnail, with_ids

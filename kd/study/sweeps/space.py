@@ -18,6 +18,7 @@ from kd.config.reads import reads
 from kd.core.errors import ConfigError
 from kd.files.storage import write_text
 from kd.parts import registry
+from kd.setup.auto import completed
 from kd.setup.recipe import flatten, is_free
 
 COUNTED = ("run.every.evaluate", "data.test", "data.exclude")
@@ -105,7 +106,9 @@ def sharing(settings: Config, threads: int) -> list[str]:
         found.append(f"backend.threads={threads}")
     if settings.data.store == "ram":
         found.append("data.store=disk")
-    teacher, views = settings.teacher, settings.data.views or (0 if settings.run.steps else settings.run.epochs)
+    teacher, views = settings.teacher, settings.data.views
+    if not views and not settings.run.steps:
+        views = completed(settings).run.epochs
     settled = not teacher.model or teacher.cache.views or teacher.shard or teacher.pipeline
     if views and not settled and read.teacher_logits and not read.features:
         found.append(f"teacher.cache.views={views}")

@@ -468,6 +468,7 @@ def test_a_text_from_the_environment_is_used_but_its_reference_is_written(monkey
 def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     monkeypatch.setenv("KD_TOKEN", SECRET)
     overrides = ["teacher.model=${oc.env:KD_TOKEN}", "teacher.fit.epochs=1", "losses=[{kind: kl}]", "run.baseline=true"]
+    overrides += ["run.epochs=1"]  # `auto` would look for the images
     recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
     for one in (recipe, resolve(recipe.teacher.fits["teacher"]), resolve(recipe.baseline)):

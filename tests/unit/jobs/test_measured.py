@@ -1,4 +1,4 @@
-"""The line `expect` of `--check`: the range of all measured gains, losses included."""
+"""The line `plan` of `--check` without a comparable run: the range of all measured gains, losses included."""
 
 import importlib.util
 import re
@@ -51,10 +51,11 @@ def test_the_ranges_are_those_of_the_csvs():
 def test_check_tells_the_range_of_gains_and_losses_and_that_conditions_differ(settings):
     """One whose student lost 6.1 points was told +17.0 ± 7.9, which another student and teacher had gained."""
     text = describe(resolve(config.load(settings)))
-    (line,) = [line for line in text.splitlines() if line.startswith("expect")]
+    (line,) = [line for line in text.splitlines() if line.startswith("plan ")]
+    assert "no comparable run" in line
     assert [float(number) for number in re.findall(r"[+-]\d+\.\d", line)] == [*FEW_LABELS, *OTHERS]
     assert all(word in line for word in ("students", "teachers", "steps"))
 
 
 def test_a_run_without_a_teacher_expects_nothing(settings):
-    assert "expect" not in describe(resolve(config.load(settings, ["losses=[{kind: ce}]"])))
+    assert "plan  " not in describe(resolve(config.load(settings, ["losses=[{kind: ce}]"])))

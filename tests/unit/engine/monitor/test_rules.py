@@ -200,9 +200,9 @@ def test_more_workers_than_cores():
 
 
 def test_a_teacher_that_runs_in_every_epoch():
-    """8 of 20 ms a step: of ten epochs six are saved."""
+    """8 of 20 ms a step: of ten epochs eight are saved."""
     found = ask(live=True, epochs=10.0)["Teacher"]
-    assert (found.key, found.value, found.severity) == ("teacher.cache.views", 4, "warning")
+    assert (found.key, found.value, found.severity) == ("teacher.cache.views", 2, "warning")
     assert "40 % of a step" in found.evidence
     assert ask(live=True, epochs=4.0)["Teacher"].value == 2
     assert ask(epochs=10.0) == ask(live=True, epochs=2.0) == {}

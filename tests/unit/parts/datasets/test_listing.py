@@ -12,7 +12,8 @@ from pieces import write_tar
 
 from kd.core.contracts import Source, Stamped
 from kd.parts import registry
-from kd.setup.data import Data, DataPlan
+from kd.setup.data import Data
+from kd.setup.data_plan import DataPlan
 
 CLASSES = ("a", "a-b", "a.b", "a/b", "a/b-c", "ab", "Ä", "b")  # "-" and "." stand before "/", letters behind it
 COUNTS = (3, 5, 2, 140, 1, 4, 2, 6)  # more names than one block has

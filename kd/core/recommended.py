@@ -1,0 +1,81 @@
+"""Recommended lengths, views, sizes and rates of a run.
+
+`kd-init` writes them, `auto` takes them, `--check` compares a configuration with them.
+"""
+
+from typing import NamedTuple
+
+SIZES = (64, 96, 128, 160, 192, 224)
+"""Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
+where the teacher has random weights too, as in docs/tutorial.md."""
+VISITS = 100_000
+"""Image visits of a run on a CPU (docs/tutorial.md: 46,000 of 64 px in 90 s)."""
+ACCELERATOR_VISITS = 1_000_000
+"""Image visits of a run with an accelerator. Not measured."""
+TUNING_VISITS = 35_000
+"""Image visits of a student with pretrained weights (configs/grocery.yaml: 34,000)."""
+FIT_VISITS = 20_000
+"""Image visits that fit a pretrained teacher (configs/few_labels.yaml: 19,200), also where labels are few: `FITTED`."""
+FITTED = "with ten labels per class of fruit a teacher had 50.3 % after 4,608 visits, 61.0 % after 20,000"
+TEACHER_SIDE = 128
+"""Smallest input side of a pretrained teacher, which enlarges smaller images itself: `ENLARGED`. On fruit of 64 px a
+linear classifier of a ViT-S/14's features reached 40.4 % at 64 px and 53.0 % at 128."""
+ENLARGED = "fitted on 1,000 pictures of 32 px, EfficientNet-Lite0 reached 69.9 % at 64 px and 77.0 % at 128"
+REPETITIONS = 5
+"""Epochs that show a stored view again: on 1,142 photographs for 300 epochs a student reached 45.4 % with 8 views, each
+shown 37 times, and 51.2 % with 60 views. On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
+RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
+"""Learning rate and `head_lr_scale` for pretrained weights of CNNs (configs/few_labels.yaml) and transformers."""
+TEMPERATURE = 2.0
+"""Of half a run of configs/few_labels.yaml: 1, 2 and 4 were equal (`proof_few_labels_*.csv`)."""
+
+
+class Length(NamedTuple):
+    """The length of a student's training."""
+
+    batch_size: int
+    epochs: int
+
+
+def length(images: int, accelerator: bool, pretrained: bool) -> Length:
+    """Return the recommended length for a number of training images.
+
+    Args:
+        images: training images, with and without a label.
+        accelerator: whether the student trains on one.
+        pretrained: whether the student starts from pretrained weights.
+    """
+    visits = ACCELERATOR_VISITS if accelerator else VISITS
+    least, most = 10, 300
+    if pretrained:
+        visits, least, most = TUNING_VISITS, 5, 30
+    epochs = min(most, max(least, round(visits / max(1, images))))
+    batch_size = 256 if accelerator else 32 if images < 5000 else 64
+    return Length(min(batch_size, largest_power(images)), epochs)
+
+
+def stored_views(epochs: float) -> int:
+    """Return how many views of each image the teacher's cache should have in a run of so many epochs."""
+    return max(1, min(round(epochs), max(2, round(epochs / REPETITIONS))))
+
+
+def fit_visits(labelled: int) -> int:
+    """Return how many image visits should fit a pretrained teacher to so many labelled images."""
+    return max(FIT_VISITS, labelled)
+
+
+def image_side(median: int, accelerator: bool, pretrained_teacher: bool) -> int:
+    """Return the side of training images, pixels, for images whose shorter side has a median."""
+    most = 224 if accelerator else 128 if pretrained_teacher else 64
+    allowed = max(min(most, median), SIZES[0])
+    return max(side for side in SIZES if side <= allowed)
+
+
+def crop_scale(median: int, side: int) -> float:
+    """Return the smallest area of a random crop: images that are enlarged lose less of theirs."""
+    return 0.75 if median < side else 0.35
+
+
+def largest_power(count: int) -> int:
+    """Return the largest power of two that is not larger than a count of at least 1."""
+    return 1 << (max(1, count).bit_length() - 1)

@@ -1,0 +1,105 @@
+"""A configuration compared with the recommended one: the lines `recipe` and `plan` of `--check`."""
+
+import math
+
+from kd.core import recommended
+from kd.jobs.measured import EXPECTED
+from kd.setup.auto import accelerated
+from kd.setup.build_teacher import Teachers
+from kd.setup.data import Data
+from kd.setup.measured import Measured, Situation, comparable, contrast, plan, told
+from kd.setup.recipe import Recipe
+
+ENOUGH = 0.7
+"""Share of a recommended number below which `--check` names it. Between the lengths and the numbers of views of the
+study lie factors of three and more; what a smaller difference gives was not measured."""
+SINGLE_LABEL = "softmax"  # the activation of the tasks that the study measured
+
+
+def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[str]:
+    """Return where a run's length, views, teacher's fit and networks are below the recommended ones.
+
+    Args:
+        recipe: the resolved configuration.
+        teachers: its teachers and its listed images.
+        epochs: the length of the run.
+    """
+    data = teachers.data
+    table = measured(recipe, data)
+    pretrained = recipe.student.init == "pretrained"
+    length = recommended.length(len(data.train), accelerated(recipe.backend), pretrained).epochs
+    lines = [*_length(data, epochs, length, table), *_views(recipe, epochs, max(epochs, length), table)]
+    lines += [*_fit(recipe, data), *_teacher_size(recipe, teachers), *_network(recipe, table)]
+    if not lines:
+        return [f"recipe    length and views as recommended for {len(data.train):,} images"]
+    heads = ["recipe    ", *["          "] * (len(lines) - 1)]
+    return [head + line for head, line in zip(heads, lines, strict=True)]
+
+
+def measured(recipe: Recipe, data: Data) -> list[Measured]:
+    """Return the comparable measured runs; [] if there are none."""
+    if recipe.student.task.logits != SINGLE_LABEL:
+        return []
+    labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
+    pretrained = recipe.student.init == "pretrained"
+    return comparable(Situation(len(data.train), labelled, max(1, len(data.classes)), pretrained))
+
+
+def planned(recipe: Recipe, data: Data) -> list[str]:
+    """Return what labels alone and distilling reached in comparable runs, or the range of all measured gains."""
+    text = plan(measured(recipe, data))
+    return [f"plan      {text or f'no comparable run was measured; {EXPECTED}'}"]
+
+
+def _length(data: Data, epochs: float, better: int, table: list[Measured]) -> list[str]:
+    if epochs >= ENOUGH * better:
+        return []
+    evidence = told(contrast(table, "epochs", epochs, better), "epochs")
+    return [f"{epochs:.3g} epochs of {len(data.train):,} images, recommended run.epochs={better}: {evidence}"]
+
+
+def _views(recipe: Recipe, epochs: float, longer: float, table: list[Measured]) -> list[str]:
+    """Compare the stored views; `longer`: the epochs of the run, or the recommended ones if these are more."""
+    views = recipe.teacher.cache.num_views
+    better = recommended.stored_views(longer)
+    if not views or views >= ENOUGH * recommended.stored_views(epochs):  # a live teacher predicts fresh views
+        return []
+    evidence = told(contrast(table, "views", views, better), "views")
+    return [f"{views} views in {epochs:.3g} epochs, recommended teacher.cache.views={better}: {evidence}"]
+
+
+def _fit(recipe: Recipe, data: Data) -> list[str]:
+    lines = []
+    for where, fit in recipe.teacher.fits.items():
+        if fit.student.init != "pretrained":
+            continue
+        labelled = len(data.with_labels().train)
+        visits = fit.run.steps * fit.data.batch_size or int(fit.run.epochs) * labelled
+        better = recommended.fit_visits(labelled)
+        if visits < ENOUGH * better:
+            steps = math.ceil(better / fit.data.batch_size)
+            line = f"{visits:,} image visits fit the teacher, recommended {where}.fit.steps={steps}"
+            lines.append(f"{line}: {recommended.FITTED}")
+    return lines
+
+
+def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
+    """Compare the input size of a fitted, pretrained teacher."""
+    lines, fits = [], recipe.teacher.fits
+    for where, member in zip(recipe.teacher.members, teachers.members, strict=False):
+        side = getattr(member, "input_size", 0)
+        fitted = where in fits and fits[where].student.init == "pretrained"
+        if fitted and 0 < side < recommended.TEACHER_SIDE:
+            line = f"{where} sees images of {side} px, recommended {recommended.TEACHER_SIDE}"
+            lines.append(f"{line}: {recommended.ENLARGED}")
+    return lines
+
+
+def _network(recipe: Recipe, table: list[Measured]) -> list[str]:
+    """Compare the student with the most accurate one of the same measured runs."""
+    name = recipe.student.model
+    for better in sorted({row.student for row in table} - {name}):
+        pair = contrast(table, "student", name, better)
+        if pair is not None and pair[1].accuracy > pair[0].accuracy:
+            return [f"student.model is {name}: {told(pair, 'student')}"]
+    return []

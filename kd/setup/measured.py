@@ -1,0 +1,176 @@
+"""Measured runs: accuracy by pictures, labels, views and epochs, of distilled students and of labels alone.
+
+curves.csv has a row for each run of `benchmarks/curves.py`; a test compares it with the file of that study.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kd.core.text import clock, percent
+
+FILE = Path(__file__).with_name("curves.csv")
+NEAR = 4.0
+"""Largest factor between the pictures, and between the labels per class, of a run and of comparable measured runs. A
+judgement: the set-ups of the study are about that far from one another."""
+SIMILAR = 2.0  # largest factor between the length or the views of a run and those of a row that stands for it
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured run."""
+
+    title: str  # the pictures in words
+    pictures: int  # training images
+    labelled: int  # of these
+    classes: int
+    teacher: float  # its accuracy on the test images; 0 on labels alone
+    student: str
+    pretrained: bool  # whether the student started from pretrained weights
+    arm: str  # "distilled" or "labels"
+    views: int  # stored views per image; 0: fresh ones
+    epochs: float
+    other: str  # further keys that differ from the configuration that kd-init writes
+    accuracy: float
+    seconds: float  # CPU seconds, with the teacher's fit and outputs
+    before: float  # of these, before the student's first step
+    curve: tuple[tuple[float, float], ...]  # CPU seconds of the student, and validation accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What decides which measured runs a run may be compared with."""
+
+    pictures: int
+    labelled: int
+    classes: int
+    pretrained: bool  # the student's initial weights
+
+    def distance(self, row: Measured) -> float:
+        """Return how far a measured run is, as a sum of logarithms; infinite if it is not comparable."""
+        few = self.labelled < self.pictures / 2
+        if row.pretrained != self.pretrained or few != (row.labelled < row.pictures / 2):
+            return math.inf
+        apart = [
+            factor(self.pictures, row.pictures),
+            factor(self.labelled / self.classes, row.labelled / row.classes),
+        ]
+        return sum(apart) if max(apart) <= math.log(NEAR) else math.inf
+
+
+def factor(first: float, second: float) -> float:
+    """Return the logarithm of the factor between two numbers, the larger over the smaller."""
+    return abs(math.log(max(first, 1e-9) / max(second, 1e-9)))
+
+
+@cache
+def rows(file: Path = FILE) -> tuple[Measured, ...]:
+    """Read the table."""
+    with file.open(newline="") as opened:
+        return tuple(_row(values) for values in csv.DictReader(opened))
+
+
+def _row(values: dict[str, str]) -> Measured:
+    points = (point.split(":") for point in values["curve"].split())
+    return Measured(
+        title=values["title"],
+        pictures=int(values["pictures"]),
+        labelled=int(values["labelled"]),
+        classes=int(values["classes"]),
+        teacher=float(values["teacher"]),
+        student=values["student"],
+        pretrained=values["pretrained"] == "True",
+        arm=values["arm"],
+        views=int(values["views"]),
+        epochs=float(values["epochs"]),
+        other=values["other"],
+        accuracy=float(values["accuracy"]),
+        seconds=float(values["seconds"]),
+        before=float(values["before"]),
+        curve=tuple((float(seconds), float(accuracy)) for seconds, accuracy in points),
+    )
+
+
+def comparable(situation: Situation, table: Iterable[Measured] | None = None) -> list[Measured]:
+    """Return the runs of the nearest measured pictures; [] if none are comparable."""
+    every = list(rows() if table is None else table)
+    nearest = min(every, key=situation.distance, default=None)
+    if nearest is None or math.isinf(situation.distance(nearest)):
+        return []
+    return [row for row in every if row.title == nearest.title and row.pretrained == nearest.pretrained]
+
+
+def contrast(table: Sequence[Measured], key: str, now: Any, better: Any) -> tuple[Measured, Measured] | None:
+    """Return two runs that differ in one key only, near two values of that key; None without such runs."""
+    pairs = []
+    for first in table:
+        for second in table:
+            apart = _apart(getattr(first, key), now), _apart(getattr(second, key), better)
+            if _alike(first, second, key) and max(apart) <= math.log(SIMILAR):
+                pairs.append((sum(apart), first.accuracy, first, second))
+    if not pairs:
+        return None
+    _, _, first, second = min(pairs, key=lambda pair: pair[:2])
+    return first, second
+
+
+def told(pair: tuple[Measured, Measured] | None, key: str) -> str:
+    """Return two contrasted runs in words."""
+    if pair is None:
+        return "no comparable run was measured"
+    first, second = pair
+    reached = (f"{_named(key, row)} reached {percent(row.accuracy)}" for row in (second, first))
+    held = "" if key == "epochs" else f", {second.epochs:g} epochs"
+    return f"{' and '.join(reached)} ({second.title}{held}, one seed)"
+
+
+def _apart(first: Any, second: Any) -> float:
+    """Return the logarithm of the factor between two numbers; words are equal or infinitely far apart."""
+    if isinstance(first, str):
+        return 0.0 if first == second else math.inf
+    return factor(first, second)
+
+
+def _alike(first: Measured, second: Measured, key: str) -> bool:
+    """Return whether two runs differ in a key and in no other one."""
+    keys = {"arm", "student", "views", "epochs", "other"} - {key}
+    if key == "epochs" and first.views == first.epochs and second.views == second.epochs:
+        keys -= {"views"}  # fresh views in each epoch
+    same = all(getattr(first, name) == getattr(second, name) for name in keys)
+    return same and first.arm == "distilled" and getattr(first, key) != getattr(second, key)
+
+
+def _named(key: str, row: Measured) -> str:
+    value = getattr(row, key)
+    return str(value) if isinstance(value, str) else f"{value:g} {key}"
+
+
+def plan(table: Sequence[Measured]) -> str:
+    """Return what labels alone reached, and from which cost on distilling was better, in comparable runs."""
+    alone = [row for row in table if row.arm == "labels"]
+    taught = [row for row in table if row.arm == "distilled"]
+    if not alone or not taught:
+        return ""
+    labels, best = (max(arm, key=lambda row: row.accuracy) for arm in (alone, taught))
+    text = f"{best.title}: labels alone reached {percent(labels.accuracy)} at most, after {clock(labels.seconds)}; "
+    level = max(accuracy for _, accuracy in labels.curve)
+    paid = [seconds for row in taught if (seconds := pays_from(row, level)) is not None]
+    if not paid:
+        return text + f"distilling {percent(best.accuracy)} after {clock(best.seconds)}, not more on validation images"
+    teacher = f"teacher {percent(best.teacher)}"
+    return text + f"distilling was better from {clock(min(paid))} on, and reached {percent(best.accuracy)} ({teacher})"
+
+
+def pays_from(row: Measured, level: float) -> float | None:
+    """Return the cost, seconds, from which on a run's validation accuracy stayed above a level; None: never."""
+    since = None
+    for seconds, accuracy in row.curve:
+        if accuracy <= level:
+            since = None
+        elif since is None:
+            since = row.before + seconds
+    return since

@@ -1,0 +1,145 @@
+"""Recommended lengths: `auto`, a factor of the file's length, and the table of measured runs behind `--check`."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kd import config
+from kd.core import recommended
+from kd.core.errors import KdError
+from kd.setup import measured
+from kd.setup.data import open_sources
+from kd.setup.measured import Measured, Situation, comparable, contrast, pays_from, plan, told
+from kd.setup.recipe import resolve
+
+ROOT = Path(__file__).parents[3]
+
+ROW = Measured(
+    title="fruit",
+    pictures=1000,
+    labelled=100,
+    classes=10,
+    teacher=0.7,
+    student="small",
+    pretrained=False,
+    arm="distilled",
+    views=8,
+    epochs=40,
+    other="",
+    accuracy=0.6,
+    seconds=100.0,
+    before=60.0,
+    curve=((10.0, 0.3), (20.0, 0.5), (30.0, 0.45), (40.0, 0.6)),
+)
+
+
+# -------------------------------------------------------------------------------------------------- auto
+
+
+def test_the_images_times_the_epochs_are_the_visits_unless_there_are_too_few_or_too_many():
+    for images in (700, 2_500, 9_000):
+        assert recommended.length(images, False, False).epochs * images == pytest.approx(recommended.VISITS, rel=0.05)
+    assert recommended.length(50_000, False, False).epochs == 10
+    assert recommended.length(100, False, False).epochs == 300
+    assert recommended.length(50_000, True, False).epochs == 20
+    assert recommended.length(2_500, False, True).epochs == 14
+    assert [recommended.length(count, False, False).batch_size for count in (9, 100, 5_000)] == [8, 32, 64]
+
+
+def test_auto_is_a_number_in_the_record_of_the_run(settings):
+    settings["run"].pop("epochs", None)
+    settings["teacher"]["cache"] = {"views": "auto"}
+    recipe = resolve(config.load(settings))
+    epochs, images = recipe.loop.length.epochs, len(open_sources(recipe.data).train)
+    assert recipe.record.keys["run.epochs"] == epochs == recommended.length(images, False, False).epochs
+    assert recipe.data.views == recipe.teacher.cache.views == recommended.stored_views(epochs)
+
+
+def test_auto_follows_the_epochs_or_steps_that_are_given(settings):
+    settings["teacher"]["cache"] = {"views": "auto"}
+    assert resolve(config.load(settings, ["run.epochs=50"])).data.views == 10
+    settings["run"].pop("epochs", None)
+    short = resolve(config.load(settings, ["run.steps=1"]))
+    assert (short.data.views, short.loop.length.steps) == (1, 1)
+    assert resolve(config.load(settings, ["data.views=3", "run.epochs=50"])).data.views == 3
+
+
+def test_auto_keeps_no_features_and_nothing_without_a_teacher(settings):
+    settings["teacher"]["cache"] = {"views": "auto"}
+    assert resolve(config.load(settings, ["losses=[{kind: kl}, {kind: cosine}]"])).data.views == 0
+    settings["teacher"]["model"] = ""
+    assert resolve(config.load(settings, ["losses=[{kind: ce}]"])).data.views == 0
+
+
+@pytest.mark.parametrize("value", ["-1", "0", "often", "1.5"])
+def test_no_other_word_or_number_is_a_length(settings, value):
+    with pytest.raises(KdError, match="auto or a whole number"):
+        config.load(settings, [f"run.epochs={value}"])
+
+
+def test_three_times_the_length_is_another_run(settings):
+    settings["run"] |= {"epochs": 4, "name": "food"}
+    longer = config.load(settings, ["run.epochs=3x"]).run
+    assert (longer.epochs, longer.name) == (12, "food-3x")
+    assert config.load(settings, ["run.epochs=2.5x", "run.name=mine"]).run.name == "mine"
+    settings["run"] = {"steps": 100}
+    assert config.load(settings, ["run.steps=3x"]).run.steps == 300
+    with pytest.raises(KdError, match=r"run\.epochs: is 3x, but the file has no number"):
+        config.load(settings, ["run.epochs=3x"])
+
+
+# ------------------------------------------------------------------------------------------- measured runs
+
+
+def test_the_table_is_that_of_the_study():
+    files = sorted((ROOT / "benchmarks" / "results" / "quality").glob("curves_*.csv"))
+    lines = [line for line in files[-1].read_text().splitlines() if not line.startswith("#")]
+    study = list(csv.DictReader(lines))
+    table = measured.rows()
+    assert len(study) == len(table)
+    for row, of_study in zip(table, study, strict=True):
+        assert row.accuracy == float(of_study["accuracy"])
+        assert row.seconds == float(of_study["cpu_seconds"])
+        assert row.seconds - row.before == pytest.approx(float(of_study["student_seconds"]), abs=1.5)
+        assert row.arm == of_study["arm"]
+        assert (row.labelled < row.pictures) == ("all" not in of_study["setup"])
+
+
+def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four():
+    here = Situation(pictures=2_000, labelled=200, classes=10, pretrained=False)
+    far = replace(ROW, title="many", pictures=9_000, labelled=200)
+    assert comparable(here, [ROW, far]) == [ROW]
+    assert comparable(replace(here, pictures=4_001), [ROW]) == []
+    assert comparable(replace(here, labelled=9), [ROW]) == []
+    assert comparable(replace(here, labelled=2_000), [ROW]) == []  # all have a label
+    assert comparable(replace(here, pretrained=True), [ROW]) == []
+    assert comparable(here, []) == []
+
+
+def test_two_runs_are_contrasted_that_differ_in_nothing_else():
+    two, long = replace(ROW, views=2, accuracy=0.5), replace(ROW, epochs=120, accuracy=0.8)
+    other = replace(ROW, views=2, epochs=120, accuracy=0.1)
+    assert contrast([ROW, long, two], "views", 2, 8) == (two, ROW)
+    assert contrast([ROW, long, two], "epochs", 30, 120) == (ROW, long)
+    assert contrast([ROW, other], "views", 2, 8) is None
+    assert contrast([ROW, two], "views", 2, 40) is None  # no row is near
+    text = told((two, ROW), "views")
+    assert all(part in text for part in ("8 views reached 60.0 %", "2 views reached 50.0 %", "fruit", "one seed"))
+
+
+def test_it_pays_from_the_last_crossing_on_after_the_teacher():
+    assert pays_from(ROW, 0.2) == 60 + 10
+    assert pays_from(ROW, 0.47) == 60 + 40  # it fell below once more
+    assert pays_from(ROW, 0.6) is None
+    alone = replace(ROW, arm="labels", teacher=0.0, accuracy=0.4, seconds=90.0, before=0.0, curve=((90.0, 0.47),))
+    assert all(part in plan([ROW, alone]) for part in ("40.0 % at most", "1 min 40 s on", "60.0 %", "70.0 %"))
+    assert plan([ROW]) == plan([alone]) == ""
+
+
+def test_a_situation_without_labels_has_no_comparable_run():
+    assert math.isinf(Situation(1_000, 0, 10, False).distance(ROW))
