@@ -55,12 +55,12 @@ def length(images: int, accelerator: bool, pretrained: bool) -> Length:
 
 
 def stored_views(epochs: float) -> int:
-    """Return how many views of each image the teacher's cache should have in a run of so many epochs."""
+    """Return how many views of each image the teacher's cache should have in a run of `epochs`."""
     return max(1, min(round(epochs), max(2, round(epochs / REPETITIONS))))
 
 
 def fit_visits(labelled: int) -> int:
-    """Return how many image visits should fit a pretrained teacher to so many labelled images."""
+    """Return how many image visits should fit a pretrained teacher to labelled images."""
     return max(FIT_VISITS, labelled)
 
 
