@@ -19,7 +19,7 @@ import re
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,8 @@ class Recount:
                     self.table(line, dict(zip(heads, cells, strict=True)))
                 elif cells and heads[0] == "epoch":
                     self.epoch(line, dict(zip(heads, cells, strict=True)))
+                elif cells and heads[0] == "total CPU time":
+                    self.curves(line, cells)
                 elif not self.sentence(line):
                     reason = next((why for pattern, why in REASONS.items() if re.search(pattern, line)), "no rule")
                     self.left[line] = reason
@@ -329,6 +331,8 @@ class Recount:
             self.check(line, *(counts if len(counts) == 1 else [found[1]] if found[1] in counts else ["another count"]))
         elif "against labels alone" in line:
             self.verdict(line)
+        elif found := re.match(r"(?:The student|Whether the student) .*?(?:: |`)", line):
+            self.learning(line)
         else:
             return False
         return True
@@ -367,11 +371,51 @@ class Recount:
                 cost = own + self.manifest.get("at_hand", {}).get("cpu_seconds", 0.0)
                 verdict = f"({clock(cost)} against {clock(had)})", f"they had {clock(had)} of {clock(cost)}"
                 expected.append(verdict["No verdict" in line])
-        word = {"Distillation paid": "better", "Distillation did not pay": "worse", "Not shown": "no difference shown"}
+        if line.startswith("Pays from") and "the teacher's fit" not in line:
+            best = max(score for _, score in self.curve(self.alone))
+            costs = [at for at, _ in self.curve(self.run)]
+            worse = [i for i, (_, score) in enumerate(self.curve(self.run)) if score <= best]
+            expected.append(f"Pays from {clock(costs[min(max([-1, *worse]) + 1, len(costs) - 1)])} of CPU time on")
+        word = {"Pays from": "better", "Does not pay": "worse", "Not shown": "no difference shown"}
         said = next((one for start, one in word.items() if line.startswith(start)), difference_word(difference))
         self.check(f"{line} [{said}]", *expected, f"[{difference_word(difference)}]")
         if "the teacher's fit" in line:
             self.left["the teacher's fit in the verdict"] = "its folder is shared with other runs: metrics.jsonl there"
+
+    def curve(self, folder: Path) -> list[tuple[float, float]]:
+        """Return (CPU seconds with stored outputs, validation score) of each evaluation of an arm."""
+        hand = self.manifest.get("at_hand", {}).get("cpu_seconds", 0.0) if folder == self.run else 0.0
+        spent = {row["step"]: row["cpu_seconds"] for row in rows_of(folder, "train")}
+        return [(hand + spent[row["step"]], row[self.selection_metric["key"]]) for row in rows_of(folder, "val")]
+
+    def curves(self, line: str, cells: Sequence[str]) -> None:
+        """Compare a row of both arms: the time is rounded, so a score of any time that is written like it is right."""
+        if " the teacher's fit " in (self.run / "report.md").read_text():
+            self.left["the table of both arms"] = "its teacher's fit is in a folder that other runs share"
+            return
+        ends = [max(at for at, _ in self.curve(folder)) for folder in (self.run, self.alone)]
+        times = [max(ends) * number / 6 for number in range(1, 7)]
+        found = []
+        for time in times:
+            if clock(time) == cells[0]:
+                scores = [
+                    [score for at, score in self.curve(folder) if at <= time * (1 + 1e-12)]
+                    for folder in (self.run, self.alone)
+                ]
+                found.append([percent(max(values)) if values else "-" for values in scores])
+        (self.right if list(cells[1:]) in found else self.wrong).append(f"{line}   [recounted: {found}]")
+
+    def learning(self, line: str) -> None:
+        """Compare what is said about the student: the growth of its scores, or how many evaluations it had."""
+        if "evaluations are too few" in line:
+            self.check(line, f"{len(self.val)} evaluations")
+            return
+        steps, key = self.train[-1]["step"], self.selection_metric["key"]
+        parts = [
+            np.mean([row[key] for row in self.val if low <= row["step"] / steps <= high])
+            for low, high in ((0.2, 0.5), (0.6, 0.75))
+        ]
+        self.check(line, f"{100 * float(parts[1] - parts[0]):+.1f} points")
 
     def files(self) -> None:
         """Compare what manifest.json of the export says of files and of validation images."""

@@ -38,16 +38,15 @@ class RunSection:
     every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
     patience: int = ranged(0, low=0)
-    """End the run after this many evaluations in a row without a new best. 0: never. The same rule ends a `baseline` of
-    the same length."""
+    """End the run after this many evaluations in a row without a new best. 0: never."""
     keep: int = ranged(2, low=1)
     """How many of the newest checkpoints to keep, beside the chosen one."""
     baseline: bool = False
-    """Also train the same student on the labels alone and report whether distillation paid. The baseline uses label
-    smoothing 0.1, fresh views and the labelled images."""
+    """Also train the same student on the labels alone and report from which cost on distillation pays. The baseline
+    uses label smoothing 0.1, fresh views and the labelled images."""
     baseline_steps: int = ranged(0, low=0)
-    """Length of that baseline in optimizer steps, without `patience`. 0: as long as the student's run. A fair
-    comparison gives it the time of fit and distillation: `--check` and the end of a run print that number of steps."""
+    """Length of that baseline in optimizer steps. 0: until it has cost as much as the teacher's fit, its outputs and
+    the student, or half of its evaluations in a row have brought no new best."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers beside metrics.jsonl, as accelerate names them: tensorboard, wandb, mlflow, trackio, ..."""
 

@@ -106,6 +106,7 @@ def facts_of(run: Run, setting: Setting) -> dict[str, Any]:
         "world_size": backend.world_size,
         "machines": backend.world_size // backend.local_world_size,
         "images": len(data.train),
+        "validation_images": len(data.val),
         "batch_size": run.length.batch_size,
         "backend": backend.kind,
         "device": backend.device.type,

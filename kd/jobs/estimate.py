@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,11 +25,8 @@ from kd.setup.data import BatchSplit, Data, split_batch, workers_of
 from kd.setup.modes import Trial, Work, torch_mode
 from kd.setup.recipe import Recipe, fit_folders, is_fitted, resolve
 from kd.setup.student import apply_mode, build_distillation
+from kd.study.paying import AIM
 
-AIM = 1.1
-"""Cost of labels alone for which a key is told, as a share of the cost of distilling. Eleven checks of two runs, on a
-loaded machine, told 0.97 to 1.13 times the steps that took as much. A verdict needs 0.9 (`ENOUGH` of
-kd/study/report/summary.py), so a key suffices where the estimate is up to 18 % too small."""
 TEACHER = Costs(1.0, 0.0, 0.0, 0.0, False)  # number of views per image for the teacher
 
 
@@ -176,6 +172,13 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     ms = {name: part.ms for name, part in parts.items()}
     load, asking = ms["load"], bench.asked(run) * ms["teacher"]
     distilling, fits, alone, step = phases(bench, run, baseline, ms, wall=True)
+    alone_lines = []
+    if baseline is not None:
+        costs = {name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()}
+        taught, fitting, labelled, _ = phases(bench, run, baseline, costs, wall=not on_cpu)
+        longer, line = same_cost(taught + sum(fitting.values()), labelled, recipe.record.keys["run.baseline_steps"] > 0)
+        alone *= longer
+        alone_lines = [line]
     every = length.every.evaluate or run.steps / run.epochs
     times = 1 + sum(max(1.0, one.steps / every) for one in (run, baseline) if one is not None)  # one before step 1
     scoring = times * bench.costs(ms).per_image(forward=1.0, step=0.0) + ms["teacher"]
@@ -203,10 +206,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         f"speed     {run.steps * length.batch_size / distilling:.0f} images/s; {each} ms per image, {precision}, "
         f"{device}{notes}; another load of this machine changes it",
     ]
-    if baseline is not None:
-        costs = {name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()}
-        taught, fitting, labelled, _ = phases(bench, run, baseline, costs, wall=not on_cpu)
-        lines += same_cost(taught + sum(fitting.values()), labelled, baseline.steps)
+    lines += alone_lines
     name, machine = instances.find(recipe.price.instance) or ("", None)
     accelerated = machine is not None and machine.accelerators > 0
     if hourly := recipe.price.per_hour or instances.price_per_hour(recipe.price.instance):
@@ -220,9 +220,11 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     return lines
 
 
-def same_cost(cost: float, alone: float, steps: int) -> list[str]:
-    """Return the key that gives labels alone the cost of fit and distillation; nothing if it has that."""
-    if cost <= alone <= AIM * cost:
-        return []
-    key = f"run.baseline_steps={math.ceil(AIM * steps * cost / alone)}"
-    return [f"baseline  labels alone take {clock(alone)} of {clock(cost)}; {key} gives a verdict at equal cost"]
+def same_cost(cost: float, alone: float, fixed: bool) -> tuple[float, str]:
+    """Return by how much longer than the run labels alone train, and a line on their cost; `alone`: of as many steps.
+
+    `cost`: of fit and distillation. `fixed`: the number of steps is given by `run.baseline_steps`.
+    """
+    times = 1.0 if fixed else max(1.0, AIM * cost / alone)
+    line = f"baseline  labels alone take at most {clock(times * alone)}, fit and distillation {clock(cost)}"
+    return times, line + ("; without run.baseline_steps they get as much, for a verdict" if fixed else "")

@@ -15,7 +15,7 @@ from kd.core.host import peak_mib
 from kd.core.ranks import of_rank_0
 from kd.core.references import redact, written
 from kd.core.scores import Trained
-from kd.files.run_dir import BILLED, RunDir
+from kd.files.run_dir import BASELINE, BILLED, RunDir
 from kd.files.storage import read_rows, write_text
 from kd.jobs.check import check
 from kd.jobs.distill import distill
@@ -42,6 +42,7 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     with accounted(started), opened(recipe, obtain_teachers, started, checked=True) as (setting, folder):
         result = distill(recipe, setting, folder, record.name, final)
         if recipe.baseline is not None:
+            record_length(recipe, folder, setting.backend)
             alone, title = as_long(recipe.baseline, folder), f"{record.name} (labels only)"
             folder.record(baseline=alone.record.path.name)
             with open_run(alone.record, setting.backend.rank) as inner:
@@ -59,6 +60,16 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
             result = replace(result, report=redact("\n".join(lines)))
             write_text(record.path / "report.md", result.report)
     return result
+
+
+def record_length(recipe: Recipe, folder: RunDir, backend: Backend) -> None:
+    """Record the length of labels alone before they begin: a resume continues the same run. All ranks must call it."""
+    if not RunDir(folder.path / BASELINE).config_file.is_file():
+        from kd.study.paying import length_alone  # imports for the end of a run
+        from kd.study.report.record import record_of
+
+        folder.record(**{BASELINE: length_alone(record_of(folder, recipe))})
+    backend.barrier()
 
 
 @contextmanager

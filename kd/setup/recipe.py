@@ -220,16 +220,16 @@ def labels_only(config: Config) -> Config:
 
 
 def as_long(alone: Config, folder: RunDir) -> Recipe:
-    """Return the baseline of a finished run: with `run.baseline_steps`, else with as many steps as the run.
+    """Return the baseline of a finished run: with `run.baseline_steps`, else with the length in the run's manifest.
 
     It is evaluated as often as the run: each further evaluation is another chance of a best score.
     """
-    rows, given = folder.rows(), alone.run.steps
-    steps = given or max((row["step"] for row in rows), default=1)
-    times = max(1, len({row["step"] for row in rows if row["kind"] == "val"}))
-    every = replace(alone.run.every, evaluate=-(-steps // times))
+    given, times = alone.run.steps, max(1, len(folder.metrics("val")))
+    length = {"steps": given or max((row["step"] for row in folder.rows()), default=1)}  # of a run of an earlier kd
+    length = length if given else folder.manifest().get(BASELINE, length)
+    every = replace(alone.run.every, evaluate=-(-length["steps"] // times))
     path = folder.path / (f"{BASELINE}_{given}" if given else BASELINE)
-    return resolve(replace(alone, run=replace(alone.run, steps=steps, every=every)), path)
+    return resolve(replace(alone, run=replace(alone.run, every=every, **length)), path)
 
 
 def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:

@@ -22,6 +22,7 @@ import frontier
 import full_labels
 import make_run
 import proof
+import still_learning
 import story
 import variants
 
@@ -172,3 +173,30 @@ def test_the_story_is_told_by_the_files_of_its_runs(tmp_path):
     assert story.BEGIN in story.PAGE.read_text()
     assert story.END in story.PAGE.read_text()
     assert "var(" not in story.drawn([row])
+
+
+def test_the_rule_of_learning_is_judged_by_the_longer_run_of_the_same_kind():
+    """A pair differs in its length alone; 5.5 of 1,300 pictures in a hundred are more than chance, 1 is not."""
+    rising = " ".join(f"{i}:{0.3 + 0.02 * i:.4f}" for i in range(20))
+    level = " ".join(f"{i}:0.5000" for i in range(20))
+    row = {"setup": "tiny10", "seed": 0, "student": "s", "test_images": 1300, "arm": "distilled"}
+
+    def cell(name, steps, accuracy, curve, **changes):
+        return {**row, "cell": name, "steps": steps, "accuracy": accuracy, "curve": curve, **changes}
+
+    rows = [
+        cell("as kd-init writes it", 3120, 0.56, rising, keys=""),
+        cell("8 views, 120 epochs", 9360, 0.615, level, keys="run.epochs=120 teacher.cache.views=8"),
+        cell("8 views, 300 epochs", 23400, 0.62, level, keys="run.epochs=300 teacher.cache.views=8"),
+        cell("fresh, 300 epochs", 23400, 0.62, level, keys="run.epochs=300 teacher.cache.views=300"),
+        cell("labels", 1000, 0.4, f"{level} 20:0.5800", keys="run.steps=1000", arm="labels"),
+    ]
+    found = [(one["cell"], one["longer"], one["gave"], one["rule"], one["cut"]) for one in still_learning.pairs(rows)]
+    assert found == [
+        ("as kd-init writes it", "3x", "more", "right", ""),
+        ("as kd-init writes it", "7.5x", "more", "right", ""),
+        ("8 views, 120 epochs", "2.5x", "no more", "right", "0.0 after 11"),
+        ("8 views, 300 epochs", "", "", "", "0.0 after 11"),
+        ("fresh, 300 epochs", "", "", "", "0.0 after 11"),
+        ("labels", "", "", "", "8.0 after 12"),
+    ]

@@ -29,6 +29,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         _tiles(runs[0]) if len(runs) == 1 else "",
         sections.findings(runs),
         _compared(runs),
+        sections.paying(runs),
         sections.curves(runs),
         operators(runs),
         sections.time(runs),
@@ -141,12 +142,12 @@ def _scores(run: RunRecord, one: Column) -> list[tuple[str, str, str]]:
 
 
 def _compared(runs: Sequence[RunRecord]) -> str:
+    if len(runs) < 2:
+        return ""
     entries: list[tuple[str, RunRecord]] = []
     for run in runs:
         entries += [(run.name, run)]
         entries += [(f"{run.name}, labels only", run.baseline)] if run.baseline is not None else []
-    if len(entries) < 2:
-        return ""
     titles = {title: "-" for _, run in entries for title in run.scores.cells(run.counted)}
     rows = [
         {
@@ -160,16 +161,14 @@ def _compared(runs: Sequence[RunRecord]) -> str:
         }
         for name, run in entries
     ]
-    blank, teachers = dict.fromkeys(rows[0], "-"), teachers_of(runs).items() if len(runs) > 1 else ()
-    rows += [blank | {"run": name} | runs[0].scores.cells(values) for name, values in teachers]
+    blank = dict.fromkeys(rows[0], "-")
+    rows += [blank | {"run": name} | runs[0].scores.cells(values) for name, values in teachers_of(runs).items()]
     for group in repeats(runs):
         for name, same in (("", group), (", labels only", [run.baseline for run in group if run.baseline])):
             if len(same) == len(group):
                 title = f"mean of {len(group)} seeds{name}, with its 95 % interval"
                 rows.append(blank | {"run": title} | mean_cells(same))
     shown = html_table(rows) + "".join(f'<p class="hint">{esc(line)}</p>' for line in verdicts(runs))
-    if len(runs) == 1:
-        return section("Side by side", "", card("Distilled, and the same student on labels alone", shown))
     changed = html_table(differences(runs), [run.name for run in runs])
     cards = [card("Results", shown), card("What differs in the configuration", changed)]
     return section("Side by side", "", *cards)

@@ -14,7 +14,7 @@ from kd.core.intervals import Samples, wilson
 from kd.core.scores import Column, Scored, Scores
 from kd.core.text import clock, money, percent
 from kd.files.json_file import read_json
-from kd.files.run_dir import BASELINE, RunDir
+from kd.files.run_dir import RunDir
 from kd.setup.recipe import Recipe, as_long, fit_folders
 
 FEWEST = 20  # images of a class below which no percentage is shown: 10 of 20 has the 95 % interval 30 to 70 %
@@ -103,8 +103,6 @@ class RunRecord:
     baseline: RunRecord | None = None  # the same student trained on labels alone
     fitting: float = 0.0  # seconds of fitting its teachers, in this run or earlier
     fitting_spent: float | None = 0.0  # same, in the unit of `spent`
-    equal_steps: Mapping[str, Samples] = field(default_factory=dict)
-    """Samples of an earlier baseline with equal steps, if `baseline` has another length."""
     notes: Sequence[str] = ()  # reasons for missing parts
 
     @property
@@ -234,11 +232,8 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     """Read the scores of a run and of its baseline, without timings and predictions."""
     manifest, findings, alone = folder.manifest(), folder.path / "findings.json", folder.alone()
     trained = recipe.baseline if alone.config_file.is_file() else None
-    short = RunDir(folder.path / BASELINE) if alone.path.name != BASELINE else None
-    of_short = short.scored() if short is not None else None
     folders = fit_folders(recipe.teacher, manifest.get("data", "")).values()
     fits = [rows for one, _ in folders if (rows := RunDir(one.record.path).metrics("train"))]
-    spent = [spent_of(rows, manifest) for rows in fits]
     return RunRecord(
         name=recipe.record.name,
         keys=recipe.record.shown,
@@ -251,8 +246,7 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
         findings=read_json(findings, "run", "Remove the file", list) if findings.is_file() else (),
         scored=folder.scored(),
         fitting=sum(float(rows[-1]["seconds"]) for rows in fits),
-        fitting_spent=total(spent) if len(fits) == len(folders) else None,
-        equal_steps={} if of_short is None else of_short.samples,
+        fitting_spent=total(spent_of(rows, manifest) for rows in fits) if len(fits) == len(folders) else None,
         baseline=None if trained is None else record_of(alone, as_long(trained, folder)),
     )
 
@@ -301,24 +295,20 @@ def teachers_of(runs: Sequence[RunRecord], split: str = "counted") -> dict[str, 
 
 
 def verdicts(runs: Sequence[RunRecord]) -> list[str]:
-    """Compare models: each student with its teachers and its baseline, each run with the first.
+    """Compare models: each student with its teachers, each run with the first.
 
     By the selection metric, with the 95 % interval of the difference; only models scored on the same images.
     """
-    pairs: list[tuple[str, RunRecord, str, RunRecord | None]] = []
+    first, lines = runs[0], []
     for run in runs:
-        pairs += [(run.name, run, name, None) for name in run.scores.of_teachers(run.counted)]
-        pairs += [(run.name, run, "labels only", run.baseline)] if run.baseline is not None else []
-    pairs += [(run.name, run, runs[0].name, runs[0]) for run in runs[1:]]
-    lines = []
-    for name, run, against, other in pairs:
         if run.scored is None:
             continue
-        samples = run.scored.of(against)
-        if other is not None:
-            samples = other.samples if other.scored and run.scored.same_images(other.scored) else {}
-        if text := run.scored.against(samples, run.selection_metric):
-            lines.append(f"{name} against {against}: {run.selection_metric.title} {text}")
+        models = {name: run.scored.of(name) for name in run.scores.of_teachers(run.counted)}
+        if run is not first and first.scored is not None and run.scored.same_images(first.scored):
+            models[first.name] = first.samples
+        for name, samples in models.items():
+            if text := run.scored.against(samples, run.selection_metric):
+                lines.append(f"{run.name} against {name}: {run.selection_metric.title} {text}")
     return lines
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, clock, html_table, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
+from kd.study.paying import Arms
 from kd.study.report.record import RunRecord, teachers_of
-from kd.study.report.summary import chain_lines
+from kd.study.report.summary import chain_lines, clock_of, learning_text, verdict
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")
@@ -64,14 +65,9 @@ def curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _score_chart(column: Column, runs: Sequence[RunRecord]) -> str:
-    """Draw a score of all runs that have it, of their baselines, and of at most two teachers."""
-    series, runs_with_it = [], [run for run in runs if column in run.scores.columns]
-    for i, run in enumerate(runs):
-        if run not in runs_with_it:
-            continue
-        series.append(_line(run.name, color(i), run.val, column.key))
-        if run.baseline is not None:
-            series.append(_line(f"{run.name}, labels only", "--soft", run.baseline.val, column.key))
+    """Draw a score of all runs that have it, and of at most two teachers."""
+    runs_with_it = [run for run in runs if column in run.scores.columns]
+    series = [_line(run.name, color(i), run.val, column.key) for i, run in enumerate(runs) if run in runs_with_it]
     last = max((x for one in series for x in one.x), default=0.0)
     teachers = teachers_of(runs_with_it, "validation").items()
     named = [(name, values[column.key]) for name, values in teachers if column.key in values]
@@ -86,7 +82,14 @@ def _line(name: str, color: str, rows: Sequence[Mapping[str, Any]], key: str) ->
     return Series(name, color, [float(row["step"]) for row in finite], [float(row[key]) for row in finite])
 
 
-def _chart(title: str, series: Sequence[Series], unit: str, runs: Sequence[RunRecord] = ()) -> str:
+def _chart(
+    title: str,
+    series: Sequence[Series],
+    unit: str,
+    runs: Sequence[RunRecord] = (),
+    x_name: str = "step",
+    width: int = 350,
+) -> str:
     """Draw lines, with a vertical one at the step from which each run has full-size images."""
     series = [one for one in series if one.x]
     if not series:
@@ -99,7 +102,29 @@ def _chart(title: str, series: Sequence[Series], unit: str, runs: Sequence[RunRe
             at = float(run.keys["data.progressive.until"]) * run.steps
             series.append(Series(f"{run.name}: {size} px", color(i), [at, at], [min(values), max(values)], dashed=True))
     names = legend([(one.name, one.color) for one in series]) if len(series) > 1 else ""
-    return card(title, lines(series, (350, 220), "step", unit), names)
+    return card(title, lines(series, (width, 220), x_name, unit), names)
+
+
+def paying(runs: Sequence[RunRecord]) -> str:
+    """Draw the scores of runs and of their baselines over the total cost; the best of labels alone stays level."""
+    cards = []
+    for run in runs:
+        if (arms := Arms.of(run)) is None:
+            continue
+        column = run.selection_metric
+        series = [
+            Series("distilled", "--c1", [*arms.distilled], [*arms.distilled.values()]),
+            Series("labels alone", "--soft", [*arms.alone], [*arms.alone.values()]),
+            Series("labels alone, best", "--soft", [0, arms.end], [arms.best] * 2, dashed=True),
+            *(
+                Series(name, "--c4", [0, arms.end], [row[column.key]] * 2, dashed=True)
+                for name, row in run.scores.of_teachers(run.best).items()
+            ),
+        ]
+        chart = _chart(run.name, series, column.unit, x_name=f"seconds of {clock_of(run)}", width=1060)
+        cards.append(f'{chart}<p class="hint">{esc(f"{verdict(run)} {learning_text(run)}")}</p>')
+    hint = "Validation scores over all that was spent, the teacher's fit and stored outputs before the first point."
+    return section("Does it pay", hint, *cards)
 
 
 def time(runs: Sequence[RunRecord]) -> str:

@@ -9,6 +9,8 @@ from kd.core.scores import TITLES, Scored, Scores, skipped_text
 from kd.core.text import clock, printed, table
 from kd.files.manifest import DIGITS, served_first
 from kd.setup.open_cache import CHECKED
+from kd.study.learning import LONGER
+from kd.study.paying import ENOUGH, Arms, cost_of_step, has_stopped, learned
 from kd.study.report.record import RunRecord, on_cpu, total
 from kd.study.sifting import sifted
 
@@ -59,7 +61,9 @@ def described(run: RunRecord) -> list[str]:
         f"Chosen from the evaluations on the validation split by {column.with_title(run.best[column.key])}; seed {seed}"
     )
     lines += [f"{best}; {clock(run.seconds)} of training.", ""]
-    return lines + ([text, ""] if (text := verdict(run)) else [])
+    if text := verdict(run):
+        lines += [text, "", *curves_table(run)]
+    return lines + ([learning_text(run), ""] if scored is not None else [])
 
 
 def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
@@ -82,48 +86,85 @@ def differences(
     return [*lines, "", DIFFERENCES_NOTE, ""] if lines else []
 
 
-ENOUGH = 0.9  # smallest share of the cost that labels alone must have had: CPU times vary by a few percent
-
-
 def clock_of(run: RunRecord) -> str:
     """Return the unit of costs: CPU time or accelerator time."""
     return "CPU time" if on_cpu(run.manifest) else "device time"
 
 
 def verdict(run: RunRecord) -> str:
-    """Report whether distillation paid, against labels alone on the same images at the same training cost.
+    """Report from which cost on distillation pays, against labels alone on the same images.
 
-    The cost includes the fit of a fitted teacher, but only the outputs of an existing one. If labels alone had less,
-    the difference is given without a verdict. "": a score has no samples.
+    The cost includes the fit of a fitted teacher, but only the outputs of an existing one. Labels alone must have had
+    as much or have stopped improving: their best is then held level. "": a score has no samples.
     """
     alone, column = run.baseline, run.selection_metric
-    own, other = run.samples.get(column.key), alone.samples.get(column.key) if alone is not None else None
-    if alone is None or own is None or other is None:
+    if alone is None or run.scored is None:
         return ""
-    points, _, found = column.difference(own, other).rpartition(": ")
-    hard = any(key.startswith("losses.") and key.endswith(".hard") and value is True for key, value in run.keys.items())
+    points, _, found = run.scored.against(alone.samples, column).rpartition(": ")
+    if not points:
+        return ""
+    hard = any(value is True for key, value in run.keys.items() if key.endswith(".hard"))
     taught = " from the teacher's class (hard)" if hard else ""
     text = f"{column.title} {points}{taught} against labels alone"
-    steps = "at equal steps" if alone.steps == run.steps else f"which made {alone.steps:,} steps"
-    cost, had, clocked = run.spent_in_all, alone.spent, clock_of(run)
-    if cost is None or not had:
-        return f"No verdict, since what each part took is not recorded: {text}, {steps}, with one seed."
-    parts = {"the teacher's fit": (run.fitting_spent, run.fitting), "outputs at hand": (run.at_hand, 0.0)}
-    parts |= {"the student with new outputs": (run.spent, run.seconds), "labels alone": (had, alone.seconds)}
-    shown = [
-        f"{name} {clock(spent)}" + (f" ({clock(wall)})" if wall else "")
-        for name, (spent, wall) in parts.items()
-        if spent
-    ]
-    training = f"Training in {clocked} (wall-clock): {', '.join(shown)}."
-    if had < ENOUGH * cost:
+    clocked, arms = clock_of(run), Arms.of(run)
+    if arms is None:
+        return f"No verdict, since what each part took is not recorded: {text}, with one seed."
+    cost, had = max(arms.distilled), max(arms.alone)
+    training = f"Training in {clocked} (wall-clock): {', '.join(costs_of(run, alone))}."
+    ended, equal = has_stopped(arms.alone), had >= ENOUGH * cost
+    if not (equal or ended):
         more = f"`run.baseline_steps={math.ceil(alone.steps * cost / had)}` gives a verdict at equal cost"
-        return f"No verdict: {text}, {steps}; they had {clock(had)} of {clock(cost)}. {more}. {training}"
-    paid = {"better": "Distillation paid", "worse": "Distillation did not pay"}.get(found, "Not shown to have paid")
-    text += f" for the same {clocked} ({clock(cost)} against {clock(had)}), with one seed"
-    if column.key in run.equal_steps:
-        text += f"; at equal steps {column.difference(own, run.equal_steps[column.key]).rpartition(': ')[0]}"
-    return f"{paid}: {text}. {training}"
+        return f"No verdict: {text}, which still learned; they had {clock(had)} of {clock(cost)}. {more}. {training}"
+    answer, paid = learned(run).answer, "Does not pay" if found == "worse" else "Not shown to pay"
+    if found == "better":
+        paid = f"Pays from {clock(arms.pays_from)} of {clocked} on"
+    elif answer == "learning":
+        paid = "Not within this run: the student is still learning"
+    else:
+        stopped = f": {'both have' if ended else 'the student has'} stopped"
+        paid += stopped if answer == "stopped" else " within this run"
+    same = f"for the same {clocked}" if equal else f"which had stopped improving in less {clocked}"
+    return f"{paid}: {text} at the end, {same} ({clock(cost)} against {clock(had)}), with one seed. {training}"
+
+
+def costs_of(run: RunRecord, alone: RunRecord) -> list[str]:
+    """Return the cost of each part of both arms, and its wall-clock time where one passed."""
+    parts = (
+        ("the teacher's fit", run.fitting_spent, run.fitting),
+        ("outputs at hand", run.at_hand, 0.0),
+        ("the student with new outputs", run.spent, run.seconds),
+        ("labels alone", alone.spent, alone.seconds),
+    )
+    return [f"{name} {clock(cost)}" + (f" ({clock(wall)})" if wall else "") for name, cost, wall in parts if cost]
+
+
+def curves_table(run: RunRecord) -> list[str]:
+    """Return the best scores of both arms over their total cost as lines of Markdown; [] without recorded costs."""
+    arms, column = Arms.of(run), run.selection_metric
+    if arms is None:
+        return []
+
+    def cell(score: float) -> str:
+        return "-" if math.isnan(score) else column.text(score)
+
+    rows = [
+        {f"total {clock_of(run)}": clock(cost), "distilled": cell(distilled), "labels alone": cell(alone)}
+        for cost, distilled, alone in arms.table()
+    ]
+    return [f"Best validation {column.title} so far; {clock_of(run)} with the teacher's:", "", table(rows), ""]
+
+
+def learning_text(run: RunRecord) -> str:
+    """Report whether the student of a finished run had stopped learning, and what a longer run takes."""
+    known, each = learned(run), cost_of_step(run)
+    forms = {"learning": "The student was still learning", "stopped": "The student had stopped learning"}
+    text = forms.get(known.answer, "Whether the student was still learning is not known") + f": {known.reason}."
+    if known.answer != "learning" or not each:
+        return text
+    key = "steps" if run.keys.get("run.steps") else "epochs"
+    outputs = "with the stored" if run.keys.get("teacher.cache.views") else "without"
+    takes = f"takes about {clock(LONGER * each * run.steps)} of {clock_of(run)}"
+    return f"{text} `run.{key}={LONGER}x` {takes}, {outputs} outputs of the teacher."
 
 
 def chain_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -258,17 +258,24 @@ def test_a_cache_or_store_is_full_when_each_view_has_been_seen(settings, keys, s
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "keys", "steps"), [((40, 80, 100), [], 100), ((3, 6, 8), ["run.baseline_steps=50"], 50)]
+    ("recorded", "keys", "steps", "patience"),
+    [
+        ({}, [], 100, 0),  # by a kd that recorded no length
+        ({"labels_only": {"steps": 250, "patience": 7}}, ["run.patience=3"], 250, 7),
+        ({"labels_only": {"steps": 250, "patience": 7}}, ["run.baseline_steps=50", "run.patience=3"], 50, 0),
+    ],
 )
-def test_the_baseline_is_evaluated_as_often_as_its_run(settings, tmp_path, evaluated, keys, steps):
-    folder = RunDir(tmp_path)
+def test_the_baseline_is_evaluated_as_often_as_its_run(settings, tmp_path, recorded, keys, steps, patience):
+    folder, evaluated = RunDir(tmp_path), (40, 80, 100)
+    folder.record(**recorded)
     for step in evaluated:
         folder.log("train", State(step=step), {})
         folder.log("val", State(step=step), {})
     baseline = resolve(config.load(settings, ["run.baseline=true", *keys])).baseline
     assert baseline is not None
     length = as_long(baseline, folder).loop.length
-    assert (length.steps, -(-steps // length.every.evaluate)) == (steps, 3)  # the last step is evaluated too
+    assert (length.steps, length.patience) == (steps, patience)
+    assert -(-steps // length.every.evaluate) == 3  # the last step is evaluated too
 
 
 def test_a_fit_of_another_crop_has_pixels_of_its_own(tmp_path):

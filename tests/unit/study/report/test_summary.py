@@ -1,5 +1,8 @@
 """Whether distillation paid: only against labels alone of equal cost."""
 
+import html
+import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -7,9 +10,11 @@ import pytest
 
 from kd.core.intervals import Samples, paired, wilson
 from kd.core.scores import Scored
+from kd.core.text import clock
 from kd.parts.tasks.single_label import SCORES
+from kd.study.report.page import render
 from kd.study.report.record import RunRecord
-from kd.study.report.summary import chain_lines, verdict
+from kd.study.report.summary import chain_lines, described, verdict
 
 
 def of(right):
@@ -21,7 +26,7 @@ def run(right, cpu_seconds, steps=100, **changes):
     row |= {} if cpu_seconds is None else {"cpu_seconds": cpu_seconds}
     samples = of(right)
     scored = Scored("test", 1, "", 100, 1, {"accuracy": right / 100}, samples)
-    made = RunRecord("one", {}, {"device": "cpu"}, [row], [{"step": 1, "accuracy": right / 100}], [], SCORES)
+    made = RunRecord("one", {}, {"device": "cpu"}, [row], [{"step": steps, "accuracy": right / 100}], [], SCORES)
     return replace(made, scored=scored, **changes)
 
 
@@ -31,7 +36,11 @@ def line(distilled, alone, cost: float | None = 60.0, had: float | None = 60.0, 
 
 @pytest.mark.parametrize(
     ("distilled", "alone", "expected"),
-    [(80, 60, "Distillation paid"), (60, 80, "Distillation did not pay"), (61, 60, "Not shown to have paid")],
+    [
+        (80, 60, "Pays from 1 min 00 s of CPU time on"),
+        (60, 80, "Does not pay within this run"),
+        (61, 60, "Not shown to pay within this run"),
+    ],
 )
 def test_a_verdict_is_cautious_where_the_interval_holds_0(distilled, alone, expected):
     low, high = paired(max(0, distilled - alone), max(0, alone - distilled), 100)
@@ -59,13 +68,11 @@ def test_a_verdict_names_what_was_learned_where_it_was_the_class_alone(keys, nam
     ],
 )
 def test_a_cheaper_baseline_gives_no_verdict_but_a_key(changes, cost):
-    assert line(80, 60, had=0.91 * cost, **changes).startswith("Distillation paid")
+    assert line(80, 60, had=0.91 * cost, **changes).startswith(f"Pays from {clock(cost)}")
     said = line(80, 60, had=0.5 * cost, steps=300, **changes)
     assert said.startswith("No verdict")
-    assert "paid" not in said
+    assert "ays" not in said
     assert "`run.baseline_steps=600`" in said  # twice as long
-    assert "which made 300 steps" in said
-    assert "at equal steps" in line(80, 60, had=0.5 * cost, **changes)
 
 
 def test_each_part_has_its_cost_and_the_time_on_the_wall_where_one_passed():
@@ -86,14 +93,67 @@ def test_unrecorded_costs_give_no_verdict():
 def test_beside_an_accelerator_its_time_counts():
     alone = run(60, 1.0, manifest={"device": "cuda", "world_size": 2})
     said = verdict(run(80, 500.0, baseline=alone, manifest={"device": "cuda", "world_size": 2}))
-    assert said.startswith("Distillation paid")
+    assert said.startswith("Pays from 14 s of device time on")
     assert "for the same device time (14 s against 14 s)" in said
 
 
-def test_an_earlier_baseline_of_equal_steps_is_reported_too():
-    said = line(70, 80, equal_steps=of(60))
-    assert said.startswith("Distillation did not pay: accuracy -10.0 points")
-    assert "at equal steps +10.0 points" in said
+def graded(scores, each=2.0, **changes):
+    """A run of 100 steps with these validation scores, evenly spaced; a step takes `each` CPU seconds."""
+    steps = [round(100 * (i + 1) / len(scores)) for i in range(len(scores))]
+    train = [{"step": step, "epoch": 1, "images": step, "seconds": 1.0, "cpu_seconds": each * step} for step in steps]
+    val = [{"step": step, "accuracy": score} for step, score in zip(steps, scores, strict=True)]
+    manifest = {"device": "cpu", "validation_images": 10_000}
+    return replace(run(round(100 * scores[-1]), 0.0), train=train, val=val, manifest=manifest, **changes)
+
+
+def charts(page):
+    """Return the numbers of the charts of a page."""
+    return [json.loads(html.unescape(text)) for text in re.findall(r'data-chart="([^"]*)"', page)]
+
+
+RISING, FLAT = [i / 20 for i in range(20)], [0.2, *[0.5] * 19]
+
+
+@pytest.mark.parametrize(
+    ("distilled", "alone", "form"),
+    [
+        (RISING, FLAT, "Pays from 2 min 50 s of CPU time on"),  # 50 s of fit; 0.55 first beats 0.5, after 60 steps
+        (FLAT, RISING, "Does not pay: the student has stopped"),
+        ([score - 0.01 for score in FLAT], FLAT, "Not shown to pay: both have stopped"),
+        ([score / 2 for score in RISING], FLAT, "Not within this run: the student is still learning"),
+        ([score / 2 for score in FLAT], FLAT, "Does not pay: both have stopped"),
+    ],
+)
+def test_the_form_of_a_verdict(distilled, alone, form):
+    """Labels alone that have stopped are held level: no verdict needs a longer run of them."""
+    said = verdict(graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=2.4)))
+    assert said.startswith(f"{form}: accuracy ")
+    assert "for the same CPU time (4 min 10 s against 4 min 00 s)" in said
+    said = verdict(graded(distilled, fitting_spent=50.0, baseline=graded(alone, each=1.0)))
+    assert said.startswith("No verdict" if alone is RISING else f"{form}: accuracy ")
+
+
+def test_a_report_has_both_curves_as_a_table_and_says_whether_the_student_had_stopped():
+    one = graded(RISING, fitting_spent=50.0, baseline=graded(FLAT), keys={"teacher.cache.views": 4})
+    lines = described(one)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in "\n".join(lines).splitlines() if "|" in line]
+    curves = cells[[row[0] for row in cells].index("total CPU time") + 2 :]
+    # 250 s in six rows; the student's first point is at 50 + 10 s
+    assert [row[0] for row in curves] == ["42 s", "1 min 23 s", "2 min 05 s", "2 min 47 s", "3 min 28 s", "4 min 10 s"]
+    assert [row[1] for row in curves] == ["-", "10.0 %", "30.0 %", "50.0 %", "70.0 %", "95.0 %"]
+    assert [row[2] for row in curves] == ["50.0 %"] * 6
+    assert "The student was still learning" in lines[-2]
+    assert "`run.epochs=3x` takes about 10 min 00 s of CPU time, with the stored outputs" in lines[-2]
+    page = render([one])
+    assert "<h2>Does it pay</h2>" in page
+    assert "still learning" in page
+    (drawn,) = (chart for chart in charts(page) if "CPU time" in chart["x"])
+    assert [line["name"] for line in drawn["series"]] == ["distilled", "labels alone", "labels alone, best"]
+    assert drawn["series"][0]["x"] == [50.0 + 10 * i for i in range(1, 21)]
+    assert drawn["series"][2]["y"] == [0.5, 0.5]
+    assert "`run.steps=3x`" in described(graded(RISING, keys={"run.steps": 100}))[-2]
+    assert "had stopped learning" in described(graded(FLAT))[-2]
+    assert "not known: 2 evaluations are too few" in described(graded([0.5, 0.6]))[-2]
 
 
 def test_a_cell_has_an_interval_where_samples_are_known():
