@@ -3,11 +3,10 @@
 import math
 
 from kd.core import recommended
-from kd.jobs.measured import EXPECTED
 from kd.setup.auto import accelerated
 from kd.setup.build_teacher import Teachers
 from kd.setup.data import Data
-from kd.setup.measured import Measured, Situation, comparable, contrast, plan, told
+from kd.setup.measured import EXPECTED, Measured, Situation, comparable, contrast, plan, told
 from kd.setup.recipe import Recipe
 
 ENOUGH = 0.7

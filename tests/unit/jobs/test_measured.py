@@ -8,7 +8,7 @@ import pytest
 
 from kd import config
 from kd.jobs.description import describe
-from kd.jobs.measured import FEW_LABELS, OTHERS
+from kd.setup.measured import FEW_LABELS, OTHERS
 from kd.setup.recipe import resolve
 
 ROOT = Path(__file__).parents[3]
