@@ -29,10 +29,9 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter
 
 from _record import write
-from kd.deploy.serve.decoding import OpenedImage, decode, prepare
+from kd.deploy.serve.decoding import OpenedImage, prepare
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import LoadedGraph, describe, load
-from kd.deploy.serve.responses import predictions
 from kd.deploy.shift import BOUNDS, CONFIDENCE, WINDOW, Reference, ShiftWatch, measure
 
 REFERENCE, STREAM, CHANGED = 2000, 2000, 1000
@@ -80,11 +79,11 @@ def answered(
     for path in paths:
         if change:
             with Image.open(path) as image:
-                picture = decode(OpenedImage(change(image.convert("RGB")), "", 0.0), model.size, model.crop)
+                opened = OpenedImage(change(image.convert("RGB")), "", 0.0)
         else:
-            picture = prepare(path.read_bytes(), model.size, model.crop, Limits())
-        (answer,) = predictions(model.engine(picture.pixels[None]), model.labels, 1)
-        found.append((answer, picture.measures))
+            opened = model.open(path, Limits())
+        prediction = model.predict(opened, 1)
+        found.append((prediction.row, prediction.measures))
     return found
 
 

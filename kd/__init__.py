@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kd.config import Config
     from kd.config import load as load_config
     from kd.core.errors import BadImage, KdError
-    from kd.deploy.serve.model import open_export as load
+    from kd.deploy.serve.cascade import open_exports as load
     from kd.engine.monitor.timeline import region
     from kd.jobs.api import Distilled, distill, train
     from kd.study.sweeps.sweep import sweep
@@ -41,7 +41,7 @@ _HOMES = {
     "Distilled": ("kd.jobs.api", "Distilled"),
     "KdError": ("kd.core.errors", "KdError"),
     "distill": ("kd.jobs.api", "distill"),
-    "load": ("kd.deploy.serve.model", "open_export"),
+    "load": ("kd.deploy.serve.cascade", "open_exports"),
     "load_config": ("kd.config", "load"),
     "region": ("kd.engine.monitor.timeline", "region"),
     "sweep": ("kd.study.sweeps.sweep", "sweep"),

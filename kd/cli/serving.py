@@ -32,7 +32,8 @@ def export(argv: Sequence[str] | None = None) -> int:
             print(f"  {line}")
         if rows := variant_rows(exported.manifest):
             print(f"{table(rows)}\n{VARIANTS_NOTE}")
-        if accepted := exported.manifest.get("accepted"):
+        cascade = exported.manifest.get("cascade")
+        if accepted := exported.manifest.get("accepted") or cascade:
             print(f"{accepted_line(accepted)}, which kd-serve now loads")
         if options.sagemaker:
             from kd.cluster.aws import write_archive
@@ -40,7 +41,7 @@ def export(argv: Sequence[str] | None = None) -> int:
             print(f"wrote {write_archive(exported.folder)}")
         print(f"load it:  {exported.load}")
         if wanted.onnx:
-            print(f"serve it: kd-serve {exported.folder}")
+            print(f"serve it: kd-serve {exported.folder}" + (f" --second {options.second}" if cascade else ""))
 
     return guarded(command)
 

@@ -155,6 +155,7 @@ def _graphs(facts: Facts) -> list[str]:
         rows.append(cells)
     measured, machine = variant_rows(facts), plain(facts["environment"]["machine"]["processor"])
     labelled = next(iter(facts["parity"].values())).get("labelled", 0)
+    accepted = facts.get("accepted") or facts.get("cascade")
     which = f"; {score.title} on the {labelled:,} of them that have a label" if labelled else ""
     return [
         *table(rows).split("\n"),
@@ -162,7 +163,7 @@ def _graphs(facts: Facts) -> list[str]:
         f"Compared on validation images{which}. CPU time: one thread, one image, {machine}, interleaved with PyTorch, "
         f"which took {facts['eager_ms']:.2f} ms.",
         "",
-        *([f"Of these, {accepted_line(facts['accepted'])}.", ""] if "accepted" in facts else []),
+        *([f"Of these, {accepted_line(accepted)}.", ""] if accepted else []),
         *([*table(measured).split("\n"), "", VARIANTS_NOTE, ""] if measured else []),
     ]
 

@@ -186,6 +186,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
         "parity": made.parity,
         **({"variants": made.variants} if made.variants else {}),
         **({"pick": made.accepted["file"], "accepted": made.accepted} if made.accepted else {}),
+        **({"pick": made.cascade["file"], "cascade": made.cascade} if made.cascade else {}),
         "validation": made.validation,
         **({self_check.KEY: made.self_check} if made.self_check else {}),
         "environment": _environment(),

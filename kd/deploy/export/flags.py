@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kd.core.errors import ConfigError, ModelError, did_you_mean
@@ -66,7 +67,10 @@ def misses(found: Mapping[str, float], wanted: Mapping[str, float]) -> list[str]
 def accepted_line(accepted: Mapping[str, Any]) -> str:
     """Return the accepted limits as text."""
     found = ", ".join(f"{word} {value:.4g}" for word, value in accepted["found"].items())
-    return f'accepted "{accepted["sentence"]}": {accepted["file"]} with {found}, on {accepted["threads"]} threads'
+    second = f" and, for unsure images, {accepted['second']}" if "second" in accepted else ""
+    return (
+        f'accepted "{accepted["sentence"]}": {accepted["file"]}{second} with {found}, on {accepted["threads"]} threads'
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +98,8 @@ class ExportOptions:
     accept: str | None = option(None, "LIMITS", sentence)
     """limits such as "drop<=2 ms<=5 mb<=4", also teacher-drop and ece, drops in points: write the first graph
     within them all, else exit with code 3"""
+    second: Path | None = option(None, "EXPORT", Path)
+    """if no graph is within the limits of --accept, try each with this export for its unsure images"""
     threads: int = option(1, "N", whole_number(1, 4096))
     """threads for measuring `ms` (default 1)"""
     calibrate: bool = option(True)

@@ -1,6 +1,6 @@
 """The graphs of an export, each compared with PyTorch before it is kept."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,12 +17,15 @@ from kd.core.scores import Scored
 from kd.core.text import percent
 from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import calibrate
+from kd.deploy.export.defer import Rule
 from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
+from kd.deploy.export.passing_on import PASSED_ON, Second, describe_second, smallest_share
 from kd.deploy.export.variants import INT8, ONNX
 from kd.deploy.serve import self_check
 from kd.deploy.serve.bench import Latency
 from kd.deploy.serve.engines import open_graph
+from kd.deploy.serve.model import Description
 from kd.models import runtimes
 from kd.models.classifier import Classifier
 from kd.models.examination import examine
@@ -66,6 +69,8 @@ class Made:
     qualities: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `variants.quality`
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file, through `kd-serve`, for manifest.json
     accepted: dict[str, Any] = field(default_factory=dict)  # limits, threads, chosen file and its values
+    cascade: dict[str, Any] = field(default_factory=dict)  # the same of a file with the second export, and its name
+    rule: Rule = field(default_factory=Rule)  # the rule of `defer`
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.shift.Reference`
     self_check: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.serve.self_check`
 
@@ -82,8 +87,9 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
         if why := registry.exporter(name).missing(name, True):
             wrong, _, remedy = why.partition(": ")
             raise MissingExtra(known[name].option or "--onnx", wrong, "", remedy)
+    second = describe_second(options, task, classes, subject.recipe.data)
     student.eval()
-    made, notes = Made(), []
+    made, notes = Made(rule=options.rule), []
     with subject.images() as images:
         pixels = next(iter(images(IMAGES)))[0]
         examine(student, "student", torch.from_numpy(pixels), bool(task.logits))
@@ -96,14 +102,14 @@ def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable
         made.thresholds = task.thresholds(work.outputs.outputs[EAGER], work.outputs.labels, classes)
         made.lines += notes
         if options.accept is not None:
-            work.accept(options.accept, seal)
+            work.accept(options.accept, seal, second)
         if options.compare:
             seal(made)
             work.measure_all()
     if any(encoded for encoded, _ in work.outputs.images):
         work.outputs.write_images(folder / parity.IMAGES, classes if task.logits else ())
     kept = {name: one for name, one in work.outputs.outputs.items() if name == EAGER or name in made.parity}
-    made.defer = defer.choose(options.rule, kept, work.outputs.labels, made.thresholds, classes)
+    made.defer = defer.choose(made.rule, kept, work.outputs.labels, made.thresholds, classes)
     made.lines += defer.lines_of(made.defer)
     made.self_check = _self_check(
         subject, folder, [name for name, one in known.items() if name in made.parity and not one.code]
@@ -212,21 +218,60 @@ class _Workbench:
     def _megabytes(self, name: str) -> float:
         return variants.size(self.folder / name) / 1e6
 
-    def accept(self, text: str, seal: Callable[[Made], object]) -> None:
-        """Find the first graph within the limits; other candidates are removed."""
+    def accept(self, text: str, seal: Callable[[Made], object], described: Description | None) -> None:
+        """Find the first graph within the limits, alone or with the second export; other candidates are removed."""
         wanted, asked, told = limits(text), {ONNX, *self.made.parity}, list[str]()
-        for name in self.candidates:
-            found, why = self._tried(name, wanted, seal)
+        for name, found, why in self._attempts(wanted, seal, described):
             if not why:
-                rounded = {word: round(found[word], 4) for word in wanted}
-                self.made.accepted = {"sentence": text, "threads": self.options.threads, "file": name, "found": rounded}
+                rounded = {word: round(found[word], 4) for word in (*wanted, PASSED_ON) if word in found}
+                facts = {"sentence": text, "threads": self.options.threads, "file": name, "found": rounded}
+                if described and PASSED_ON in found:
+                    self.made.cascade = {**facts, "second": f"{described.name} {described.version}"}
+                else:
+                    self.made.accepted = facts
+                for other in {*self.candidates} - {*asked, name}:
+                    self._remove(other)
                 return
             told.append(why)
             self.made.lines.append(f"not accepted: {why}")
-            if name not in asked:
-                self._remove(name)
         remedy = "Nothing was written; allow more, use more --threads, or train another student"
         raise NotAcceptedError("--accept", f'nothing keeps "{text}". {"; ".join(told)}', "", remedy)
+
+    def _attempts(
+        self, wanted: Mapping[str, float], seal: Callable[[Made], object], described: Description | None
+    ) -> Iterator[tuple[str, dict[str, float], str]]:
+        """Try each graph alone, then with the second export; yield name, values and the reason against it."""
+        for name in self.candidates:
+            yield name, *self._tried(name, wanted, seal)
+        if described:
+            second = self._second(described, "ms" in wanted)
+            for name in [name for name in self.candidates if name in self.made.parity]:
+                yield name, *self._tried_with(second, name, wanted, seal)
+
+    def _second(self, described: Description, timed: bool) -> Second:
+        """Run the second export's graph on the images, and measure it through `kd-serve` if `timed`."""
+        path, threads = described.folder / described.file, self.options.threads
+        engines = {described.file: open_graph(path)}
+        found = parity.compare(parity.eager_runner(self.subject.student), engines, self.images(self.options.images))
+        cpu_ms = {described.file: found.cpu_ms[described.file]}
+        speeds = variants.measure(described.folder, cpu_ms, found.first, [threads]) if timed else {}
+        ms = speeds[described.file][threads].p50_ms if timed else 0.0
+        return Second(found.outputs[described.file], ms, variants.size(path) / 1e6)
+
+    def _tried_with(
+        self, second: Second, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
+    ) -> tuple[dict[str, float], str]:
+        """Like `_tried`, for a graph that passes its unsure images on to the second export."""
+        rule, found, missed = smallest_share(self.outputs, name, second.logits, self.task, wanted)
+        found["mb"] = self._megabytes(name) + second.megabytes
+        if not missed and "ms" in wanted:
+            seal(self.made)
+            threads = self.options.threads
+            found["ms"] = self._measure([name], [threads])[name][threads].p50_ms + found[PASSED_ON] * second.ms
+        missed = misses(found, wanted)
+        if not missed:
+            self.made.rule = rule
+        return found, f"{name} with the second export misses {', '.join(missed)}" if missed else ""
 
     def _tried(
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]

@@ -5,22 +5,23 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from kd.core.errors import ModelError, RunError
+from kd.core.errors import RunError
 from kd.core.host import cores as usable_cores
 from kd.core.options import option, pixels, whole_number
 from kd.deploy.predict.image_list import ImageList, find
 from kd.deploy.predict.results import WHERE, check_format, opened
-from kd.deploy.predict.rows import ASKED, BY, MEASURES, Predictor, Row, in_order
+from kd.deploy.predict.rows import ASKED, MEASURES, Predictor, Row, in_order
+from kd.deploy.serve.cascade import describe_pair, load_pair
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.model import Description, describe, load
+from kd.deploy.serve.model import Description
+from kd.deploy.serve.responses import MODEL
 
 CHUNK = 8  # images per job, so that the main thread, which writes rows, does not wake for each image
 AHEAD = 3  # running, waiting and unwritten jobs per thread
@@ -70,16 +71,19 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
     """Classify or embed images and write one row each, in the order of their names."""
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")  # see kd.deploy.serve.server
     check_format(settings.to)
-    described = describe(settings.export, settings.file, settings.self_check)
+    described, second = describe_pair(settings.export, settings.file, settings.second, settings.self_check)
     if described.output.embeds and settings.to.suffix != ".jsonl":
         wrong = f"'{settings.to}' has no place for the vectors of an embedding model"
         raise RunError(WHERE, wrong, "A file that ends in .jsonl", "Choose --to vectors.jsonl")
-    second = _second(settings, described)
     copies = settings.to.with_name(settings.to.name + ".shards")
     images = find(settings.images, copies)
     top = min(settings.top or len(described.labels), len(described.labels))  # beside the labels above a threshold
     identity = _identity(settings, described, second, images, top)
-    rows = _classify(settings, [described, *([second] if second else [])], images, top)
+    cores = settings.cores or usable_cores()
+    model = load_pair(described, second, threads=1, slots=cores)
+    model.warm_up(1)
+    model.check_itself()
+    predictor = Predictor(images, model, Limits(max_pixels=settings.max_pixels), top)
     reference = described.reference  # only the first model's predictions are counted: the reference has no others
     tally = reference.empty() if reference else None
 
@@ -94,7 +98,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         if journal.changed:
             note = f"'{journal.changed}' has changed since its row was written; rows from there on are made again"
             print(note, file=sys.stderr)
-        for row in chain.from_iterable(rows(resumed)):
+        for row in chain.from_iterable(_by_threads(predictor, resumed, cores)):
             journal.add(row)
             if (now := time.monotonic()) - printed > PROGRESS_SECONDS:
                 printed = now
@@ -106,7 +110,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         seconds = time.monotonic() - started
         several = bool(described.output.thresholds)
         scored = described.labels if several and top == len(described.labels) else ()
-        more = [*(["sure"] if described.output.unsure else []), *([BY] if second else [])]
+        more = [*(["sure"] if described.output.unsure else []), *([MODEL] if second else [])]
         journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
@@ -128,46 +132,12 @@ def _identity(
         "max_pixels": settings.max_pixels,
         **({"unsure": _bands(described)} if described.output.unsure else {}),
         **({"thresholds": list(described.output.thresholds)} if described.output.thresholds else {}),
-        **({"second": [second.name, second.version, _bands(second)]} if second else {}),
+        **({"second": _bands(second)} if second else {}),
     }
 
 
 def _bands(described: Description) -> list[list[float]]:
     return [list(band) for band in described.output.unsure]
-
-
-def _second(settings: PredictOptions, first: Description) -> Description | None:
-    if settings.second is None:
-        return None
-    if not first.output.unsure:
-        wrong = f"'{settings.export}' does not say which of its predictions are sure"
-        raise ModelError("--second", wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
-    if not (settings.second / "model.onnx").is_file():
-        remedy = "A teacher is written by `kd-export RUN --teacher`"
-        raise ModelError("--second", f"'{settings.second}' is no export: it has no model.onnx", "", remedy)
-    second = describe(settings.second, checked=settings.self_check)
-    if set(second.labels) != set(first.labels) or bool(second.output.thresholds) != bool(first.output.thresholds):
-        other = [*(set(second.labels) ^ set(first.labels)), ""][0]
-        differ = f"its {len(second.labels)} classes are not the {len(first.labels)} of the first ('{other}')"
-        wrong = differ if other else "one model returns one label per image, the other several"
-        raise ModelError("--second", f"'{settings.second}': {wrong}", "", "Choose an export of the same classes")
-    return second
-
-
-def _classify(
-    settings: PredictOptions, described: Sequence[Description], images: ImageList, top: int
-) -> Callable[[int], Iterator[list[Row]]]:
-    """Return a function (start) -> iterator of rows, in order."""
-    limits = Limits(max_pixels=settings.max_pixels)
-    cores = settings.cores or usable_cores()
-    predictor = None
-    for one in reversed(described):
-        model = load(one, threads=1, slots=cores)
-        model.warm_up(1)
-        model.check_itself()
-        predictor = Predictor(images, model, limits, top, predictor)
-    assert predictor is not None
-    return partial(_by_threads, predictor, cores=cores)
 
 
 def _by_threads(predictor: Predictor, start: int, cores: int) -> Iterator[list[Row]]:

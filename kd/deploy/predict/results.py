@@ -19,7 +19,8 @@ from typing import IO, Any
 from kd.core.errors import DataError, FolderInUse, RunError, needed
 from kd.core.text import FORMULA, table_cell
 from kd.deploy.predict.image_list import ImageList
-from kd.deploy.predict.rows import ASKED, BY, MEASURES, SECOND, STAMP, Row
+from kd.deploy.predict.rows import ASKED, MEASURES, STAMP, Row
+from kd.deploy.serve.responses import MODEL, SECOND
 from kd.files.storage import REMEDY, atomic_file, disk_error, on_disk, recover, take_lock
 
 WHERE = "--to"
@@ -72,7 +73,7 @@ class Journal:
 
     def _count(self, row: Row) -> None:
         self.done += 1
-        self.passed_on += row.get(BY) == SECOND
+        self.passed_on += row.get(MODEL) == SECOND
         self._seen(row)
         if "error" in row:
             self.num_unreadable += 1
@@ -199,8 +200,8 @@ def _jsonl(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], mo
 def _parquet(draft: Path, rows: Iterator[Row], top: int, scored: Sequence[str], more: Sequence[str]) -> None:
     pyarrow, parquet = _pyarrow()
     text, answer = pyarrow.string(), {"label": pyarrow.string(), "score": pyarrow.float64()}
-    added = {key: text if key == BY else pyarrow.bool_() for key in more}
-    own = {key: kind for key, kind in added.items() if not top and key != BY}  # with several labels each has its own
+    added = {key: text if key == MODEL else pyarrow.bool_() for key in more}
+    own = {key: kind for key, kind in added.items() if not top and key != MODEL}  # with several labels each has its own
     answers = pyarrow.list_(pyarrow.struct([*answer.items(), *own.items()]))
     main = answer if top else {"labels": answers}
     schema = pyarrow.schema({"image": text, **main, "top": answers, "error": text, **added})

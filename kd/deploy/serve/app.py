@@ -8,9 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from itertools import chain
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -21,14 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.deploy.serve import responses
-from kd.deploy.serve.bodies import is_gzip, media_type
+from kd.deploy.serve.bodies import is_gzip, media_type, top_of
 from kd.deploy.serve.limits import CLIENT_GONE, PROBLEM, Problem, busy, no_memory
 from kd.deploy.serve.metrics import MEDIA_TYPE
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
-TOP = 5  # default number of classes in a response, as in "top-5" accuracy
 HEALTH = "/ping"
 QUIET = ("ping", "metrics")  # routes polled every few seconds: their usual responses are not logged
 DISCARD_FACTOR = 4  # an oversized body is read and discarded up to this many times `max_body`
@@ -55,14 +53,14 @@ def build(service: Service, ui: bool = True) -> Starlette:
         accept = responses.negotiate(_list(request, "accept"))
         tops = _tops(request)
         async with request_body(request, service) as body:
-            values, measures, top, request.state.summary = await service.run(
-                lambda model: service.classify(model, kind, content_type, body, gzip), request.receive
+            predictions, request.state.summary = await service.run(
+                lambda model: service.classify(model, kind, content_type, body, gzip, tops), request.receive
             )
-        assert service.model is not None
-        rows = service.model.answers(values, _top([*tops, *filter(None, [top])]))
         if watch := service.watch:
-            for line in chain.from_iterable(map(watch.add, rows, measures)):
-                log.warning(line)
+            for prediction in predictions:
+                for line in watch.add(prediction.counted, prediction.measures):
+                    log.warning(line)
+        rows = [prediction.row for prediction in predictions]
         return Response(responses.write(accept, rows, model.name, model.version), media_type=accept)
 
     found: dict[str, tuple[str, Handler]] = {
@@ -109,15 +107,8 @@ def _tops(request: Request) -> list[str]:
     if len(request.url.query) > MAX_QUERY:
         raise Problem(400, f"The query is longer than {MAX_QUERY} characters.")
     tops = request.query_params.getlist("top")
-    _top(tops)  # before the body is read
+    top_of(tops)  # before the body is read
     return tops
-
-
-def _top(texts: Sequence[str]) -> int:
-    text, *more = {*texts} or {str(TOP)}
-    if more or not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise Problem(400, "The parameter `top` must be a whole number from 1, given once.")
-    return int(text)
 
 
 def observed(service: Service, route: str, handler: Handler) -> Handler:

@@ -4,7 +4,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +31,7 @@ FILE_TYPE = re.compile(rb"^content-type:\s*(image/|application/octet-stream)", r
 SPARE_VALUES = 1000
 """Most values in a JSON body beside its images, counted before parsing: a list of empty lists takes 25 bytes of memory
 per byte of text."""
+TOP = 5  # default number of classes in a response, as in "top-5" accuracy
 SHAPE = 'The JSON body must be {"image": BASE64} or {"images": [BASE64, ...]}'
 
 
@@ -66,6 +67,14 @@ def media_type(header: str) -> str:
         wrong = f"This content-type is not supported. Allowed are {', '.join(ALLOWED)}."
         raise Problem(415, wrong, {"accept": ", ".join(ALLOWED)})
     return kind
+
+
+def top_of(texts: Sequence[str]) -> int:
+    """Return the number of classes that a client wants, given the parameter `top` from query and body."""
+    text, *more = {*texts} or {str(TOP)}
+    if more or not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise Problem(400, "The parameter `top` must be a whole number from 1, given once.")
+    return int(text)
 
 
 def is_gzip(header: str) -> bool:

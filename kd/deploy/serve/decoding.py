@@ -58,7 +58,9 @@ def prepare(
     data: bytes, size: int, crop: float, limits: Limits = LOCAL, margin: float = MARGIN, bits: int = 16
 ) -> DecodedImage:
     """Decode an image file and crop the share `crop` of the shorter side to `size` pixels."""
-    return decode(open_image(data, size, crop, limits, margin), size, crop, bits)
+    opened = open_image(data, size, crop, limits, margin)
+    cropped = planes(decode(opened, bits), size, crop)
+    return DecodedImage(cropped, opened.summary, measure(cropped))
 
 
 def open_image(data: bytes, size: int, crop: float, limits: Limits, margin: float = MARGIN) -> OpenedImage:
@@ -85,8 +87,8 @@ def check_together(images: Sequence[OpenedImage], limits: Limits) -> None:
         raise Problem(413, f"{detail}: {limits.max_pixels / 1e6:g} million, a JPEG {limits.max_jpeg / 1e6:g}.")
 
 
-def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> DecodedImage:
-    """Decode an opened image, crop it as in evaluation, and close it; Problem 400 if it is damaged."""
+def decode(opened: OpenedImage, bits: int = 16) -> Image.Image:
+    """Decode an opened image to upright RGB and close it; Problem 400 if it is damaged."""
     try:
         with opened.image as image:
             rgb, _ = load(image, None, bits=bits)
@@ -96,8 +98,7 @@ def decode(opened: OpenedImage, size: int, crop: float, bits: int = 16) -> Decod
         raise  # the image is not at fault
     except Exception as error:  # Pillow raises errors of any type on damaged data
         raise Problem(400, f"The image is damaged or cut short ({type(error).__name__}).") from error
-    cropped = planes(rgb, size, crop)
-    return DecodedImage(cropped, opened.summary, measure(cropped))
+    return rgb
 
 
 def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,15 +24,18 @@ LAST_SECONDS = 1.0  # seconds to write queued lines at the end: a stalled reader
 
 
 class Metrics:
-    """Counters and histograms of the endpoint. Thread-safe."""
+    """Counters and histograms of the endpoint. Thread-safe.
 
-    def __init__(self, model: str, version: str) -> None:
-        self.model, self.version = model, version
+    `expected`: the share of images passed on to a second model, see `Description`; None: there is one model.
+    """
+
+    def __init__(self, model: str, version: str, expected: Sequence[float] | None = None) -> None:
+        self.model, self.version, self.expected = model, version, expected
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, int], int] = defaultdict(int)
         self._buckets: dict[str, list[int]] = {}
         self._sums: dict[str, float] = defaultdict(float)
-        self._images = 0
+        self._images = self._passed_on = 0
         self.self_check: bool | None = None  # whether the self-check passed; None: it was not run
         self.log: Lines | None = None  # the handler whose dropped lines are counted; None: no queue
 
@@ -47,9 +51,11 @@ class Metrics:
             buckets[bisect_left(BOUNDS, seconds)] += 1
             self._sums[name] += seconds
 
-    def images(self, count: int) -> None:
+    def images(self, count: int, passed_on: int = 0) -> None:
+        """Count images, and those among them that the second model predicted."""
         with self._lock:
             self._images += count
+            self._passed_on += passed_on
 
     def text(self, ready: bool, in_flight: int, buffered: int, watch: ShiftWatch | None = None) -> str:
         """Return all metrics as text; with `watch` also those of the predictions."""
@@ -62,6 +68,7 @@ class Metrics:
                 *_metric("kd_in_flight", "gauge", "Requests in progress or waiting.", f" {in_flight}"),
                 *_metric("kd_buffered_bytes", "gauge", "Bytes of bodies in memory.", f" {buffered}"),
                 *_metric("kd_images_total", "counter", "Images classified.", f" {self._images}"),
+                *self._passed_on_lines(),
                 *_metric("kd_requests_total", "counter", "Requests by route and status.", *counts),
                 *_metric("kd_seconds", "histogram", "Where the time of a request goes."),
             ]
@@ -81,6 +88,21 @@ class Metrics:
             lines += _metric("kd_log_lines_dropped_total", "counter", text, f" {self.log.dropped}")
         lines += _metric("process_resident_memory_bytes", "gauge", "Memory of this process.", f" {resident_bytes()}")
         return "\n".join(lines) + "\n"
+
+    def _passed_on_lines(self) -> list[str]:
+        if self.expected is None:
+            return []
+        shares: dict[str, float] = dict(
+            zip(("validation", "validation low", "validation high"), self.expected, strict=False)
+        )
+        if self._images:
+            shares["endpoint"] = self._passed_on / self._images
+        samples = (f'{{of="{name}"}} {share:.6f}' for name, share in shares.items())
+        text = "Share of images passed on; low and high: ends of validation's 95 % interval."
+        return [
+            *_metric("kd_passed_on_total", "counter", "Images of the second model.", f" {self._passed_on}"),
+            *_metric("kd_passed_on_share", "gauge", text, *samples),
+        ]
 
 
 def resident_bytes() -> int:

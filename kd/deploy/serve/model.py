@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,16 +13,16 @@ import numpy as np
 from PIL import Image
 
 from kd.core.errors import BadImage, ConfigError, MissingExtra, ModelError, in_short
-from kd.core.host import cores
 from kd.core.text import one_line
 from kd.deploy.serve import self_check
-from kd.deploy.serve.decoding import DecodedImage, OpenedImage, decode, open_image, read_file
+from kd.deploy.serve.decoding import OpenedImage, decode, open_image, read_file
 from kd.deploy.serve.engines import WHERE, Engine, PerProcess, require_version
 from kd.deploy.serve.limits import LOCAL, Limits, Problem
-from kd.deploy.serve.responses import Bands, bands, embeddings, predictions
-from kd.deploy.shift import Reference
+from kd.deploy.serve.responses import Answer, Bands, bands, embeddings, predictions
+from kd.deploy.shift import Measures, Reference, measure
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import MANIFEST, unchanged
+from kd.files.pixels import planes
 from kd.parts import registry
 
 CONFIG = "config.json"
@@ -63,6 +64,7 @@ class Description:
     bits: int  # range of an image of 16 bits per channel
     files: dict[str, str]  # the sha256 of each file, from manifest.json
     reference: Reference | None  # predictions on validation images; None: an older export, or no such images
+    passed_on: tuple[float, ...]  # share of unsure validation images, ends of its interval; (): not recorded
     check: float | None  # largest difference of the self-check's logits; None: no self-check
     packages: dict[str, str] = field(compare=False)  # versions at the export
 
@@ -84,6 +86,9 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         labels, output = _output(manifest["output"], config)
         recorded = manifest.get("validation", {}).get(file)
         reference = Reference.read(recorded, labels) if recorded else None
+        stated = manifest["output"].get("defer", {}).get("stated", {}).get(file)
+        shares = (stated["passed_on"], *stated["passed_on_interval"]) if stated else ()
+        passed_on = tuple(_number(share, 0, 1, "output.defer.stated") for share in shares)
         told = manifest.get(self_check.KEY, {}).get(file)
         if told is None and {file, self_check.FILE} <= files.keys():
             raise ValueError(f"it has no {self_check.KEY} of {file}")
@@ -110,7 +115,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         log.warning("the self-check is off")
     check = check if checked else None
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    described = (labels, output, size, crop, margin, bits, files, reference, check, packages)
+    described = (labels, output, size, crop, margin, bits, files, reference, passed_on, check, packages)
     return Description(folder, file, name, version + kind, *described)
 
 
@@ -191,30 +196,13 @@ def invalid_export(wrong: str) -> ModelError:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
-    """A label of an image."""
+class Prediction:
+    """The prediction for an image."""
 
-    label: str
-    score: float  # its probability
-    sure: bool | None = None  # None: the export has no rule for `sure`
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A model's prediction for an image, which `kd-serve` writes as JSON."""
-
-    label: str | None = None  # the most probable label; None for several labels per image and for embeddings
-    score: float | None = None  # its probability
-    sure: bool | None = None  # None: the export has no rule for `sure`
-    top: tuple[Label, ...] = ()  # the most probable labels, best first
-    labels: tuple[Label, ...] | None = None  # for several labels per image: those above their thresholds
-    embedding: np.ndarray | None = field(default=None, compare=False)  # float32 [D], length 1
-
-    @staticmethod
-    def of(row: dict[str, Any]) -> "Answer":
-        made = {key: tuple(Label(**one) for one in row[key]) for key in ("top", "labels") if key in row}
-        vector = {"embedding": np.array(row["embedding"], np.float32)} if "embedding" in row else {}
-        return Answer(**{**row, **made, **vector})
+    row: dict[str, Any]  # as JSON values, which `kd-serve` and `kd-predict` write
+    counted: dict[str, Any]  # the first model's row if there are two: validation's counts are of the first
+    measures: Measures  # see `kd.deploy.shift.measure`
+    decode_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +214,7 @@ class LoadedGraph(Description):
     slots: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_export, (self.folder, self.file, self.threads, self.slots, self.check is not None)
+        return reopened, (self.folder, self.file, self.threads, self.slots, self.check is not None)
 
     def __call__(self, pictures: Any, top: int = 5, on_error: str = "raise") -> Any:
         """Return the `Answer` for a picture, or a list for a list or tuple of pictures.
@@ -245,14 +233,14 @@ class LoadedGraph(Description):
 
     def _answer(self, picture: Any, top: int, skip: bool) -> Answer | None:
         try:
-            values = self.engine(self.decode(self.open(picture, LOCAL)).pixels[None])
+            row = self.predict(self.open(picture, LOCAL), top).row
         except (Problem, OSError) as error:
             if skip:
                 return None
             where = str(picture) if isinstance(picture, str | os.PathLike) else type(picture).__name__
             detail = error.detail if isinstance(error, Problem) else error.strerror or type(error).__name__
             raise BadImage(where, detail, "", "Leave it out, or set on_error='none'") from error
-        return Answer.of(self.answers(values, top)[0])
+        return Answer.of(row)
 
     def open(self, picture: Any, limits: Limits) -> OpenedImage:
         """Open a picture, see `__call__`, without decoding it. Raises Problem unless it is an image within `limits`."""
@@ -268,9 +256,18 @@ class LoadedGraph(Description):
             raise TypeError(f"a picture is a path, bytes, a PIL image or a uint8 array, not {type(picture).__name__}")
         return OpenedImage(picture.copy(), "", 0.0)
 
-    def decode(self, opened: OpenedImage) -> DecodedImage:
-        """Decode and crop an opened picture as in evaluation."""
-        return decode(opened, self.size, self.crop, self.bits)
+    def predict(self, opened: OpenedImage, top: int) -> Prediction:
+        """Decode an opened picture and predict it, with `top` labels (0: all); Problem 400 if it is damaged."""
+        started = time.perf_counter()
+        return self.predict_decoded(decode(opened, self.bits), top, started)
+
+    def predict_decoded(self, rgb: Image.Image, top: int, started: float) -> Prediction:
+        """Crop a decoded picture as in evaluation and predict it; `started`: when its decoding did."""
+        pixels = planes(rgb, self.size, self.crop)
+        measures = measure(pixels)
+        decode_seconds = time.perf_counter() - started
+        (row,) = self.answers(self.engine(pixels[None]), top)
+        return Prediction(row, row, measures, decode_seconds)
 
     def answers(self, values: np.ndarray, top: int) -> list[dict]:
         """Return the predictions for logits [B, C] or vectors [B, D], as JSON values; `top` labels, 0 for all."""
@@ -317,17 +314,9 @@ class LoadedGraph(Description):
                 raise invalid_export(wrong)
 
 
-def open_export(
-    folder: str | Path, file: str = "", threads: int = 1, slots: int = 0, self_check: bool = True
-) -> LoadedGraph:
-    """Load an export without torch, to call it with pictures: see `LoadedGraph.__call__`.
-
-    `file`: the graph (default: the one chosen by `kd-export --accept`, or model.onnx). `threads`: cores per call.
-    `slots`: parallel calls that OpenVINO prepares for (default: as many as the cores allow). SelfCheckError: the
-    self-check fails; `self_check=False` skips it.
-    """
-    described = describe(Path(folder).absolute(), file, self_check)
-    model = load(described, threads, slots or max(1, cores() // threads))
+def reopened(folder: Path, file: str, threads: int, slots: int, checked: bool) -> LoadedGraph:
+    """Load an export again, in another process."""
+    model = load(describe(folder, file, checked), threads, slots)
     model.check_itself()
     return model
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,38 @@ from kd.deploy.serve.limits import Problem
 JSON, CSV = "application/json", "text/csv"
 DIGITS = 6  # decimals of a probability: float32 has seven
 MAX_ENTRIES = 32  # entries of an Accept header
+MODEL, FIRST, SECOND = "model", "first", "second"  # a prediction's key and values if there are two models
 Bands = tuple[tuple[float, float], ...]
 """Bands (low, high) of probabilities at which a prediction is unsure: one for the predicted class, or one per class if
 an image may have several labels. Empty: the export has no rule for `sure`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label of an image."""
+
+    label: str
+    score: float  # its probability
+    sure: bool | None = None  # None: the export has no rule for `sure`
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A model's prediction for an image, which `kd-serve` writes as JSON."""
+
+    label: str | None = None  # the most probable label; None for several labels per image and for embeddings
+    score: float | None = None  # its probability
+    sure: bool | None = None  # None: the export has no rule for `sure`
+    model: str | None = None  # "first" or "second": the model that predicted; None: there is one
+    top: tuple[Label, ...] = ()  # the most probable labels, best first
+    labels: tuple[Label, ...] | None = None  # for several labels per image: those above their thresholds
+    embedding: np.ndarray | None = field(default=None, compare=False)  # float32 [D], length 1
+
+    @staticmethod
+    def of(row: dict[str, Any]) -> "Answer":
+        made = {key: tuple(Label(**one) for one in row[key]) for key in ("top", "labels") if key in row}
+        vector = {"embedding": np.array(row["embedding"], np.float32)} if "embedding" in row else {}
+        return Answer(**{**row, **made, **vector})
 
 
 def negotiate(accept: str) -> str:
@@ -120,8 +150,8 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     """Write one prediction per image: JSON, or CSV without a header.
 
     A row of CSV is label, score, label, score, ..., best first (or those above their threshold, for several labels per
-    image); or the embedding. The last cell is `true` or `false` if the export has a rule for `sure`. A label that a
-    spreadsheet would run as a formula becomes 'LABEL.
+    image); or the embedding. Then `true` or `false` if the export has a rule for `sure`; then `first` or `second` if
+    there are two models. A label that a spreadsheet would run as a formula becomes 'LABEL.
     """
     if kind == JSON:
         return json.dumps({"predictions": answers, "model": model, "version": version}).encode()
@@ -129,7 +159,7 @@ def write(kind: str, answers: Sequence[dict], model: str, version: str) -> bytes
     writer = csv.writer(text, lineterminator="\n")
     for answer in answers:
         pairs = answer.get("labels", answer.get("top", ()))
-        flag = [str(answer["sure"]).lower()] if "sure" in answer else []
+        more = [str(answer[key]).lower() for key in ("sure", MODEL) if key in answer]
         cells = [cell for pair in pairs for cell in (table_cell(pair["label"]), pair["score"])]
-        writer.writerow(answer.get("embedding", [*cells, *flag]))
+        writer.writerow(answer.get("embedding", [*cells, *more]))
     return text.getvalue().encode()

@@ -30,6 +30,8 @@ class ServeOptions:
     """export folder; the bare word `serve`: /opt/ml/model, on 0.0.0.0"""
     file: str = option("", "FILE")
     """the graph (default: the one that kd-export --accept chose, or model.onnx)"""
+    second: Path | None = option(None, "EXPORT", Path)
+    """another export, such as the teacher's, for images on which the first is unsure (kd-export --defer)"""
     host: str = option("127.0.0.1", "HOST")
     """interface (default 127.0.0.1: only this machine)"""
     port: int = option(8080, "PORT", whole_number(0, 65535))
@@ -57,16 +59,16 @@ def serve(settings: ServeOptions) -> None:
     import uvicorn
 
     from kd.deploy.serve import app
+    from kd.deploy.serve.cascade import describe_pair
     from kd.deploy.serve.connection import Connection, DrainingServer, Shared
-    from kd.deploy.serve.model import describe
     from kd.deploy.serve.service import Service
 
     lines = to_stderr(settings.quiet, settings.log_format)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # no warnings about a client's EXIF or palette
-    description = describe(settings.folder, settings.file, settings.self_check)
+    description, second = describe_pair(settings.folder, settings.file, settings.second, settings.self_check)
     usable = settings.cores or cores()
     slots = settings.slots or usable
-    service = Service(description, settings.limits, slots, max(1, usable // slots))
+    service = Service(description, settings.limits, slots, max(1, usable // slots), second)
     service.metrics.log = lines
     listener = _listen(settings.host, settings.port)
     application = app.build(service, settings.ui)

@@ -7,31 +7,34 @@ jobs than cores (measured in docs/deploy.md).
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
-
-from kd.deploy.serve.bodies import images, unzipped
+from kd.deploy.serve.bodies import images, top_of, unzipped
+from kd.deploy.serve.cascade import load_pair
 from kd.deploy.serve.decoding import check_together
 from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
 from kd.deploy.serve.metrics import Metrics
-from kd.deploy.serve.model import Description, LoadedGraph, load
+from kd.deploy.serve.model import Description, LoadedGraph, Prediction
+from kd.deploy.serve.responses import MODEL, SECOND
 from kd.deploy.serve.self_check import SelfCheckError
-from kd.deploy.shift import Measures, ShiftWatch
+from kd.deploy.shift import ShiftWatch
 
 Result = TypeVar("Result")
 log = logging.getLogger("kd.serve")
 
 
 class Service:
-    """A model, its worker threads, and the limit on concurrent requests."""
+    """A model, its worker threads, and the limit on concurrent requests; `second`: see `describe_pair`."""
 
-    def __init__(self, description: Description, limits: Limits, slots: int, threads: int) -> None:
+    def __init__(
+        self, description: Description, limits: Limits, slots: int, threads: int, second: Description | None = None
+    ) -> None:
         self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
-        self.metrics = Metrics(description.name, description.version)
+        self.second = second
+        self.metrics = Metrics(description.name, description.version, description.passed_on if second else None)
         self.watch = ShiftWatch(description.reference) if description.reference else None
         self.model: LoadedGraph | None = None
         self.reason = "The model is still being loaded."  # reason for refusing requests while `model` is None
@@ -42,7 +45,7 @@ class Service:
 
     def load(self) -> None:
         """Load the model, warm up every thread, and run the self-check; see `kd.deploy.serve.model.load`. Blocks."""
-        model = load(self.description, self.threads, self.slots)
+        model = load_pair(self.description, self.second, self.threads, self.slots)
         list(self._pool.map(model.warm_up, [3] * self.slots))  # waits for all
         try:
             self.metrics.self_check = model.check_itself(self._pool.map)
@@ -119,30 +122,29 @@ class Service:
         self.in_flight -= 1
 
     def classify(
-        self, model: LoadedGraph, kind: str, header: str, body: bytes, gzip: bool = False
-    ) -> tuple[np.ndarray, list[Measures], str, str]:
-        """Return logits [B, C] or vectors [B, D], each image's measures, `top`, and a text for the log."""
+        self, model: LoadedGraph, kind: str, header: str, body: bytes, gzip: bool = False, tops: Sequence[str] = ()
+    ) -> tuple[list[Prediction], str]:
+        """Return the predictions for a body's images and a text for the log; `tops`: `top` as in the query."""
         start = time.perf_counter()
         body = unzipped(body, self.limits.max_body) if gzip else body
         sent = images(kind, header, body, self.limits.max_images)
+        top = top_of([*tops, *filter(None, [sent.top])])
         opened, count = [], len(sent.files)
         for i, data in enumerate(sent.files):
             with sent.of(i):
                 opened.append(model.open(data, self.limits))
         check_together(opened, self.limits)
-        rows, measures, summary, decoding = [], [], f"{count} images", 0.0
+        summary = opened[0].summary if count == 1 else f"{count} images"
+        predictions = []
         for i in range(count):  # one at a time: on a CPU a batch is no faster per image and takes more memory
-            before = time.perf_counter()
             with sent.of(i):
-                picture = model.decode(opened.pop(0))
-            decoding += time.perf_counter() - before
-            rows.append(model.engine(picture.pixels[None]))
-            measures.append(picture.measures)
-            if count == 1:
-                summary = picture.summary
+                predictions.append(model.predict(opened.pop(0), top))
+        decoding = sum(prediction.decode_seconds for prediction in predictions)
         inference = time.perf_counter() - start - decoding
         self.metrics.stage("decode", decoding)
         self.metrics.stage("infer", inference)
-        self.metrics.images(count)
-        summary += f" decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"
-        return np.concatenate(rows), measures, sent.top, summary
+        passed_on = sum(prediction.row.get(MODEL) == SECOND for prediction in predictions)
+        self.metrics.images(count, passed_on)
+        if passed_on:
+            summary += f" passed_on={passed_on}"
+        return predictions, f"{summary} decode={1000 * decoding:.1f}ms infer={1000 * inference:.1f}ms"

@@ -143,6 +143,7 @@ TABLE = (
     Claim("accepted/found/mb", (EXPORT,)),
     Claim("accepted/found/drop|teacher-drop|ece", (MANIFEST,)),
     Claim("accepted/found/ms", (IMAGES,), _cost, "times vary"),
+    Claim("cascade/**", (), None, "it needs the second export"),
     Claim("validation/GRAPH/**", (IMAGES,), _tally, "another processor"),
     Claim("calibration/images", (IMAGES,)),
     Claim("calibration/temperature|ece|calibrated_ece", (IMAGES,), _near, "more than 1,000 images, or none of a label"),

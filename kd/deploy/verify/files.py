@@ -91,7 +91,8 @@ def _consistent(told: Mapping[str, Any], old: bool) -> dict[str, Any]:
     if "calibration" in told:
         found["kd.json"]["calibration"] = told["calibration"]
     if "accepted" in told or "pick" in told:
-        accepted = told.get("accepted", {"file": variants.ONNX, "found": {}, "sentence": ""})
+        file = told.get("cascade", {}).get("file", variants.ONNX)
+        accepted = told.get("accepted", {"file": file, "found": {}, "sentence": ""})
         one = parity.get(accepted["file"])
         found["pick"] = accepted["file"] if one else "a graph of parity"
         found["accepted"] = _accepted(accepted, one or {}, first, told["scores"]) if "accepted" in told else {}

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -24,21 +25,21 @@ ROOT = Path(__file__).parents[4]
 COUNTED = """
 import sys
 from kd.cli.serving import predict as main
-from kd.deploy.predict.rows import Predictor
+from kd.deploy.serve.cascade import Cascade
+from kd.deploy.serve.model import LoadedGraph
 
-asked, rows = open(sys.argv.pop(1), "a", 1), Predictor.rows
-
-
-def counted(self, ids, contents=()):
-    for id in ids:
-        asked.write(f"{'first' if self.second else 'second'} {id}\\n")
-    return rows(self, ids, contents)
+asked, predict_decoded = open(sys.argv.pop(1), "a", 1), LoadedGraph.predict_decoded
 
 
-Predictor.rows = counted
+def counted(self, rgb, top, started):
+    asked.write("first\\n" if isinstance(self, Cascade) else "second\\n")
+    return predict_decoded(self, rgb, top, started)
+
+
+LoadedGraph.predict_decoded = counted
 sys.exit(main())
 """
-"""The command, with a line in a file for each image that a model is asked about."""
+"""The command, with a line in a file for each prediction of a model."""
 
 
 @pytest.fixture(scope="module")
@@ -74,23 +75,24 @@ def test_it_is_the_same_as_asking_both_and_choosing(small, large, pictures, tmp_
     both = asked(tmp_path / "both.jsonl", small, pictures, second=large)
     chosen = {}
     for name, row in first.items():
-        by_first = {**row, "answered_by": "first"} if "error" not in row else row
-        chosen[name] = {**second[name], "answered_by": "second"} if row.get("sure") is False else by_first
+        by_first = {**row, "model": "first"} if "error" not in row else row
+        by_second = {**second[name], "sure": False, "model": "second"}
+        chosen[name] = by_second if row.get("sure") is False else by_first
     assert both == chosen
-    counts = [sum(row.get("answered_by") == who for row in both.values()) for who in ("first", "second")]
+    counts = [sum(row.get("model") == who for row in both.values()) for who in ("first", "second")]
     assert min(counts) >= 5, counts
     assert sum(counts) == len(both) - 1  # one is damaged
 
     predict(PredictOptions(export=small, images=str(pictures), to=tmp_path / "both.csv", second=large))
     for row in csv.DictReader((tmp_path / "both.csv").read_text().splitlines()):
         one = both[row["image"]]
-        assert row["answered_by"] == one.get("answered_by", "")
+        assert row["model"] == one.get("model", "")
         assert row["label"] == one.get("label", "")
-        assert row["sure"] == ("true" if one.get("sure") else "")
+        assert row["sure"] == str(one.get("sure", "")).lower()
     predict(PredictOptions(export=small, images=str(pictures), to=tmp_path / "both.parquet", second=large))
     for row in pyarrow.parquet.read_table(tmp_path / "both.parquet").to_pylist():
         one = both[row["image"]]
-        assert (row["answered_by"], row["sure"]) == (one.get("answered_by"), one.get("sure"))
+        assert (row["model"], row["sure"]) == (one.get("model"), one.get("sure"))
 
 
 @pytest.mark.slow
@@ -117,14 +119,11 @@ def test_a_killed_and_resumed_job_predicts_each_image_once(small, large, picture
     assert done.returncode == 0, done.stderr
     assert target.read_bytes() == whole.read_bytes()
     assert f"{len(kept)} of them by an earlier start" in done.stdout
-    by_model: dict[str, list[int]] = {"first": [], "second": []}
-    for line in log.read_text().splitlines():
-        model, id = line.split()
-        by_model[model].append(int(id))
+    by_model = Counter(log.read_text().splitlines())
     rows = list(csv.DictReader(target.read_text().splitlines()))
-    assert sorted(by_model["first"]) == list(range(len(kept), len(rows)))
-    passed = [id for id, row in enumerate(rows) if row["answered_by"] == "second"]
-    assert sorted(by_model["second"]) == [id for id in passed if id >= len(kept)]
+    assert by_model["first"] == sum(not row["error"] for row in rows[len(kept) :])
+    passed = [id for id, row in enumerate(rows) if row["model"] == "second"]
+    assert by_model["second"] == sum(id >= len(kept) for id in passed)
     assert f"{len(passed)} of them by the second model" in done.stdout
 
 
@@ -168,7 +167,7 @@ def test_incompatible_exports_are_one_line_errors(
     )
     assert "kd-export RUN --teacher" in refused("predict", small, pictures, *to, "--second", teacher)
     other = renamed(large, tmp_path / "other")
-    assert "are not the 3 of the first" in refused("predict", small, pictures, *to, "--second", other)
+    assert "that of the first model is 'fig'" in refused("predict", small, pictures, *to, "--second", other)
     assert not to[1].exists()
 
 

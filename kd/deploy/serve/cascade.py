@@ -1,0 +1,139 @@
+"""Two exports as one model: the second predicts the images on which the first is unsure.
+
+Exports of one run take the same pixels, so each predicts as it does alone. A JPEG is decoded once, at the size that the
+larger input needs: a first model with a smaller input sees other pixels than alone, by at most 1.3 of 255 levels in the
+mean of each of 200 photographs.
+"""
+
+import math
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from kd.core.errors import ModelError
+from kd.core.host import cores
+from kd.deploy.serve import self_check
+from kd.deploy.serve.decoding import OpenedImage
+from kd.deploy.serve.limits import Limits
+from kd.deploy.serve.model import Description, LoadedGraph, Prediction, describe, load
+from kd.deploy.serve.responses import FIRST, MODEL, SECOND
+from kd.deploy.serve.self_check import SelfCheckError
+
+WHERE, ONNX = "--second", "model.onnx"
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade(LoadedGraph):
+    """The first model, which passes images on to `second`. Thread-safe."""
+
+    second: LoadedGraph
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, arguments = LoadedGraph.__reduce__(self)
+        return open_exports, (*arguments, self.second.folder)
+
+    def open(self, picture: Any, limits: Limits) -> OpenedImage:
+        """Open a picture for the model that needs more pixels; see `LoadedGraph.open`."""
+        return LoadedGraph.open(max(self, self.second, key=_pixels_needed), picture, limits)
+
+    def predict_decoded(self, rgb: Image.Image, top: int, started: float) -> Prediction:
+        """Predict a picture with the first model and, if it is unsure, with the second.
+
+        `sure` is that of the export that predicted; false if it has no threshold.
+        """
+        first = LoadedGraph.predict_decoded(self, rgb, top, started)
+        if first.row["sure"]:
+            return replace(first, row={**first.row, MODEL: FIRST})
+        second = self.second.predict_decoded(rgb, top, time.perf_counter())
+        row = {"sure": False, **second.row, MODEL: SECOND}
+        return replace(first, row=row, decode_seconds=first.decode_seconds + second.decode_seconds)
+
+    def check_itself(self, run: self_check.Run | None = None) -> bool | None:
+        """Run both self-checks; None: an export has no self-check, or it is off."""
+        first = LoadedGraph.check_itself(self, run)
+        try:
+            return self.second.check_itself(run) and first
+        except SelfCheckError as error:
+            raise SelfCheckError(WHERE, error.wrong, error.allowed, error.remedy) from error
+
+    def warm_up(self, times: int = 3) -> None:
+        """Run both graphs; see `LoadedGraph.warm_up`."""
+        LoadedGraph.warm_up(self, times)
+        self.second.warm_up(times)
+
+
+def _pixels_needed(model: Description) -> float:
+    """Return the least shorter side of a JPEG decoded at reduced size, pixels; infinite: it is never reduced."""
+    return model.margin * model.size / model.crop if model.margin else math.inf
+
+
+def describe_pair(
+    folder: Path, file: str = "", second: Path | None = None, checked: bool = True
+) -> tuple[Description, Description | None]:
+    """Read and check an export and, if given, the second one; see `describe`. The first's version names both.
+
+    Raises:
+        ModelError: the first has no threshold, or the second predicts other classes.
+    """
+    first = describe(folder, file, checked)
+    if second is None:
+        return first, None
+    if not first.output.unsure:
+        wrong = f"'{folder}' does not say which of its predictions are sure"
+        raise ModelError(WHERE, wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
+    if not (second / ONNX).is_file():  # a fitted teacher's folder has a manifest of its own
+        remedy = "A teacher is written by `kd-export RUN --teacher`"
+        raise ModelError(WHERE, f"'{second}' is no export: it has no {ONNX}", "", remedy)
+    other = describe(second, "", checked)
+    if difference := _difference(first, other):
+        raise ModelError(WHERE, f"'{second}': {difference}", "", "Choose an export of the same classes")
+    return replace(first, version=f"{first.version}+{other.version}"), other
+
+
+def _difference(first: Description, second: Description) -> str:
+    """Return why two exports are no pair; "" if they are one."""
+    if len(second.labels) != len(first.labels):
+        return f"it has {len(second.labels)} classes, the first model {len(first.labels)}"
+    for number, (label, expected) in enumerate(zip(second.labels, first.labels, strict=True)):
+        if label != expected:
+            return f"its class {number} is {label!r}, that of the first model is {expected!r}"
+    if bool(second.output.thresholds) != bool(first.output.thresholds):
+        return "one model returns one label per image, the other several"
+    if second.bits != first.bits:
+        return f"its images have {second.bits} bits per channel, those of the first model {first.bits}"
+    return ""
+
+
+def load_pair(first: Description, second: Description | None, threads: int, slots: int) -> LoadedGraph:
+    """Load the graphs of `describe_pair`; see `kd.deploy.serve.model.load`."""
+    model = load(first, threads, slots)
+    if second is None:
+        return model
+    known = {field.name: getattr(model, field.name) for field in fields(model)}
+    return Cascade(**known, second=load(second, threads, slots))
+
+
+def open_exports(
+    folder: str | Path,
+    file: str = "",
+    threads: int = 1,
+    slots: int = 0,
+    self_check: bool = True,
+    second: str | Path | None = None,
+) -> LoadedGraph:
+    """Load an export without torch, to call it with pictures: see `LoadedGraph.__call__`.
+
+    `file`: the graph (default: the one chosen by `kd-export --accept`, or model.onnx). `threads`: cores per call.
+    `slots`: parallel calls that OpenVINO prepares for (default: as many as the cores allow). `second`: another export,
+    such as the teacher's, for images on which the first is unsure. SelfCheckError: the self-check fails;
+    `self_check=False` skips it.
+    """
+    described, other = describe_pair(
+        Path(folder).absolute(), file, Path(second).absolute() if second else None, self_check
+    )
+    model = load_pair(described, other, threads, slots or max(1, cores() // threads))
+    model.check_itself()
+    return model
