@@ -40,8 +40,11 @@ from kd.files.run_dir import RunDir
 from kd.setup.recipe import resolve
 from kd.study.finished import opened_run
 from kd.study.report.record import record_of
+from kd.study.report.svg import Series, lines, standalone
 
 Row = dict[str, Any]
+COLORS = {"--accent": "#2f6fde", "--longer": "#12805c", "--labels": "#d9822b", "--soft": "#667085"}
+PICTURE = Path(__file__).parents[1] / "docs" / "curves.svg"
 TABLE = Path(__file__).parents[1] / "kd" / "setup" / "curves.csv"
 
 
@@ -297,6 +300,35 @@ def summary(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
     return table
 
 
+def picture(rows: Sequence[Row], setup: str = "tiny10") -> str:
+    """Return validation accuracy over the CPU time of both arms as an SVG file; the teacher's fit comes first."""
+    shown = {
+        "as kd-init writes it": ("distilled", "--accent"),
+        "8 views, 120 epochs": ("distilled, 3x", "--longer"),
+        "labels, 3000 steps": ("labels alone", "--labels"),
+    }
+    drawn, ends = [], []
+    for row in rows:
+        if row["setup"] == setup and row["cell"] in shown and row["seed"] == 0:
+            title, color = shown[row["cell"]]
+            before = row["cpu_seconds"] - row["student_seconds"]
+            points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
+            minutes = [(before + seconds) / 60 for seconds, _ in points]
+            drawn.append(Series(title, color, minutes, [accuracy for _, accuracy in points]))
+            ends.append((title, color))
+    longest = max(series.x[-1] for series in drawn)
+    alone = next(series for series in drawn if series.name == "labels alone")
+    best, teacher = max(alone.y), max(float(row["teacher"]) for row in rows if row["setup"] == setup and row["teacher"])
+    level = Series("labels alone, at most", "--labels", [alone.x[-1], longest], [best, best], dashed=True)
+    top = Series("teacher", "--soft", [0.0, longest], [teacher, teacher], dashed=True)
+    chart = lines([*drawn, level, top], (640, 300), "minutes of CPU time, with the teacher's fit and outputs", "%")
+    ends.append(("teacher", "--soft"))
+    names = []
+    for number, (title, color) in enumerate(ends):
+        names.append(f'<text x="60" y="{70 + 18 * number}" style="fill:var({color})">{title}</text>')
+    return standalone(chart, COLORS, "".join(names))
+
+
 def main() -> None:
     """Make the missing cells and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -337,7 +369,8 @@ def main() -> None:
         writer = csv.DictWriter(opened, list(table[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
-    print(f"wrote {TABLE.name} from {file.name}")
+    PICTURE.write_text(picture(rows))
+    print(f"wrote {TABLE.name} and {PICTURE.name} from {file.name}")
 
 
 if __name__ == "__main__":

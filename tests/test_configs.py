@@ -1,10 +1,12 @@
 """Every configuration that we ship is well-formed and says how to run it and what to expect."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kd import config
+from kd.core.recommended import stored_views
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -19,6 +21,18 @@ def test_config_loads_and_survives_a_round_trip(path, tmp_path):
     loaded = config.load(path)
     (tmp_path / "again.yaml").write_text(config.dump(loaded))
     assert config.load(tmp_path / "again.yaml") == loaded
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_it_has_the_recommended_views_or_says_that_it_has_not(path):
+    loaded = config.load(path)
+    views, passes = (
+        loaded.teacher.cache.num_views,
+        re.search(r"steps: \d+  # (\d+) (?:passes|epochs)", path.read_text()),
+    )
+    epochs = int(passes[1]) if passes else 0 if loaded.run.steps else int(loaded.run.epochs)
+    if views and epochs:
+        assert views == stored_views(epochs) or "`auto` would be" in path.read_text()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -478,8 +478,8 @@ def test_the_pages_are_few_and_short():
         "tutorial": 900,
         "guide": 1800,
         "weights": 900,
-        "does-it-help": 1070,
-        "faster": 1440,
+        "does-it-help": 1270,
+        "faster": 1520,
         "sifting": 790,
         "deploy": 1600,
         "watching": 700,
@@ -492,7 +492,9 @@ def test_the_pages_are_few_and_short():
     pages = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
-    assert sum(words for name, words in pages.items() if name != "keys") <= 13_530
+    assert (
+        sum(words for name, words in pages.items() if name != "keys") <= 13_880
+    )  # 13,530, and rows that went against the chosen ones
 
 
 def test_the_release_in_the_changelog_is_short():
