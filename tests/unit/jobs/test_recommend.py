@@ -70,7 +70,7 @@ def test_each_number_below_the_recommended_one_is_named_with_its_key(written):
 
 def test_what_two_measured_runs_reached_stands_beside_it(written):
     """The pictures resemble those of the study, and the recommended number of epochs is near one of its lengths."""
-    text = lines(written, "run.epochs=10", "teacher.cache.views=8")
+    text = lines(written, "run.epochs=40", "teacher.cache.views=8")
     assert "epochs reached" in text
     assert "Tiny ImageNet" in text
 
