@@ -9,8 +9,8 @@ SIZES = (64, 96, 128, 160, 192, 224)
 """Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
 where the teacher has random weights too, as in docs/tutorial.md."""
 VISITS = 100_000
-"""Image visits of a run on a CPU, minutes of a small student. With ten classes of Tiny ImageNet, 15 labels each, 100,000 gave
-56.1 % and 300,000 61.0 %; the end of a run says whether it still learned (`curves_*.csv`)."""
+"""Image visits of a run on a CPU, minutes of a small student. With ten classes of Tiny ImageNet, 15 labels each, 100,000
+gave 56.1 % and 300,000 61.0 %; the end of a run says whether it still learned (`curves_*.csv`)."""
 ACCELERATOR_VISITS = 1_000_000
 """Image visits of a run with an accelerator. Not measured."""
 TUNING_VISITS = 35_000
@@ -24,8 +24,8 @@ linear classifier of a ViT-S/14's features reached 40.4 % at 64 px and 53.0 % at
 ENLARGED = "fitted on 1,000 pictures of 32 px, EfficientNet-Lite0 reached 69.9 % at 64 px and 77.0 % at 128"
 REPETITIONS = 5
 """Epochs that show a stored view again: on 1,142 photographs for 300 epochs a student reached 45.4 % with 8 views, each
-shown 37 times, and 51.2 % with 60 views. On ten classes of Tiny ImageNet in 40 epochs 2 views gave 51.3 %, 8 views 56.1 %,
-fresh ones 56.9 % (`curves_*.csv`). On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
+shown 37 times, and 51.2 % with 60 views. On ten classes of Tiny ImageNet in 40 epochs 2 views gave 51.3 %, 8 views
+56.1 %, fresh ones 56.9 % (`curves_*.csv`). On CIFAR-10 12 repetitions were not worse (benchmarks/LOG.md)."""
 RATES = {True: (0.001, 5.0), False: (5e-5, 10.0)}
 """Learning rate and `head_lr_scale` for pretrained weights of CNNs (configs/few_labels.yaml) and transformers."""
 TEMPERATURE = 2.0
