@@ -9,8 +9,8 @@ SIZES = (64, 96, 128, 160, 192, 224)
 """Sides of images. Below 64 px timm's networks halve them too often. A CPU gets 128, a third of the cost of 224, and 64
 where the teacher has random weights too, as in docs/tutorial.md."""
 VISITS = 100_000
-"""Image visits of a run on a CPU, minutes of a small student. With ten classes of Tiny ImageNet, 15 labels each, 100,000
-gave 56.1 % and 300,000 61.0 %; the end of a run says whether it still learned (`curves_*.csv`)."""
+"""Image visits of a run on a CPU, minutes of a small student. With ten classes of Tiny ImageNet, 15 labels each,
+100,000 gave 56.1 % and 300,000 61.0 %; the end of a run says whether it still learned (`curves_*.csv`)."""
 ACCELERATOR_VISITS = 1_000_000
 """Image visits of a run with an accelerator. Not measured."""
 TUNING_VISITS = 35_000
