@@ -36,8 +36,11 @@ def load(
     errors: list[KdError] = []
     given = read_yaml(path)
     stem = "run" if isinstance(path, dict) else Path(path).stem
-    overrides = longer(given, overrides, stem, errors)
-    raw = resolve(apply_overrides(given, overrides, errors, say=here), errors, here)
+    factors = [factor for override in overrides if (factor := FACTOR.fullmatch(override))]
+    others = [override for override in overrides if not FACTOR.fullmatch(override)]
+    node = apply_overrides(given, others, errors, say=here)
+    lengthen(node, factors, stem, any(override.startswith("run.name=") for override in others), errors)
+    raw = resolve(node, errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
         try:
@@ -93,28 +96,25 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
     return raw
 
 
-def longer(raw: Any, overrides: Sequence[str], stem: str, errors: list[KdError]) -> list[str]:
-    """Return the overrides with a number for each factor: `run.epochs=3x` is three times the file's number.
+FACTOR = re.compile(r"(run\.(?:epochs|steps))=(\d+(?:\.\d+)?)x", re.IGNORECASE)
+
+
+def lengthen(raw: Any, factors: Sequence[re.Match[str]], stem: str, named: bool, errors: list[KdError]) -> None:
+    """Set `run.times` for `run.epochs=3x` or `run.steps=3x`, whichever decides the length.
 
     The longer run is another run: unless an override names it, its name gets the factor, as in `food-3x`.
     """
-    numbers, named = [], any(override.startswith("run.name=") for override in overrides)
-    for override in overrides:
-        factor = re.fullmatch(r"(run\.(?:epochs|steps))=(\d+(?:\.\d+)?)x", override)
-        if factor is None:
-            numbers.append(override)
-            continue
+    decides = "run.steps" if OmegaConf.select(raw, "run.steps") else "run.epochs"
+    for factor in factors:
         key, times = factor[1], factor[2]
-        before = OmegaConf.select(raw, key)
-        if not isinstance(before, int) or before <= 0:
-            wrong = f"is {times}x, but the file has no number there"
-            errors.append(ConfigError(key, wrong, "A factor of the file's number", "Write the number itself"))
+        if key != decides:
+            wrong = f"is {times}x, but {decides} decides the length of this run"
+            errors.append(ConfigError(key, wrong, "One length", f"Write {decides}={times}x"))
             continue
-        numbers.append(f"{key}={round(before * float(times))}")
+        OmegaConf.update(raw, "run.times", float(times))
         if not named:
             name = OmegaConf.select(raw, "run.name") or stem
-            numbers.append(f"run.name={name}-{times}x")
-    return numbers
+            OmegaConf.update(raw, "run.name", f"{name}-{times}x")
 
 
 OF_ANY_STUDENT = ("attention", "compile", "tuning")

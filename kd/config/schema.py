@@ -32,9 +32,12 @@ class RunSection:
     """Seed of all randomness: initial weights, order, views, dropout."""
     epochs: int | str = ranged("auto", low=1)
     """Length of the run in passes over the training images. `auto`: by their number and the device
-    (kd/core/recommended.py). `3x` on the command line: three times the file's number."""
+    (kd/core/recommended.py)."""
     steps: int = ranged(0, low=0)
     """Length of the run in optimizer steps, instead of epochs; the learning rate decays over it. 0: use `epochs`."""
+    times: float = ranged(1.0, above=0.0)
+    """Factor of that length. `run.epochs=3x` or `run.steps=3x` on the command line sets it and names the run NAME-3x,
+    with the views of the shorter run, whose teacher's outputs are stored already."""
     every: Intervals = field(default_factory=Intervals)
     """How often to log, evaluate and checkpoint."""
     patience: int = ranged(0, low=0)

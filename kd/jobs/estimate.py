@@ -226,5 +226,6 @@ def same_cost(cost: float, alone: float, fixed: bool) -> tuple[float, str]:
     `cost`: of fit and distillation. `fixed`: the number of steps is given by `run.baseline_steps`.
     """
     times = 1.0 if fixed else max(1.0, AIM * cost / alone)
-    line = f"baseline  labels alone take at most {clock(times * alone)}, fit and distillation {clock(cost)}"
+    line = f"baseline  labels alone cost at most {clock(times * alone)}, fit and distillation {clock(cost)}"
+    line += ", counted in CPU or device time"
     return times, line + ("; without run.baseline_steps they get as much, for a verdict" if fixed else "")

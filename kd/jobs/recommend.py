@@ -64,7 +64,8 @@ def _views(recipe: Recipe, epochs: float, longer: float, table: list[Measured]) 
     if not views or views >= ENOUGH * recommended.stored_views(epochs):  # a live teacher predicts fresh views
         return []
     evidence = told(contrast(table, "views", views, better), "views")
-    return [f"{views} views in {epochs:.3g} epochs, recommended teacher.cache.views={better}: {evidence}"]
+    key = "data.views" if recipe.record.keys["data.views"] else "teacher.cache.views"
+    return [f"{views} views in {epochs:.3g} epochs, recommended {key}={better}: {evidence}"]
 
 
 def _fit(recipe: Recipe, data: Data) -> list[str]:

@@ -16,13 +16,13 @@ WITHOUT_EPOCHS = 10  # recorded for a run whose steps decide; nothing reads it
 def completed(config: Config) -> Config:
     """Return the configuration with numbers in place of `auto`; lists the images if the numbers depend on them."""
     run, cache = config.run, config.teacher.cache
-    if AUTO not in (run.epochs, cache.views):
+    if AUTO not in (run.epochs, cache.views) and run.times == 1:
         return config
     images = 0
     epochs: float = WITHOUT_EPOCHS if run.epochs == AUTO else int(run.epochs)
     views = 0 if cache.views == AUTO else int(cache.views)
     asks = cache.views == AUTO and stores_outputs(config)
-    if not run.steps or asks:
+    if AUTO in (run.epochs, cache.views) and (asks or not run.steps):
         images = len(open_sources(plan_of(config)).train)
     if run.epochs == AUTO and not run.steps:
         epochs = length_of(config, images).epochs
@@ -31,9 +31,14 @@ def completed(config: Config) -> Config:
         views = config.data.views or recommended.stored_views(seen)
     return replace(
         config,
-        run=replace(run, epochs=int(epochs)),
+        run=replace(run, epochs=multiplied(epochs, run.times), steps=multiplied(run.steps, run.times), times=1.0),
         teacher=replace(config.teacher, cache=replace(cache, views=views)),
     )
+
+
+def multiplied(number: float, times: float) -> int:
+    """Return a length times a factor, at least 1; 0 stays 0."""
+    return max(1, round(number * times)) if number else 0
 
 
 def length_of(config: Config, images: int) -> recommended.Length:

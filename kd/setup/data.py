@@ -265,7 +265,7 @@ def split_batch(
     if num_images < batch_size:
         wrong = f"is {batch_size}, but the training split has {num_images} {kind}images"
         remedy = f"Set {key}={max(world_size, num_images // world_size * world_size)}"
-        raise ConfigError(key, wrong, "At most the size of the training split", remedy)
+        raise ConfigError(key, wrong, f"At most the number of {kind}training images", remedy)
     return BatchSplit(batch_size, world_size, micro, share // micro, section.eval_batch or micro)
 
 

@@ -37,7 +37,7 @@ def learning(scores: Sequence[tuple[float, float]], images: int) -> Learning:
     """
     parts = [[score for at, score in scores if low <= at <= high] for low, high in (EARLY, LATE)]
     if min(map(len, parts)) < FEWEST:
-        return Learning("unknown", f"{len(scores)} evaluations are too few, ten are enough")
+        return Learning("unknown", f"{len(scores)} evaluations are too few, ten are always enough")
     if not images:
         return Learning("unknown", "the number of validation images is not recorded")
     before, after = map(mean, parts)

@@ -123,8 +123,9 @@ def verdict(run: RunRecord) -> str:
     else:
         stopped = f": {'both have' if ended else 'the student has'} stopped"
         paid += stopped if answer == "stopped" else " within this run"
-    same = f"for the same {clocked}" if equal else f"which had stopped improving in less {clocked}"
-    return f"{paid}: {text} at the end, {same} ({clock(cost)} against {clock(had)}), with one seed. {training}"
+    costs = f"{clock(cost)} of {clocked} against {clock(had)}"
+    costs += "" if equal else ", in which they had stopped improving"
+    return f"{paid}: {text} at the end, for {costs}, with one seed. {training}"
 
 
 def costs_of(run: RunRecord, alone: RunRecord) -> list[str]:
@@ -151,7 +152,8 @@ def curves_table(run: RunRecord) -> list[str]:
         {f"total {clock_of(run)}": clock(cost), "distilled": cell(distilled), "labels alone": cell(alone)}
         for cost, distilled, alone in arms.table()
     ]
-    return [f"Best validation {column.title} so far; {clock_of(run)} with the teacher's:", "", table(rows), ""]
+    teacher = "the teacher's fit and outputs" if run.fitting_spent else "the outputs of a teacher that was given"
+    return [f"Best validation {column.title} so far; {clock_of(run)} with {teacher}:", "", table(rows), ""]
 
 
 def learning_text(run: RunRecord) -> str:

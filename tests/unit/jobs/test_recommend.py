@@ -83,6 +83,11 @@ def test_a_configuration_as_recommended_gets_one_line(written):
     )
 
 
+def test_the_advice_names_the_key_that_decides_the_views(written):
+    text = lines(written, "run.epochs=300", "data.views=5", "teacher.cache.views=auto")
+    assert "recommended data.views=60" in text
+
+
 def test_a_live_teacher_has_fresh_views_and_needs_no_more(written):
     assert "views" not in lines(written, "teacher.cache.views=0").split("plan  ")[0].replace("length and views", "")
 

@@ -82,15 +82,29 @@ def test_no_other_word_or_number_is_a_length(settings, value):
         config.load(settings, [f"run.epochs={value}"])
 
 
-def test_three_times_the_length_is_another_run(settings):
-    settings["run"] |= {"epochs": 4, "name": "food"}
-    longer = config.load(settings, ["run.epochs=3x"]).run
-    assert (longer.epochs, longer.name) == (12, "food-3x")
-    assert config.load(settings, ["run.epochs=2.5x", "run.name=mine"]).run.name == "mine"
+def test_three_times_the_length_is_another_run_with_the_same_views(settings):
+    settings["run"] |= {"epochs": 20, "name": "food"}
+    settings["teacher"]["cache"] = {"views": "auto"}
+    short, longer = (resolve(config.load(settings, overrides)) for overrides in ([], ["run.epochs=3x"]))
+    assert (longer.loop.length.epochs, longer.record.name, longer.data.views) == (60, "food-3x", short.data.views)
+    assert longer.record.keys["run.times"] == 1
+    named = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
+    assert (named.run.name, resolve(named).loop.length.epochs) == ("mine", 50)
     settings["run"] = {"steps": 100}
-    assert config.load(settings, ["run.steps=3x"]).run.steps == 300
-    with pytest.raises(KdError, match=r"run\.epochs: is 3x, but the file has no number"):
-        config.load(settings, ["run.epochs=3x"])
+    assert resolve(config.load(settings, ["run.steps=3x"])).loop.length.steps == 300
+
+
+def test_a_factor_of_auto_is_a_factor_of_its_number(settings):
+    settings["run"].pop("epochs", None)
+    short, longer = (resolve(config.load(settings, overrides)) for overrides in ([], ["run.epochs=3x"]))
+    assert longer.loop.length.epochs == 3 * short.loop.length.epochs
+
+
+def test_a_factor_of_the_length_that_does_not_decide_is_refused(settings):
+    with pytest.raises(KdError, match=r"run\.epochs: is 3x, but run\.steps decides.*run\.steps=3x"):
+        config.load(settings, ["run.epochs=3x", "run.steps=7"])
+    with pytest.raises(KdError, match=r"run\.times: is 0"):
+        config.load(settings, ["run.epochs=0x"])
 
 
 # ------------------------------------------------------------------------------------------- measured runs
