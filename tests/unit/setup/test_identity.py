@@ -24,7 +24,7 @@ from kd.setup.open_store import keep_rules
 from kd.setup.recipe import TeacherPlan, fit_folders, is_free, resolve, split_teachers
 
 SETTINGS = {
-    "run": {"name": "tiny"},
+    "run": {"name": "tiny", "epochs": 10},
     "data": {"kind": "imagefolder", "root": "photos", "batch_size": 8},
     "teacher": {"model": "vit_tiny_patch16_224"},
     "student": {"model": "vit_tiny_patch16_224"},
@@ -129,6 +129,7 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "run.seed": ("CR", "1"),
     "run.epochs": ("R", "11"),
     "run.steps": ("R", "7"),
+    "run.times": ("R", "2"),
     "run.patience": ("R", "2"),
     "run.every.log": ("", "3"),
     "run.every.evaluate": ("", "3"),
