@@ -118,7 +118,7 @@ def alone(setup: str, *steps: int, more: tuple[str, ...] = (), of: str = "") -> 
         yield Cell(setup, f"{of}labels, {length} steps", (f"run.steps={length}", *more), labels=True)
 
 
-LCNET = ("student.model=lcnet_050", "student.args={}", "optimizer.lr=0.002")
+LCNET = ("student.model=lcnet_050", "student.args={}")
 CELLS: list[Cell] = [
     *(Cell(name, "as kd-init writes it") for name in ("tiny10", "tiny50_all")),
     *alone("tiny10", 3000, 1000, 9000),
@@ -129,6 +129,7 @@ CELLS: list[Cell] = [
     Cell("fruit10", "as kd-init writes it"),
     *alone("fruit10", 1500, 5000),
     *grid("tiny10", (8,), (10,)),
+    Cell("tiny10", "lcnet_050, as kd-init writes the rest", LCNET),
     *grid("fruit10", (18,), (264,)),
     *grid("tiny10", (2,), (120, 10)),
     *grid("fruit10", (2,), (88,)),
