@@ -32,14 +32,13 @@ import numpy as np
 COLOUR = (-96.0, -64.0, -48.0, -32.0, -24.0, -16.0, -8.0, 0.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0)
 """Bin ends of channel differences: dense around grey, where photographs are."""
 Measures = tuple[float, float, float, float]  # numbers per image: see `measure`
-BOUNDS: dict[str, tuple[float, ...]] = {
+BOUNDS: dict[str, tuple[float, ...]] = {  # upper ends of each number's bins; the last bin is open
     "confidence": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999),
     "brightness": tuple(float(16 * i) for i in range(1, 16)),
     "detail": (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0),
     "red - green": COLOUR,
     "blue - green": COLOUR,
 }
-"""Upper ends of each number's bins; the last bin is open."""
 CONFIDENCE = "confidence"
 WINDOW = 250  # images between two tests of a stream (a window)
 SPANS = (1, 2, 4, 8)  # numbers of latest windows tested together: detecting a small change takes more images
@@ -121,6 +120,7 @@ class Reference:
     tally: Tally
     calibrated: bool = False  # whether the mean confidence estimates the accuracy
     right: int = -1  # number of right predictions; -1: not all images have labels
+    replaced: bool = False  # whether a second model replaces unsure predictions: their accuracy is not known
     index: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -205,7 +205,9 @@ class Reference:
         if self.calibrated and tally.images:
             usual = self.tally.confidence / self.tally.images
             text = f"mean confidence {found.confidence:.1%}, {usual:.1%} on validation"
-            if self.right >= 0:
+            if self.replaced:
+                text = f"expected accuracy unknown with a second model; of the first, {text}"
+            elif self.right >= 0:
                 measured = f"{self.right / self.tally.images:.1%} of {self.tally.images} validation images"
                 measured += " were right, and they chose the checkpoint"
                 bound = "at most " if found.alarms["appearance"] else ""
@@ -269,9 +271,10 @@ class ShiftWatch:
     def all(self) -> Tally:
         return Tally.joined([self._tested, self._open])
 
-    def add(self, answer: Mapping[str, Any], measures: Sequence[float]) -> list[str]:
-        """Count an image, see `Reference.count`; return log lines if a window changes the findings."""
-        self.answered.update(one["label"] for one in answer.get("labels", answer.get("top", ())[:1]))
+    def add(self, answer: Mapping[str, Any], measures: Sequence[float], returned: Any = None) -> list[str]:
+        """Count an image, and the labels of `returned` (default: `answer`); return lines if the findings change."""
+        returned = returned or answer
+        self.answered.update(one["label"] for one in returned.get("labels", returned.get("top", ())[:1]))
         self.reference.count(self._open, answer, measures)
         if self._open.images < WINDOW:
             return []

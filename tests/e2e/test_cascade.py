@@ -140,6 +140,34 @@ def test_three_doors_give_the_predictions_of_the_two_exports(small, large, casca
     assert ends == pytest.approx(stated["passed_on_interval"], abs=1e-6)
     assert ends[0] <= shares["endpoint"] <= ends[1]
     assert sample(metrics, "kd_self_check") == 1
+    orders = {tuple(one["predictions"][0]) for one in served.values()}
+    assert orders == {("label", "score", "top", "sure", "model")}
+
+
+def test_the_labels_that_are_returned_are_counted(tmp_path):
+    """The second model here never agrees with the first."""
+    folders = []
+    for name, options in (("first", ExportOptions(defer_share=SHARE)), ("second", ExportOptions())):
+        made = small_subject(tmp_path / "runs")
+        if name == "second":
+            with torch.no_grad():
+                made.student.network.head.weight *= -1  # type: ignore[union-attr, operator]
+        folders.append(write(made, tmp_path / name, options).folder)
+    pixels = list(PIXELS.transpose(0, 2, 3, 1))
+    alone, returned = (
+        Counter(row.label for row in kd.load(folders[0], second=second)(pixels)) for second in (None, folders[1])
+    )
+    assert alone != returned
+    with Running(folders[0], "--second", str(folders[1])) as server:
+        for image in pixels:
+            file = io.BytesIO()
+            Image.fromarray(image).save(file, "PNG")
+            server.post(file.getvalue())
+        metrics = server.get("/metrics").body.decode()
+    labels = re.findall(r'^kd_labels_total\{label="(\w+)"\} (\d+)$', metrics, re.MULTILINE)
+    assert {label: int(count) for label, count in labels} == returned
+    assert re.findall(r"^kd_expected_accuracy.*", metrics, re.MULTILINE) == []
+    assert "# HELP kd_expected_accuracy Unknown with a second model" in metrics
 
 
 def test_an_endpoint_alone_counts_nothing_passed_on(small, pictures):
@@ -229,12 +257,40 @@ def test_exports_that_are_no_pair_are_one_line_errors(small, large, exported, em
         assert line == f"kd: {error.value}" or line.endswith(str(error.value))
         return line
 
-    assert "--defer" in told(exported, large)
+    without = told(exported, large)
+    assert "--defer" in without
+    assert f"export: '{exported}'" in without
+    assert "it is the first model" in told(small, small)
     assert "kd-export RUN --teacher" in told(small, teacher)
     assert "0 classes, the first model 3" in told(small, embedded / "export")
     assert "class 1 is 'figs'" in told(small, renamed(large, tmp_path / "other", ("fig", "figs")))
     exchanged = renamed(large, tmp_path / "exchanged", ("fig", "pear"), ("pear", "fig"))
     assert "class 1 is 'pear', that of the first model is 'fig'" in told(small, exchanged)
+
+
+@pytest.mark.parametrize("given", ["none", "another", "accepted"])
+def test_an_accepted_pair_without_its_second_is_a_warning(small, large, pictures, given, command, caplog, tmp_path):
+    """All three doors name the second export with which the limits were accepted."""
+    manifest = json.loads((small / "manifest.json").read_text())
+    version = json.loads((large / "manifest.json").read_text())["version"]
+    accepted = f"tiny-teacher {'0' * 12 if given == 'another' else version}"
+    found = {"sentence": "drop<=1", "threads": 1, "file": "model.onnx", "found": {"drop": 0.5}, "second": accepted}
+    facts = {key: one for key, one in manifest.items() if key not in ("files", "checksum")}
+    first = shutil.copytree(small, tmp_path / "first")
+    package.seal(first, {**facts, "cascade": found})
+    second = () if given == "none" else ("--second", large)
+
+    kd.load(first, second=None if given == "none" else large)
+    loaded = caplog.text
+    (tmp_path / "a.jpg").write_bytes(next(iter(pictures.values())))
+    predicted = command("predict", first, tmp_path / "a.jpg", *second, "--to", tmp_path / "rows.csv")
+    assert predicted.code == 0, predicted
+    with Running(first, *map(str, second)) as server:
+        assert server.stop() == 0
+    for told in (loaded, predicted.err, server.errors):
+        lines = [line for line in told.splitlines() if accepted in line]
+        assert len(lines) == (given != "accepted"), told
+        assert all((f"{version} is given" if given == "another" else "none is given") in line for line in lines)
 
 
 def test_the_self_check_covers_the_second_model(small, large, pictures, command, tmp_path):

@@ -59,7 +59,8 @@ class Rule:
         value_N, wrong_N = confidence_N[order], np.cumsum(~right_N[order])
         last_N = np.append(value_N[1:] != value_N[:-1], True)  # equal confidences are sure or unsure together
         if self.share:
-            return float(value_N[max(1, math.ceil((1 - self.share) * len(value_N))) - 1]), 0.0
+            sure = math.ceil((1 - self.share) * len(value_N))
+            return (float(value_N[sure - 1]) if sure else 1.0), 0.0
         upper = {int(i): wilson(wrong_N[i] / (i + 1), int(i) + 1)[1] for i in np.flatnonzero(last_N)}
         held = [i for i, bound in upper.items() if bound <= self.wrong]
         return (float(value_N[held[-1]]) if held else math.nan), min(upper.values())

@@ -262,16 +262,17 @@ class _Workbench:
         self, second: Second, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
     ) -> tuple[dict[str, float], str]:
         """Like `_tried`, for a graph that passes its unsure images on to the second export."""
-        rule, found, missed = smallest_share(self.outputs, name, second.logits, self.task, wanted)
+        tried = smallest_share(self.outputs, name, second.logits, self.task, wanted, self._behind(wanted))
+        found = tried.values
         found["mb"] = self._megabytes(name) + second.megabytes
-        if not missed and "ms" in wanted:
+        if not misses(found, wanted) and "ms" in wanted:
             seal(self.made)
             threads = self.options.threads
             found["ms"] = self._measure([name], [threads])[name][threads].p50_ms + found[PASSED_ON] * second.ms
-        missed = misses(found, wanted)
-        if not missed:
-            self.made.rule = rule
-        return found, f"{name} with the second export misses {', '.join(missed)}" if missed else ""
+        why = tried.reason(name, wanted)
+        if not why:
+            self.made.rule = tried.rule
+        return found, why
 
     def _tried(
         self, name: str, wanted: Mapping[str, float], seal: Callable[[Made], object]
@@ -296,17 +297,23 @@ class _Workbench:
         lost = 100 * self.outputs.drop(name, self.task)
         found = {"drop": lost}
         if "teacher-drop" in wanted:
-            scored, key = self.subject.scored[0], self.task.scores.own[0].key
-            row = self.subject.provenance["metrics"] if scored is None else scored.row
-            if key not in row or f"teacher_{key}" not in row:
-                wrong = "teacher-drop has nothing to compare with: the run recorded no score of its teacher"
-                raise ModelError("--accept", wrong, "", "Say drop, which is against the student as trained")
-            found["teacher-drop"] = lost + 100 * (row[f"teacher_{key}"] - row[key])
+            found["teacher-drop"] = lost + self._behind(wanted)
         if "ece" in wanted:
             if "ece" not in self.made.parity[name]:
                 raise ModelError("--accept", "ece needs labels, and no validation image has one", "", "Leave ece out")
             found["ece"] = 100 * self.made.parity[name]["ece"]
         return found
+
+    def _behind(self, wanted: Mapping[str, float]) -> float:
+        """Return by how many points the run's recorded student is behind its teacher; 0 if it is not asked."""
+        if "teacher-drop" not in wanted:
+            return 0.0
+        scored, key = self.subject.scored[0], self.task.scores.own[0].key
+        row = self.subject.provenance["metrics"] if scored is None else scored.row
+        if key not in row or f"teacher_{key}" not in row:
+            wrong = "teacher-drop has nothing to compare with: the run recorded no score of its teacher"
+            raise ModelError("--accept", wrong, "", "Say drop, which is against the student as trained")
+        return 100 * (row[f"teacher_{key}"] - row[key])
 
     def _measure(self, names: Sequence[str], threads: Sequence[int]) -> dict[str, dict[int, Latency]]:
         """Measure graphs through `kd-serve`; report disturbance by other work."""

@@ -1,6 +1,7 @@
 """A graph that passes unsure images on to a second export, as a candidate of `--accept`.
 
-Every second labelled image chooses the smallest share of images to pass on within the limits; the others measure it.
+Every second labelled image chooses the confidence threshold of a share; the smallest share within the limits on both
+halves is taken. Its values are of the half that did not choose the threshold.
 
 Shape legend: N images, C classes.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kd.core.errors import ConfigError
 from kd.core.evaluation import Task
+from kd.core.text import percent
 from kd.deploy.export import defer
 from kd.deploy.export.flags import ExportOptions, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
@@ -21,9 +23,9 @@ from kd.parts.tasks.single_label import calibration_error
 from kd.setup.data import DataPlan
 
 WHERE = "--second"
-SHARES = tuple(percent / 100 for percent in range(1, 51))
-"""Shares of images passed on that are tried. 2,000 images know a share to about a point; beyond half of the images the
-student saves little."""
+SHARES = tuple(percent / 100 for percent in range(1, 101))
+"""Shares of images passed on that are tried, up to all. 2,000 images know a share to about a point."""
+HALVES = slice(0, None, 2), slice(1, None, 2)  # the first chooses the threshold
 PASSED_ON = "passed_on"
 
 
@@ -34,6 +36,23 @@ class Second:
     logits: Tensor  # [N, C]
     ms: float  # see `ms` of `--accept`; 0: not wanted
     megabytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A graph with the second export, and alone, on the same images."""
+
+    rule: defer.Rule
+    values: dict[str, float]
+    alone: dict[str, float]
+    images: int
+
+    def reason(self, name: str, wanted: Mapping[str, float]) -> str:
+        """Return why the pair is not accepted; "" if it is within the limits."""
+        missed = ", ".join(misses(self.values, wanted))
+        alone = ", ".join(misses(self.alone, wanted)) or "nothing"
+        passed_on = f"{percent(self.values[PASSED_ON])} of {self.images} images passed on"
+        return f"{name} with the second export misses {missed}, with {passed_on} (without: {alone})" if missed else ""
 
 
 def describe_second(options: ExportOptions, task: Task, classes: Sequence[str], data: DataPlan) -> Description | None:
@@ -61,30 +80,31 @@ def describe_second(options: ExportOptions, task: Task, classes: Sequence[str], 
 
 
 def smallest_share(
-    outputs: GraphOutputs, name: str, second: Tensor, task: Task, wanted: Mapping[str, float]
-) -> tuple[defer.Rule, dict[str, float], list[str]]:
-    """Return the smallest share passed on that is within the limits, its values on the other images, and its misses.
+    outputs: GraphOutputs, name: str, second: Tensor, task: Task, wanted: Mapping[str, float], behind: float
+) -> Tried:
+    """Try the smallest share passed on that is within the limits; if none is, all images, on a half that misses them.
 
-    `outputs`: of PyTorch and the graph `name`; `second`: the second export's logits [N, C].
+    `outputs`: of PyTorch and the graph `name`; `second`: the second export's logits [N, C]; `behind`: recorded points
+    of the student behind its teacher.
     """
     known = outputs.labels >= 0
     kept = {each: outputs.outputs[each][known] for each in (EAGER, name)}
     label, second = outputs.labels[known], second[known]
 
     def values(threshold: float, half: slice) -> dict[str, float]:
-        first = kept[name][half].double()
+        first, trained = kept[name][half].double(), kept[EAGER][half]
         sure = first.softmax(1).max(1).values >= threshold
         joined = torch.where(sure[:, None], first, second[half].double())
-        every = {"": joined, "drop": kept[EAGER][half], "teacher-drop": second[half]}
-        score = {word: task.graph_scores(each, every["drop"], label[half]).score for word, each in every.items()}
-        lost = {word: 100 * (score[word] - score[""]) for word in ("drop", "teacher-drop")}
-        return {**lost, "ece": 100 * calibration_error(joined, label[half]), PASSED_ON: 1 - float(sure.double().mean())}
+        before, after = (task.graph_scores(each, trained, label[half]).score for each in (trained, joined))
+        drop, ece = 100 * (before - after), 100 * calibration_error(joined, label[half])
+        return {"drop": drop, "teacher-drop": drop + behind, "ece": ece, PASSED_ON: 1 - float(sure.double().mean())}
 
-    rule, threshold = defer.Rule(), 0.0
+    tried, missing = list[Tried](), list[Tried]()
     for share in SHARES:
         rule = defer.Rule(share=share)
         threshold = defer.choose(rule, kept, label, {}, ())["threshold"]
-        if not misses(values(threshold, slice(0, None, 2)), wanted):
+        tried = [Tried(rule, values(threshold, half), values(0.0, half), len(label[half])) for half in HALVES]
+        missing = [one for one in tried if misses(one.values, wanted)]
+        if not missing:
             break
-    found = values(threshold, slice(1, None, 2))
-    return rule, found, misses(found, wanted)
+    return (missing or tried)[-1]

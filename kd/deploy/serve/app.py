@@ -58,7 +58,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
             )
         if watch := service.watch:
             for prediction in predictions:
-                for line in watch.add(prediction.counted, prediction.measures):
+                for line in watch.add(prediction.counted, prediction.measures, prediction.row):
                     log.warning(line)
         rows = [prediction.row for prediction in predictions]
         return Response(responses.write(accept, rows, model.name, model.version), media_type=accept)

@@ -5,6 +5,7 @@ larger input needs: a first model with a smaller input sees other pixels than al
 mean of each of 200 photographs.
 """
 
+import logging
 import math
 import time
 from dataclasses import dataclass, fields, replace
@@ -17,12 +18,14 @@ from kd.core.errors import ModelError
 from kd.core.host import cores
 from kd.deploy.serve import self_check
 from kd.deploy.serve.decoding import OpenedImage
+from kd.deploy.serve.engines import WHERE as EXPORT
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import Description, LoadedGraph, Prediction, describe, load
 from kd.deploy.serve.responses import FIRST, MODEL, SECOND
 from kd.deploy.serve.self_check import SelfCheckError
 
 WHERE, ONNX = "--second", "model.onnx"
+log = logging.getLogger("kd.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Cascade(LoadedGraph):
         if first.row["sure"]:
             return replace(first, row={**first.row, MODEL: FIRST})
         second = self.second.predict_decoded(rgb, top, time.perf_counter())
-        row = {"sure": False, **second.row, MODEL: SECOND}
+        row = {**second.row, "sure": second.row.get("sure", False), MODEL: SECOND}
         return replace(first, row=row, decode_seconds=first.decode_seconds + second.decode_seconds)
 
     def check_itself(self, run: self_check.Run | None = None) -> bool | None:
@@ -75,26 +78,41 @@ def describe_pair(
 ) -> tuple[Description, Description | None]:
     """Read and check an export and, if given, the second one; see `describe`. The first's version names both.
 
+    Logs a warning if `kd-export --accept` chose the first with another second export.
+
     Raises:
-        ModelError: the first has no threshold, or the second predicts other classes.
+        ModelError: the first has no threshold, or the second is the same or predicts other classes.
     """
     first = describe(folder, file, checked)
     if second is None:
+        _warn_unless_accepted(first, None)
         return first, None
     if not first.output.unsure:
-        wrong = f"'{folder}' does not say which of its predictions are sure"
-        raise ModelError(WHERE, wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
+        wrong = f"'{folder}', the first model, does not say which of its predictions are sure"
+        raise ModelError(EXPORT, wrong, "", "Export it with --defer 0.02 or --defer-share 0.1")
     if not (second / ONNX).is_file():  # a fitted teacher's folder has a manifest of its own
         remedy = "A teacher is written by `kd-export RUN --teacher`"
         raise ModelError(WHERE, f"'{second}' is no export: it has no {ONNX}", "", remedy)
     other = describe(second, "", checked)
     if difference := _difference(first, other):
-        raise ModelError(WHERE, f"'{second}': {difference}", "", "Choose an export of the same classes")
-    return replace(first, version=f"{first.version}+{other.version}"), other
+        raise ModelError(WHERE, f"'{second}': {difference}", "", "Choose another export of the same classes")
+    _warn_unless_accepted(first, other)
+    reference = replace(first.reference, replaced=True) if first.reference else None
+    return replace(first, version=f"{first.version}+{other.version}", reference=reference), other
+
+
+def _warn_unless_accepted(first: Description, second: Description | None) -> None:
+    accepted = first.accepted_second
+    if accepted and not (second and accepted.endswith(f" {second.version}")):
+        given = f"{second.name} {second.version}" if second else "none"
+        text = "'%s' was accepted with the second export %s, but %s is given: it may miss the accepted limits"
+        log.warning(text, first.folder, accepted, given)
 
 
 def _difference(first: Description, second: Description) -> str:
     """Return why two exports are no pair; "" if they are one."""
+    if second.version == first.version:
+        return "it is the first model"
     if len(second.labels) != len(first.labels):
         return f"it has {len(second.labels)} classes, the first model {len(first.labels)}"
     for number, (label, expected) in enumerate(zip(second.labels, first.labels, strict=True)):

@@ -124,12 +124,15 @@ def _answers(watch: ShiftWatch) -> list[str]:
         # A gauge: it falls when a label joins the most frequent ones. A class may be named "other".
         other = watch.answered.total() - sum(count for _, count in frequent)
         lines += _metric("kd_labels_other", "gauge", "Predictions of any other label.", f" {other}")
-        lines += _metric("kd_confidence", "histogram", "Probability of the most probable label of an image.")
+        whose = "the first model's label" if reference.replaced else "the most probable label"
+        lines += _metric("kd_confidence", "histogram", f"Probability of {whose} of an image.")
         counts = watch.all.bins[list(reference.bounds).index(CONFIDENCE)].sum(0).cumsum()
         ends = [*(f"{bound:g}" for bound in reference.bounds[CONFIDENCE]), "+Inf"]
         lines += [f'kd_confidence_bucket{{le="{end}"}} {count}' for end, count in zip(ends, counts, strict=True)]
         lines += [f"kd_confidence_sum {watch.all.confidence:.6f}", f"kd_confidence_count {counts[-1]}"]
-    if reference.calibrated and reference.right >= 0 and found.images:
+    if reference.replaced:
+        lines += _metric("kd_expected_accuracy", "gauge", "Unknown with a second model: validation had the first.")
+    elif reference.calibrated and reference.right >= 0 and found.images:
         text = "Accuracy on validation images, shifted by the change of the mean confidence in the last window."
         lines += _metric("kd_expected_accuracy", "gauge", text, f" {reference.expected(found.confidence):.6f}")
     values = {"appearance": found.appearance, "labels": found.labels}

@@ -66,6 +66,7 @@ class Description:
     reference: Reference | None  # predictions on validation images; None: an older export, or no such images
     passed_on: tuple[float, ...]  # share of unsure validation images, ends of its interval; (): not recorded
     check: float | None  # largest difference of the self-check's logits; None: no self-check
+    accepted_second: str  # name and version of the second export with which `--accept` chose this one; "": none
     packages: dict[str, str] = field(compare=False)  # versions at the export
 
 
@@ -89,6 +90,8 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         stated = manifest["output"].get("defer", {}).get("stated", {}).get(file)
         shares = (stated["passed_on"], *stated["passed_on_interval"]) if stated else ()
         passed_on = tuple(_number(share, 0, 1, "output.defer.stated") for share in shares)
+        cascade = manifest.get("cascade")
+        pair = _text(cascade["second"], "cascade.second") if cascade else ""
         told = manifest.get(self_check.KEY, {}).get(file)
         if told is None and {file, self_check.FILE} <= files.keys():
             raise ValueError(f"it has no {self_check.KEY} of {file}")
@@ -115,7 +118,7 @@ def describe(folder: Path, file: str = "", checked: bool = True) -> Description:
         log.warning("the self-check is off")
     check = check if checked else None
     kind = "" if file == "model.onnx" else f"-{Path(file).stem.removeprefix('model.')}"
-    described = (labels, output, size, crop, margin, bits, files, reference, passed_on, check, packages)
+    described = (labels, output, size, crop, margin, bits, files, reference, passed_on, check, pair, packages)
     return Description(folder, file, name, version + kind, *described)
 
 

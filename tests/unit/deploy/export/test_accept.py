@@ -1,8 +1,6 @@
 """`--accept`: what a sentence may say, the first graph that keeps it, and by how much the others miss."""
 
-import copy
 import json
-import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,15 +10,13 @@ import pytest
 import torch
 from subjects import PIXELS
 
-from kd.core.errors import ConfigError, ModelError
+from kd.core.errors import ModelError
 from kd.deploy.export import graphs
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses, sentence
 from kd.deploy.export.parity import compare, eager_runner
 from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import describe, load
-from kd.deploy.verify.verify import VerifyOptions, verify
-from kd.models.classifier import digest
 from kd.parts.exporters import openvino
 from kd.parts.tasks import single_label
 
@@ -127,92 +123,6 @@ def test_against_the_teacher(subject, tmp_path):
     made = subject(provenance={**made.provenance, "metrics": metrics})
     written = write(made, tmp_path / "export", ExportOptions(accept="teacher-drop<=6"))
     assert written.manifest["accepted"]["found"] == {"teacher-drop": pytest.approx(5.0)}
-
-
-@pytest.fixture
-def pair(subject, tmp_path):
-    """A student that is often wrong where it is unsure, the export of a teacher that is right, and their images."""
-    made = subject()
-    pixels = np.random.default_rng(5).integers(0, 256, (1200, 3, 16, 16), np.uint8)
-    labels = made.student.answer(torch.from_numpy(pixels)).argmax(1).numpy()
-
-    def images(limit, training=False):
-        yield pixels[: limit or None], labels[: limit or None]
-
-    made = replace(made, images=lambda: nullcontext(images))
-    teacher = write(made, tmp_path / "teacher", ExportOptions(calibrate=False)).folder
-    student = copy.deepcopy(made.student)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for one in student.network.parameters():
-            one += 0.018 * torch.randn_like(one)
-        right = (student.answer(torch.from_numpy(pixels)).argmax(1).numpy() == labels).mean()
-    assert 0.6 < right < 0.95
-    metrics = {"accuracy": float(right), "teacher_accuracy": 1.0}
-    provenance = {**made.provenance, "metrics": metrics, "digest": digest(student.network)}
-    return replace(made, student=student, provenance=provenance), teacher, pixels, labels
-
-
-@pytest.mark.usefixtures("brief")
-def test_a_graph_with_the_second_export_is_accepted_where_none_is_alone(pair, tmp_path):
-    """Every number is computed again from the graphs: the share is chosen on one half, and measured on the other."""
-    made, teacher, pixels, labels = pair
-    text = "teacher-drop<=2.1 ms<=10000 mb<=1"
-    with pytest.raises(NotAcceptedError, match="teacher-drop by"):
-        write(made, tmp_path / "alone", ExportOptions(accept=text, calibrate=False))
-    options = ExportOptions(accept=text, calibrate=False, second=teacher)
-    written = write(made, tmp_path / "export", options)
-    manifest = json.loads((written.folder / "manifest.json").read_text())
-    chosen = manifest["cascade"]
-    assert (chosen["sentence"], chosen["file"], manifest["pick"]) == (text, "model.onnx", "model.onnx")
-    assert "accepted" not in manifest
-    assert files(written.folder) == files(teacher)
-    assert "model.onnx and, for unsure images, small " in (written.folder / "README.md").read_text()
-
-    logits, others = (load(describe(one), 1, 1).engine(pixels).astype(np.float64) for one in (written.folder, teacher))
-    with torch.no_grad():
-        trained = made.student.answer(torch.from_numpy(pixels)).double().numpy()  # these choose the threshold
-    confidence, chosen_by = (1 / np.exp(one - one.max(1, keepdims=True)).sum(1) for one in (logits, trained))
-
-    def measured(share: float, half: slice) -> tuple[float, float]:
-        """Return the share passed on and the points behind the teacher."""
-        order = np.sort(chosen_by[::2])[::-1]
-        sure = confidence[half] >= order[math.ceil((1 - share) * len(order)) - 1]
-        answer = np.where(sure, logits[half].argmax(1), others[half].argmax(1))
-        return 1 - sure.mean(), 100 * float(
-            (others[half].argmax(1) == labels[half]).mean() - (answer == labels[half]).mean()
-        )
-
-    share = manifest["output"]["defer"]["rule"]["share"]
-    assert measured(share, slice(0, None, 2))[1] <= 2.1 < measured(share - 0.01, slice(0, None, 2))[1]
-    passed_on, behind = measured(share, slice(1, None, 2))
-    assert chosen["found"]["passed_on"] == pytest.approx(passed_on, abs=6e-5)
-    assert chosen["found"]["teacher-drop"] == pytest.approx(behind, abs=6e-5)
-    both = sum((one / "model.onnx").stat().st_size for one in (written.folder, teacher))
-    assert chosen["found"]["mb"] * 1e6 == pytest.approx(both, abs=51)
-    assert 0 < chosen["found"]["ms"] <= 10000
-    assert describe(written.folder).passed_on[0] == pytest.approx(passed_on, abs=0.002)
-    verdicts = {row.what: row.verdict for row in verify(VerifyOptions(export=written.folder)).rows}
-    assert "wrong" not in verdicts.values()
-
-
-@pytest.mark.usefixtures("brief")
-def test_a_second_export_that_cannot_help_is_refused_before_any_work(pair, tmp_path):
-    made, teacher, *_ = pair
-    for options, told in (
-        ({}, "Give --accept"),
-        ({"accept": "drop<=1", "defer_share": 0.1}, "neither --defer nor"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            write(made, tmp_path / "export", ExportOptions(second=teacher, **options))
-    recipe = made.recipe
-    larger = replace(made, recipe=replace(recipe, data=replace(recipe.data, image_size=32)))
-    with pytest.raises(ConfigError, match="takes images of 16 px"):
-        write(larger, tmp_path / "export", ExportOptions(second=teacher, accept="drop<=1"))
-    other = replace(made, classes=("fig", "apple", "pear"))
-    with pytest.raises(ConfigError, match="classes of the student, in their order"):
-        write(other, tmp_path / "export", ExportOptions(second=teacher, accept="drop<=1"))
-    assert not (tmp_path / "export").exists()
 
 
 @pytest.mark.slow
