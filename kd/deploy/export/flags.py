@@ -68,9 +68,9 @@ def accepted_line(accepted: Mapping[str, Any]) -> str:
     """Return the accepted limits as text."""
     found = ", ".join(f"{word} {value:.4g}" for word, value in accepted["found"].items())
     second = f" and, for unsure images, {accepted['second']}" if "second" in accepted else ""
-    return (
-        f'accepted "{accepted["sentence"]}": {accepted["file"]}{second} with {found}, on {accepted["threads"]} threads'
-    )
+    chosen = "; the share was chosen by these images too, which flatters it" if second else ""
+    accepted_file = f"{accepted['file']}{second} with {found}, on {accepted['threads']} threads"
+    return f'accepted "{accepted["sentence"]}": {accepted_file}{chosen}'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
