@@ -369,8 +369,9 @@ class Recount:
             ]
             if "the teacher's fit" not in line:
                 cost = own + self.manifest.get("at_hand", {}).get("cpu_seconds", 0.0)
-                verdict = f"({clock(cost)} against {clock(had)})", f"they had {clock(had)} of {clock(cost)}"
-                expected.append(verdict["No verdict" in line])
+                equal = f"for {clock(cost)} of CPU time against {clock(had)}"
+                less = f"they had {clock(had)} of {clock(cost)}"
+                expected.append(less if "No verdict" in line else equal)
         if line.startswith("Pays from") and "the teacher's fit" not in line:
             best = max(score for _, score in self.curve(self.alone))
             costs = [at for at, _ in self.curve(self.run)]

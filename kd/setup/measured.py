@@ -170,7 +170,7 @@ def plan(table: Sequence[Measured]) -> str:
     level = max(accuracy for _, accuracy in labels.curve)
     paid = [seconds for row in taught if (seconds := pays_from(row, level)) is not None]
     if not paid:
-        return text + f"distilling {percent(best.accuracy)} after {clock(best.seconds)}, not more on validation images"
+        return text + f"distilling {percent(best.accuracy)} after {clock(best.seconds)}"
     teacher = f"teacher {percent(best.teacher)}"
     return text + f"distilling was better from {clock(min(paid))} on, and reached {percent(best.accuracy)} ({teacher})"
 

@@ -56,7 +56,7 @@ def test_everything_wrong_is_in_one_report():
     found = errors_of(raw)
     expected = {
         "run.epoks": "run.epoks: no such key. Allowed: baseline, baseline_steps, epochs, every, folder, keep, name, "
-        "patience, seed, steps, trackers. Did you mean 'epochs'?",
+        "patience, seed, steps, times, trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0. Change the value.",
         "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1. Change the value.",
         "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number >= 1. Change the value.",

@@ -15,12 +15,12 @@ from kd.core import recommended
 from kd.jobs.description import describe
 from kd.setup.recipe import resolve
 
-LABELLED, WITHOUT, CLASSES = 8, 600, 10
+LABELLED, WITHOUT, CLASSES = 15, 1850, 10
 
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory) -> Path:
-    """Ten classes of eight labelled pictures, and 600 without a label."""
+    """Ten classes of 15 labelled pictures, and 1,850 without a label."""
     root = tmp_path_factory.mktemp("pictures")
     folders = {f"train/class_{number}": LABELLED for number in range(CLASSES)}
     folders |= {f"val/class_{number}": 1 for number in range(CLASSES)} | {"train/unlabelled": WITHOUT}
@@ -70,17 +70,27 @@ def test_each_number_below_the_recommended_one_is_named_with_its_key(written):
 
 def test_what_two_measured_runs_reached_stands_beside_it(written):
     """The pictures resemble those of the study, and the recommended number of epochs is near one of its lengths."""
-    text = lines(written, "run.epochs=40", "teacher.cache.views=8")
+    text = lines(written, "run.epochs=10", "teacher.cache.views=8")
     assert "epochs reached" in text
     assert "Tiny ImageNet" in text
 
 
+def test_a_student_that_was_less_accurate_on_such_pictures_is_named(written):
+    text = lines(written)
+    assert "student.model is lcnet_050: xcit_nano_12_p8_224 reached" in text
+
+
 def test_a_configuration_as_recommended_gets_one_line(written):
     side = "teacher.args.pretrained_cfg_overlay.input_size=[3, 128, 128]"
-    text = lines(written, "run.epochs=auto", "teacher.cache.views=auto", "teacher.fit.steps=1250", side)
-    assert (
-        text.splitlines()[0] == f"recipe    length and views as recommended for {LABELLED * CLASSES + WITHOUT} images"
+    text = lines(
+        written,
+        "run.epochs=auto",
+        "teacher.cache.views=auto",
+        "teacher.fit.steps=1250",
+        side,
+        "student.model=xcit_nano_12_p8_224",
     )
+    assert text.splitlines()[0] == "recipe    length and views as recommended for 2,000 images"
 
 
 def test_the_advice_names_the_key_that_decides_the_views(written):
