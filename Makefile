@@ -3,7 +3,7 @@
 # make test-slow   fuzz, hostile clients, scale, clusters, further worlds, and the tests that take long
 # make test-xla  the same engine on real torch_xla (CPU), in an environment of its own (7 GB)
 # make test-floor  the core with the oldest packages that pyproject.toml allows, in an environment of its own (6 GB)
-# make gpu       everything that needs an NVIDIA GPU, in nine minutes, without a network; TINY=1 rehearses it on a CPU
+# make gpu       everything that needs an NVIDIA GPU, without a network; TINY=1 rehearses it on a CPU
 # make soak      faults, kills, fuzz, hostile clients, a thousand ranks: 20 minutes at most, one table
 # make compare   kd against timm's train.py, accuracy over time: TIMM=FOLDER, a checkout of pytorch-image-models
 # make mutants  300 small mistakes in kd/, and which of them the tests miss; hours, resumable
