@@ -58,7 +58,7 @@ def has_size(model: str) -> bool:
 def timm_flags(settings: config.Config, classes: int, seed: int) -> Row:
     """Return the flags of timm's train.py that mean what the configuration says."""
     run, data, optimizer, student = settings.run, settings.data, settings.optimizer, settings.student
-    size, warmup = data.image_size, run.epochs * optimizer.warmup_ratio
+    size, warmup = data.image_size, int(run.epochs) * optimizer.warmup_ratio
     if warmup != round(warmup):
         raise SystemExit(
             "timm warms up in whole epochs: choose run.epochs so that optimizer.warmup_ratio of them is whole"
