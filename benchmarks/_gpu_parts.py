@@ -412,7 +412,7 @@ def train(scale: Scale, work: Path, name: str, *overrides: str, fresh: bool = Tr
     from kd.jobs.train import train as job
 
     settings = {
-        "run": {"folder": str(work / "runs"), "name": name, "every": {"log": 4, "evaluate": 10**6}},
+        "run": {"folder": str(work / "runs"), "name": name, "epochs": 10, "every": {"log": 4, "evaluate": 10**6}},
         "data": {"kind": "imagefolder", "root": str(photographs(scale, work)), "image_size": scale.size},
         "teacher": {
             "model": str(teacher_folder(scale.teacher, scale.teacher_args, work / "teacher")),

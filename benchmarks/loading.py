@@ -34,7 +34,7 @@ def settings(given: argparse.Namespace, folder: str) -> config.Config:
     data |= {"kind": "imagefolder", "root": given.data} if given.data else {"kind": "food_mini"}
     return config.load(
         {
-            "run": {"name": "loading", "folder": folder},
+            "run": {"name": "loading", "folder": folder, "epochs": 10},
             "data": data,
             "student": {"model": "none"},
             "losses": [{"kind": "ce"}],

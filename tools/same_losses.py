@@ -48,7 +48,7 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
         "folder": str(folder / ("set_teachers" if name == "multilabel" else "teachers")),
     }
     result: dict[str, Any] = {
-        "run": {"name": name, "folder": str(folder), "every": {"log": 1, "evaluate": 30}},
+        "run": {"name": name, "folder": str(folder), "epochs": 10, "every": {"log": 1, "evaluate": 30}},
         "data": {**RENDERED, "root": os.environ.get("FOOD_MINI", str(folder / "food"))},
         "teacher": {
             **{"model": XCIT, "args": TEACHER, "precision": "fp32", "attention": "unfused", "compile": "off"},
