@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
 from kd.config.renamed import renamed, renamed_key
-from kd.config.schema import BackendSection, Config
+from kd.config.schema import BackendSection, Config, RunSection
 from kd.config.tuning import allows, section_of, types_of
 from kd.config.validate import validate
 from kd.config.yaml_text import parse_value, read_yaml
@@ -34,15 +34,15 @@ def load(
     cluster's address.
     """
     errors: list[KdError] = []
-    given = read_yaml(path)
-    stem = "run" if isinstance(path, dict) else Path(path).stem
     factors = [factor for override in overrides if (factor := FACTOR.fullmatch(override))]
     others = [override for override in overrides if not FACTOR.fullmatch(override)]
-    node = apply_overrides(given, others, errors, say=here)
-    lengthen(node, factors, stem, any(override.startswith("run.name=") for override in others), errors)
-    raw = resolve(node, errors, here)
+    raw = resolve(apply_overrides(read_yaml(path), others, errors, say=here), errors, here)
     config = _fill(Config, raw, "", errors)
     if not errors:
+        stem = "run" if isinstance(path, dict) else Path(path).stem
+        run = config.run if config.run.name else dataclasses.replace(config.run, name=stem)
+        run = lengthened(run, factors, any(override.startswith("run.name=") for override in others), errors)
+        config = dataclasses.replace(config, run=run)
         try:
             config = dataclasses.replace(config, task=resolved_task(config.task, config.losses, config.data))
             errors.extend(validate(config, here, cluster))
@@ -50,8 +50,6 @@ def load(
             errors.append(error)
     if errors:
         raise ConfigErrors(errors) if len(errors) > 1 or isinstance(errors[0], ConfigError) else errors[0]
-    if not config.run.name:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=stem))
     return config
 
 
@@ -99,22 +97,23 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
 FACTOR = re.compile(r"(run\.(?:epochs|steps))=(\d+(?:\.\d+)?)x", re.IGNORECASE)
 
 
-def lengthen(raw: Any, factors: Sequence[re.Match[str]], stem: str, named: bool, errors: list[KdError]) -> None:
-    """Set `run.times` for `run.epochs=3x` or `run.steps=3x`, whichever decides the length.
+def lengthened(run: RunSection, factors: Sequence[re.Match[str]], named: bool, errors: list[KdError]) -> RunSection:
+    """Return the section with the factor of `run.epochs=3x` or `run.steps=3x`, whichever decides the length.
 
     The longer run is another run: unless an override names it, its name gets the factor, as in `food-3x`.
     """
-    decides = "run.steps" if OmegaConf.select(raw, "run.steps") else "run.epochs"
+    decides = "run.steps" if run.steps else "run.epochs"
     for factor in factors:
-        key, times = factor[1], factor[2]
-        if key != decides:
-            wrong = f"is {times}x, but {decides} decides the length of this run"
-            errors.append(ConfigError(key, wrong, "One length", f"Write {decides}={times}x"))
+        key, times = factor[1].lower(), factor[2]
+        if key != decides or float(times) <= 0:
+            wrong = f"is {times}x" + (f", but {decides} decides the length of this run" if key != decides else "")
+            errors.append(ConfigError(key, wrong, f"A factor above 0 of {decides}", f"Write {decides}=3x"))
             continue
-        OmegaConf.update(raw, "run.times", float(times))
-        if not named:
-            name = OmegaConf.select(raw, "run.name") or stem
-            OmegaConf.update(raw, "run.name", f"{name}-{times}x")
+        name = run.name if named else f"{run.name}-{times}x"
+        if isinstance(run.name, Referenced) and not named:
+            name = Referenced(name, f"{run.name.reference}-{times}x")
+        run = dataclasses.replace(run, times=run.times * float(times), name=name)
+    return run
 
 
 OF_ANY_STUDENT = ("attention", "compile", "tuning")

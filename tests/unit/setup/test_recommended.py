@@ -103,8 +103,24 @@ def test_a_factor_of_auto_is_a_factor_of_its_number(settings):
 def test_a_factor_of_the_length_that_does_not_decide_is_refused(settings):
     with pytest.raises(KdError, match=r"run\.epochs: is 3x, but run\.steps decides.*run\.steps=3x"):
         config.load(settings, ["run.epochs=3x", "run.steps=7"])
-    with pytest.raises(KdError, match=r"run\.times: is 0"):
+    with pytest.raises(KdError, match=r"run\.epochs: is 0x.*above 0"):
         config.load(settings, ["run.epochs=0x"])
+
+
+@pytest.mark.parametrize("run", [3, [1], {"steps": "${oc.env:KD_NOT_SET}"}, {"name": "${oc.env:KD_NOT_SET}"}])
+@pytest.mark.parametrize("overrides", [[], ["run.epochs=3x"]])
+def test_a_factor_of_a_section_that_is_wrong_is_one_line(settings, run, overrides):
+    with pytest.raises(KdError, match="run"):
+        config.load({**settings, "run": run}, overrides)
+
+
+def test_the_name_of_a_longer_run_keeps_its_reference(settings, monkeypatch):
+    monkeypatch.setenv("KD_RUN", "s3cret")
+    settings["run"] = {"name": "${oc.env:KD_RUN}", "epochs": 2}
+    longer = config.load(settings, ["run.epochs=3x"])
+    assert longer.run.name == "s3cret-3x"
+    assert "s3cret" not in config.dump(longer)
+    assert config.load(config.to_dict(longer)).run.name == "s3cret-3x"
 
 
 # ------------------------------------------------------------------------------------------- measured runs
