@@ -13,16 +13,18 @@ AUTO = "auto"
 WITHOUT_EPOCHS = 10  # recorded for a run whose steps decide; nothing reads it
 
 
-def completed(config: Config) -> Config:
-    """Return the configuration with numbers in place of `auto`; lists the images if the numbers depend on them."""
+def completed(config: Config, images: int = 0) -> Config:
+    """Return the configuration with numbers in place of `auto`.
+
+    `images`: number of training images; 0: they are listed if the numbers depend on them.
+    """
     run, cache = config.run, config.teacher.cache
     if AUTO not in (run.epochs, cache.views) and run.times == 1:
         return config
-    images = 0
     epochs: float = WITHOUT_EPOCHS if run.epochs == AUTO else int(run.epochs)
     views = 0 if cache.views == AUTO else int(cache.views)
     asks = cache.views == AUTO and stores_outputs(config)
-    if AUTO in (run.epochs, cache.views) and (asks or not run.steps):
+    if not images and AUTO in (run.epochs, cache.views) and (asks or not run.steps):
         images = len(open_sources(plan_of(config)).train)
     if run.epochs == AUTO and not run.steps:
         epochs = length_of(config, images).epochs

@@ -88,7 +88,7 @@ def distill(
     val: Any,
     losses: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | Criterion = "kl",
     sifter: str | Mapping[str, Any] | Sifter = "none",
-    epochs: int = 10,
+    epochs: int | str = 10,
     steps: int = 0,
     batch_size: int = 64,
     optimizer: Mapping[str, Any] | None = None,
@@ -112,7 +112,7 @@ def distill(
         val: the same, for evaluation; of a DataLoader, all images that its sampler draws at the start.
         losses: terms as in a configuration, `{"kind": "kl", "weight": 1.0, "temperature": 4.0}`, or a Criterion.
         sifter: a name, a section as in a configuration, or a Sifter. A DataLoader has no ids: `none` only.
-        epochs: passes over the data.
+        epochs: passes over the data; "auto": by the number of images and the device.
         steps: optimizer steps instead; 0: `epochs` decides.
         batch_size: images per optimizer step; a DataLoader brings its own.
         optimizer: keys of the `optimizer` section.

@@ -23,6 +23,7 @@ from kd.engine.criterion import Criterion
 from kd.models.classifier import LogitsModel
 from kd.models.examination import examine, require_apart
 from kd.models.examined import IMAGES
+from kd.setup.auto import completed
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.same_data import require_equal
 from kd.study.finished import MAP_DATASET
@@ -125,12 +126,16 @@ class Arguments:
                 "backend": _section(sections["backend"]),
             }
         )
-        return resolve(settings)
+        return resolve(completed(settings, len(self.items)))
+
+    @property
+    def items(self) -> Any:
+        """The training images without a loader."""
+        return self.train.dataset if isinstance(self.train, DataLoader) else self.train
 
     def classes(self, count: int) -> list[str]:
         """Return `count` class names: the training data's, or numbered ones."""
-        items = self.train.dataset if isinstance(self.train, DataLoader) else self.train
-        names = getattr(items, "classes", ())
+        names = getattr(self.items, "classes", ())
         named = isinstance(names, Collection) and len(names) == count
         return [str(name) for name in names] if named else [f"class_{number}" for number in range(count)]
 

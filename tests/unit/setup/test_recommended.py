@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import kd
 from kd import config
 from kd.core import recommended
 from kd.core.errors import KdError
@@ -74,6 +76,18 @@ def test_auto_keeps_no_features_and_nothing_without_a_teacher(settings):
     assert resolve(config.load(settings, ["losses=[{kind: kl}, {kind: cosine}]"])).data.views == 0
     settings["teacher"]["model"] = ""
     assert resolve(config.load(settings, ["losses=[{kind: ce}]"])).data.views == 0
+
+
+def test_distill_takes_auto_by_the_number_of_its_images():
+    def network() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))
+
+    torch.manual_seed(0)
+    data = [(torch.rand(3, 8, 8), number % 2) for number in range(16)]
+    made = kd.distill(
+        teacher=network(), student=network(), train=data, val=data, epochs="auto", batch_size=16, progress=False
+    )
+    assert made.rows[-1]["epoch"] == recommended.length(16, False, False).epochs
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "often", "1.5"])
