@@ -10,9 +10,11 @@ A set-up is a folder of pictures made in WORK by hard links, and the configurati
 WEIGHTS` writes for it. A cell changes keys of that configuration. The arm "labels" is the same network on the labelled
 pictures alone, with label smoothing 0.1, and at its end the test pictures are scored once, with the checkpoint that the
 validation pictures choose. A cell with `verdict` has the line `baseline: true` that kd-init offers: kd itself trains
-the labels, without smoothing, and its verdict stands in the row. Seeds other than 0 have another fit of the teacher. A cell whose row is in WORK/curves.jsonl is not made again; an unfinished run resumes. Each
-run has one thread; CPU seconds are those of kd's own records: of the student's steps, of the teacher's outputs, of the
-teacher's fit. Evaluations are not in them.
+the labels, without smoothing, and its verdict stands in the row. Seeds other than 0 have another fit of the teacher.
+
+A cell whose row is in WORK/curves.jsonl is not made again; an unfinished run resumes. Each run has one thread; CPU
+seconds are those of kd's own records: of the student's steps, of the teacher's outputs, of the teacher's fit.
+Evaluations are not in them.
 
 The teacher has ImageNet's weights. Tiny ImageNet's training pictures, from which the sets named tiny_* take training
 and test pictures, are among those of ImageNet: the teacher is flattered there. CIFAR-10 and the fruit are not.
@@ -220,6 +222,8 @@ def link(files: Sequence[Path], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         target = folder / file.name
+        if target.exists() and not target.samefile(file):
+            target = folder / f"{file.parent.name}_{file.name}"  # of CIFAR-10's classes
         if not target.exists():
             os.link(file, target)
 
