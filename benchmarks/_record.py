@@ -86,7 +86,7 @@ def write(theme: str, command: str, rows: list[dict[str, Any]], folder: Path | N
     with path.open("w", newline="") as file:
         for line in [*(f"# {name}: {value}" for name, value in facts.items()), *written]:
             file.write(f"{line}\n")
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     print(f"wrote {path.name} ({', '.join(f'{k} {v}' for k, v in facts.items() if k != 'command')})")

@@ -403,7 +403,13 @@ def summary(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
         batch = int(keys.get("data.batch_size") or written["data"]["batch_size"])
         views = int(keys.get("teacher.cache.views") or written["teacher"]["cache"]["views"])
         line: Row = {"title": setup.title, "pictures": images, "labelled": labelled, "classes": setup.classes}
-        line |= {"teacher": row["teacher"] or 0, "student": row["student"], "pretrained": False, "arm": row["arm"]}
+        line |= {
+            "teacher": row["teacher"] or 0,
+            "task": "sigmoid" if row["setup"] == "trays" else "softmax",
+            "student": row["student"],
+            "pretrained": False,
+            "arm": row["arm"],
+        }
         line |= {"views": 0 if row["arm"] == "labels" else views, "epochs": round(row["steps"] * batch / seen)}
         line |= {"other": " ".join(f"{key}={keys[key]}" for key in other if not key.startswith("student."))}
         line |= {"accuracy": row["accuracy"], "seconds": row["cpu_seconds"]}
@@ -448,6 +454,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--write", action="store_true", help="train nothing, write what is there")
     options = parser.parse_args()
     options.data, options.weights, options.work = (
         path.resolve() for path in (options.data, options.weights, options.work)
@@ -456,9 +463,8 @@ def main() -> None:
     rows_file, lock = options.work / "curves.jsonl", threading.Lock()
     done = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.is_file() else []
     known = {(row["setup"], row["cell"], row["seed"]) for row in done}
-    queue = [
-        c for c in CELLS if (c.setup, c.name, c.seed) not in known and (not options.only or c.setup in options.only)
-    ]
+    chosen = [] if options.write else [cell for cell in CELLS if not options.only or cell.setup in options.only]
+    queue = [cell for cell in chosen if (cell.setup, cell.name, cell.seed) not in known]
     for name in dict.fromkeys(cell.setup for cell in queue):
         written(options, name, make_folders(options, name)[0])
 

@@ -146,8 +146,9 @@ class Augment:
 class Fit:
     """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no checkpoint."""
 
-    epochs: int = ranged(0, low=0)
-    """Passes over the training images. 0: never fit, unless `steps` is set; a checkpoint is required."""
+    epochs: int | str = ranged(0, low=0)
+    """Passes over the labelled training images. `auto`: by their number (kd/core/recommended.py). 0: never fit, unless
+    `steps` is set; a checkpoint is required."""
     steps: int = ranged(0, low=0)
     """Length of the fit in optimizer steps, instead of epochs. 0: use `epochs`."""
     lr: float = ranged(0.0, low=0.0)

@@ -212,7 +212,7 @@ def _unlabelled(config: Config, needed: Sequence[LossFacts]) -> Iterator[KdError
             yield ConfigError(f"losses[{i}].kind", wrong, f"Losses on the teacher's outputs: {others}", "Drop it")
     labelled = {
         "run.baseline": config.run.baseline,
-        "teacher.fit.epochs": teacher.fit.epochs > 0,
+        "teacher.fit.epochs": teacher.fit.epochs != 0,
         "teacher.fit.steps": teacher.fit.steps > 0,
         "teacher.min_accuracy": teacher.min_accuracy > 0,
     }

@@ -63,9 +63,14 @@ def stored_views(epochs: float) -> int:
     return max(1, min(round(epochs), max(2, round(epochs / REPETITIONS))))
 
 
-def fit_visits(labelled: int) -> int:
-    """Return how many image visits should fit a pretrained teacher to labelled images."""
-    return max(FIT_VISITS, labelled)
+def fit_visits(labelled: int, student: float = 0) -> int:
+    """Return how many image visits should fit a teacher to labelled images.
+
+    Args:
+        labelled: training images with a label.
+        student: image visits of the student, of which a teacher with random weights gets half; 0: a pretrained teacher.
+    """
+    return max(round(student / 2) or FIT_VISITS, labelled)
 
 
 def image_side(median: int, accelerator: bool, pretrained_teacher: bool) -> int:

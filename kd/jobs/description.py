@@ -68,8 +68,8 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         *([f"          at {small.size} px until {small.until:.0%} of them"] if small.size else []),
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
-        *(recommendations(recipe, teachers, epochs) if plan.needed and labels.ndim == 1 else ()),
-        *(planned(recipe, data) if plan.needed and labels.ndim == 1 else ()),
+        *(recommendations(recipe, teachers, epochs) if plan.needed else ()),
+        *(planned(recipe, data) if plan.needed else ()),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
     ]
     text, mib = _memory(checked, steps=answers)

@@ -12,7 +12,6 @@ from kd.setup.recipe import Recipe
 ENOUGH = 0.7
 """Share of a recommended number below which `--check` names it. Between the lengths and the numbers of views of the
 study lie factors of three and more; what a smaller difference gives was not measured."""
-SINGLE_LABEL = "softmax"  # the activation of the tasks that the study measured
 
 
 def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[str]:
@@ -37,11 +36,10 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
 
 def measured(recipe: Recipe, data: Data) -> list[Measured]:
     """Return the comparable measured runs; [] if there are none."""
-    if recipe.student.task.logits != SINGLE_LABEL:
-        return []
     labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
     pretrained = recipe.student.init == "pretrained"
-    return comparable(Situation(len(data.train), labelled, max(1, len(data.classes)), pretrained))
+    task = recipe.student.task.logits
+    return comparable(Situation(len(data.train), labelled, max(1, len(data.classes)), pretrained, task))
 
 
 def planned(recipe: Recipe, data: Data) -> list[str]:

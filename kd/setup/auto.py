@@ -1,4 +1,4 @@
-"""Numbers for the lengths that a configuration leaves to kd: `run.epochs: auto` and `teacher.cache.views: auto`."""
+"""Numbers for what a configuration leaves to kd by the word `auto`: epochs, stored views, epochs of the fit."""
 
 from dataclasses import replace
 
@@ -18,23 +18,30 @@ def completed(config: Config, images: int = 0) -> Config:
 
     `images`: number of training images; 0: they are listed if the numbers depend on them.
     """
-    run, cache = config.run, config.teacher.cache
-    if AUTO not in (run.epochs, cache.views) and run.times == 1:
+    run, cache, fit = config.run, config.teacher.cache, config.teacher.fit
+    if AUTO not in (run.epochs, cache.views, fit.epochs) and run.times == 1:
         return config
     epochs: float = WITHOUT_EPOCHS if run.epochs == AUTO else int(run.epochs)
     views = 0 if cache.views == AUTO else int(cache.views)
-    asks = cache.views == AUTO and stores_outputs(config)
-    if not images and AUTO in (run.epochs, cache.views) and (asks or not run.steps):
-        images = len(open_sources(plan_of(config)).train)
-    if run.epochs == AUTO and not run.steps:
+    fitted = 0 if fit.epochs == AUTO else int(fit.epochs)
+    lengthens = run.epochs == AUTO and not run.steps
+    stores = cache.views == AUTO and stores_outputs(config)
+    fits = fit.epochs == AUTO and not fit.steps
+    data = open_sources(plan_of(config)) if fits or (not images and (lengthens or stores)) else None
+    images = images if data is None else len(data.train)
+    if lengthens:
         epochs = length_of(config, images).epochs
-    if asks:
-        seen = run.steps * config.data.batch_size / images if run.steps else epochs
+    seen = run.steps * config.data.batch_size / max(1, images) if run.steps else epochs
+    if stores:
         views = config.data.views or recommended.stored_views(seen)
+    if fits and data is not None:
+        labelled = max(1, len(data.with_labels().train))
+        student = 0 if config.teacher.pretrained else seen * images
+        fitted = max(1, round(recommended.fit_visits(labelled, student) / labelled))
     return replace(
         config,
         run=replace(run, epochs=multiplied(epochs, run.times), steps=multiplied(run.steps, run.times), times=1.0),
-        teacher=replace(config.teacher, cache=replace(cache, views=views)),
+        teacher=replace(config.teacher, cache=replace(cache, views=views), fit=replace(fit, epochs=fitted)),
     )
 
 

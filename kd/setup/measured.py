@@ -39,6 +39,7 @@ class Measured:
     labelled: int  # of these
     classes: int
     teacher: float  # its accuracy on the test images; 0 on labels alone
+    task: str  # "softmax", or "sigmoid" for sets of labels; the accuracy is then the mAP
     student: str
     pretrained: bool  # whether the student started from pretrained weights
     arm: str  # "distilled" or "labels"
@@ -59,11 +60,12 @@ class Situation:
     labelled: int
     classes: int
     pretrained: bool  # the student's initial weights
+    task: str = "softmax"
 
     def distance(self, row: Measured) -> float:
         """Return how far a measured run is, as a sum of logarithms; infinite if it is not comparable."""
         few = self.labelled < self.pictures / 2
-        if row.pretrained != self.pretrained or few != (row.labelled < row.pictures / 2):
+        if (row.pretrained, row.task) != (self.pretrained, self.task) or few != (row.labelled < row.pictures / 2):
             return math.inf
         apart = [
             factor(self.pictures, row.pictures),
@@ -92,6 +94,7 @@ def _row(values: dict[str, str]) -> Measured:
         labelled=int(values["labelled"]),
         classes=int(values["classes"]),
         teacher=float(values["teacher"]),
+        task=values["task"],
         student=values["student"],
         pretrained=values["pretrained"] == "True",
         arm=values["arm"],
@@ -146,8 +149,8 @@ def _apart(first: Any, second: Any) -> float:
 
 
 def _alike(first: Measured, second: Measured, key: str) -> bool:
-    """Return whether two runs differ in a key and in no other one."""
-    keys = {"arm", "student", "views", "epochs", "other"} - {key}
+    """Return whether two runs differ in a key and in no other one; they have the same fitted teacher."""
+    keys = {"arm", "teacher", "student", "views", "epochs", "other"} - {key}
     if key == "epochs" and first.views == first.epochs and second.views == second.epochs:
         keys -= {"views"}  # fresh views in each epoch
     same = all(getattr(first, name) == getattr(second, name) for name in keys)

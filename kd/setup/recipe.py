@@ -165,7 +165,7 @@ def teacher_fit(config: Config, section: TeacherSection) -> Config:
         run=RunSection(
             folder=fit.folder,
             seed=fit.seed,
-            epochs=max(1, fit.epochs),  # the length may be given in steps only
+            epochs=max(1, int(fit.epochs)),  # the length may be given in steps only
             steps=fit.steps,
             every=Intervals(log=config.run.every.log, evaluate=fit.evaluate),
             keep=1,

@@ -147,7 +147,7 @@ def _teacher(found: Folder, teacher: Teacher | None, epochs: int, batch: int, si
         splits = (found.data.train, found.data.val)
         labelled, val = (len(replace(found.data, train=split).with_labels().train) for split in splits)
         batch = min(batch, recommended.largest_power(labelled))
-        visits = max(epochs * count // 2, labelled) if teacher is None else recommended.fit_visits(labelled)
+        visits = recommended.fit_visits(labelled, epochs * count if teacher is None else 0)
         steps = visits // batch
         if teacher is not None:
             keys |= input_keys(keys["model"], max(size, recommended.TEACHER_SIDE)) | {"pretrained": True}

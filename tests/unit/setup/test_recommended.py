@@ -27,6 +27,7 @@ ROW = Measured(
     labelled=100,
     classes=10,
     teacher=0.7,
+    task="softmax",
     student="small",
     pretrained=False,
     arm="distilled",
@@ -69,6 +70,21 @@ def test_auto_follows_the_epochs_or_steps_that_are_given(settings):
     short = resolve(config.load(settings, ["run.steps=1"]))
     assert (short.data.views, short.loop.length.steps) == (1, 1)
     assert resolve(config.load(settings, ["data.views=3", "run.epochs=50"])).data.views == 3
+
+
+def test_the_fit_of_a_teacher_takes_auto_by_the_number_of_labelled_images(settings):
+    settings["teacher"] = {"model": "tf_efficientnet_lite0", "pretrained": True, "fit": {"epochs": "auto"}}
+    recipe = resolve(config.load(settings))
+    labelled = len(open_sources(recipe.data).with_labels().train)
+    epochs = recipe.teacher.fits["teacher"].run.epochs
+    assert epochs == round(recommended.FIT_VISITS / labelled)
+    longer = resolve(config.load(settings, ["run.epochs=3x"]))
+    assert longer.record.keys["teacher.fit.epochs"] == epochs
+    settings["teacher"]["pretrained"] = False
+    scratch = resolve(config.load(settings, ["run.epochs=50"]))
+    assert scratch.record.keys["teacher.fit.epochs"] == 25
+    steps = resolve(config.load(settings, ["teacher.fit.steps=7"]))
+    assert steps.teacher.fits["teacher"].run.steps == 7
 
 
 def test_auto_keeps_no_features_and_nothing_without_a_teacher(settings):
