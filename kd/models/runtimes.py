@@ -89,9 +89,13 @@ def export_program(model: Classifier, size: int, images: int = 0) -> torch.expor
     shapes = None if images else ({0: torch.export.Dim("batch", min=1, max=LARGEST_BATCH)},)
     try:
         with torch.no_grad():
-            return torch.export.export(graph, example, dynamic_shapes=shapes)
+            program = torch.export.export(graph, example, dynamic_shapes=shapes)
     except Exception as error:  # torch.export raises many types; all are caused by the network
         raise _failed("torch.export", error) from error
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # exports are published, and it names folders of this machine
+    return program
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, output: str = LOGITS) -> None:

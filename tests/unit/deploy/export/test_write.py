@@ -1,8 +1,11 @@
 """An export of a small student: which files there are, what manifest and card say, and what is refused."""
 
+import contextlib
 import json
+import zipfile
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +13,7 @@ import onnx
 import pytest
 import torch
 
+import kd
 from kd.config.schema import LossSection
 from kd.core.errors import ConfigError, ModelError, RunError
 from kd.deploy.export import graphs
@@ -45,6 +49,17 @@ def test_only_requested_graphs_are_written(subject, tmp_path):
     with torch.no_grad():
         expected = made.student.answer(torch.from_numpy(pixels)).numpy()
     assert np.abs(load(describe(written.folder), 1, 1).engine(pixels) - expected).max() < 1e-4
+
+
+def test_no_graph_names_a_folder_of_the_machine_that_exports(subject, tmp_path):
+    """torch notes where each operation was called, with the path of the source file."""
+    written = write(subject(), tmp_path / "export", ExportOptions(pt2=True, int8=True))
+    for file in written.folder.glob("model.*"):
+        content = file.read_bytes()
+        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as members:
+            content = b"".join(map(members.read, members.namelist()))
+        for source in (kd.__file__, torch.__file__):
+            assert str(Path(source).parent).encode() not in content, file
 
 
 def test_calibration_fixes_confidences_and_keeps_predictions(subject, tmp_path):
