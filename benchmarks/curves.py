@@ -12,7 +12,8 @@ pictures alone, with label smoothing 0.1, and at its end the test pictures are s
 validation pictures choose. A cell with `verdict` has the line `baseline: true` that kd-init offers: kd itself trains
 the labels, without smoothing, and its verdict stands in the row. Seeds other than 0 have another fit of the teacher.
 
-A cell whose row is in WORK/curves.jsonl is not made again; an unfinished run resumes. Each run has one thread; CPU
+A cell whose row is in WORK/curves.jsonl or, in a new folder, in the newest CSV is not made again; an unfinished run
+resumes. Each run has one thread; CPU
 seconds are those of kd's own records: of the student's steps, of the teacher's outputs, of the teacher's fit.
 Evaluations are not in them.
 
@@ -39,7 +40,7 @@ from typing import Any
 
 import yaml
 
-from _record import commit, write
+from _record import commit, newest, write
 from kd.files.run_dir import RunDir
 from kd.parts.datasets import food_mini
 from kd.setup.recipe import resolve
@@ -461,11 +462,13 @@ def main() -> None:
     )
     options.work.mkdir(parents=True, exist_ok=True)
     rows_file, lock = options.work / "curves.jsonl", threading.Lock()
-    done = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.is_file() else []
+    if not rows_file.is_file():  # a new folder begins with the rows that are committed
+        rows_file.write_text("".join(json.dumps(row) + "\n" for row in newest("curves")[1]))
+    done = [json.loads(line) for line in rows_file.read_text().splitlines()]
     known = {(row["setup"], row["cell"], row["seed"]) for row in done}
     chosen = [] if options.write else [cell for cell in CELLS if not options.only or cell.setup in options.only]
     queue = [cell for cell in chosen if (cell.setup, cell.name, cell.seed) not in known]
-    for name in dict.fromkeys(cell.setup for cell in queue):
+    for name in dict.fromkeys([*(cell.setup for cell in queue), *(row["setup"] for row in done)]):
         written(options, name, make_folders(options, name)[0])
 
     def make(cell: Cell) -> None:
