@@ -10,7 +10,8 @@ A set-up is a folder of pictures made in WORK by hard links, and the configurati
 WEIGHTS` writes for it. A cell changes keys of that configuration. The arm "labels" is the same network on the labelled
 pictures alone, with label smoothing 0.1, and at its end the test pictures are scored once, with the checkpoint that the
 validation pictures choose. A cell with `verdict` has the line `baseline: true` that kd-init offers: kd itself trains
-the labels, with the same smoothing, and its verdict stands in the row. Seeds other than 0 have another fit of the teacher.
+the labels, with the same smoothing, and its verdict stands in the row. Seeds other than 0 have another fit of the
+teacher.
 
 A cell whose row is in WORK/curves.jsonl or, in a new folder, in the newest CSV is not made again; an unfinished run
 resumes. Each run has one thread; CPU
