@@ -45,6 +45,7 @@ TRIED: dict[str, str] = {
     "sagemaker": f"-m kd.cli launch food.yaml --instance ml.c5.xlarge --dry-run {ACCOUNT}",
     "ray": "-m kd.cli launch food.yaml --local dnn=1,data=1 run.steps=1",
     "transformers": "-c 'import transformers, kd.parts.networks.transformers, kd.parts.networks.zero_shot'",
+    "sign": "-c 'import model_signing.signing, model_signing.verifying, kd.deploy.export.signature'",
     "completion": "-c 'import argcomplete, kd.cli.__main__'",
     "sift-integrations": "-c 'import lightning, transformers, kd.sifting.frameworks'",
 }

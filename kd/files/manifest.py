@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+SIGNATURE = "model.sig"  # of all other files of an export; `kd-export --sign` writes it
 DIGITS = 12  # digits of a hash as shown to users, such as the version of an export
 
 

@@ -202,14 +202,3 @@ def config_keys() -> set[str]:
     from timm.models import PretrainedCfg
 
     return {*PretrainedCfg.__dataclass_fields__, "label_names"}
-
-
-def known_configs(architecture: str) -> list[dict[str, Any]]:
-    """Return timm's configurations of a network, one per set of weights."""
-    import timm
-
-    found = []
-    for name in (architecture, *timm.list_pretrained(f"{architecture}.*")):
-        with suppress(RuntimeError):
-            found.append(timm.get_pretrained_cfg(name).to_dict())  # type: ignore[attr-defined]
-    return found

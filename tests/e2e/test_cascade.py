@@ -16,12 +16,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import chromium
 import numpy as np
 import pytest
 import torch
 from pieces import base, merged, paint, wait_until
 from PIL import Image
-from serving import Running, images
+from serving import Running, images, with_other_weights
 from subjects import CLASSES, PIXELS, small_subject
 
 import kd
@@ -294,16 +295,7 @@ def test_an_accepted_pair_without_its_second_is_a_warning(small, large, pictures
 
 
 def test_the_self_check_covers_the_second_model(small, large, pictures, command, tmp_path):
-    import onnx
-    from onnx import numpy_helper
-
-    folder = shutil.copytree(large, tmp_path / "large")
-    model = onnx.load(folder / "model.onnx")
-    (head,) = (one for one in model.graph.initializer if one.name.endswith("head.weight"))
-    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head) * np.float32(1.05), head.name))
-    onnx.save(model, folder / "model.onnx")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    package.seal(folder, {key: one for key, one in manifest.items() if key not in ("files", "checksum")})
+    folder = with_other_weights(large, tmp_path / "large")
     with pytest.raises(SelfCheckError, match=r"--second: .* differ"):
         kd.load(small, second=folder)
     with Running(small, "--second", str(folder), wait=False) as server:
@@ -316,6 +308,24 @@ def test_the_self_check_covers_the_second_model(small, large, pictures, command,
     answer = command("predict", small, tmp_path / "a.jpg", "--second", folder, "--to", tmp_path / "rows.csv")
     assert answer.code == 3, answer
     assert kd.load(small, second=folder, self_check=False).check_itself() is None
+
+
+def test_the_page_says_which_model_predicted(small, large, cascade, pictures, tmp_path):
+    if chromium.path() is None:
+        pytest.skip("no chromium here: apt-get install chromium")
+    shown = {}
+    with Running(small, "--second", str(large)) as server, chromium.Page(tmp_path / "profile") as page:
+        page.open(f"http://127.0.0.1:{server.port}/")
+        for model in ("first", "second"):
+            data = next(data for data in pictures.values() if cascade(data).model == model)
+            (tmp_path / f"{model}.jpg").write_bytes(data)
+            page.choose("#file", tmp_path / f"{model}.jpg")
+            alt = f"The chosen picture: {model}.jpg"
+            page.until(f"document.getElementById('shown').alt === '{alt}' && !answer.hasAttribute('aria-busy')")
+            shown[model] = page.run("document.getElementById('best').textContent")
+    assert "by the second model" in shown["second"]
+    assert "second model" not in shown["first"]
+    assert "unsure" not in shown["first"]
 
 
 def test_sigterm_while_passing_on_loses_nothing(small, large, cascade, pictures):

@@ -27,10 +27,9 @@ import timm
 import torch
 from pieces import centre, wait_until
 from PIL import Image
-from serving import ROOT, Reply, Running, images, validation
+from serving import ROOT, Reply, Running, images, validation, with_other_weights
 
 from kd.core.host import installed
-from kd.deploy.export import package
 from kd.deploy.export.export import ExportOptions, export
 from kd.deploy.serve.limits import Limits
 from kd.deploy.serve.model import describe, load
@@ -574,16 +573,7 @@ def test_openvino_with_two_slots_ends_at_any_sigterm(distilled, tmp_path):
 
 def test_an_export_that_fails_the_self_check_is_not_ready(exported, tmp_path):
     """Its last layer's weights are those of a later step; hashes and checksum are made to fit."""
-    import onnx
-    from onnx import numpy_helper
-
-    folder = shutil.copytree(exported, tmp_path / "export")
-    model = onnx.load(folder / "model.onnx")
-    (head,) = (one for one in model.graph.initializer if one.name.endswith("head.weight"))
-    head.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(head) * np.float32(1.05), head.name))
-    onnx.save(model, folder / "model.onnx")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    package.seal(folder, {key: one for key, one in manifest.items() if key not in ("files", "checksum")})
+    folder = with_other_weights(exported, tmp_path / "export")
     with Running(folder, wait=False) as server:
         wait_until(lambda: "differ" in server.get("/ping").json["detail"])
         ping = server.get("/ping")

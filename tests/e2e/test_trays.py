@@ -23,7 +23,7 @@ import kd
 from kd import config
 from kd.core.errors import KdError, ModelError
 from kd.deploy.export.export import ExportOptions, export
-from kd.deploy.verify.claims import WRONG
+from kd.deploy.verify.comparison import WRONG
 from kd.deploy.verify.verify import VerifyOptions, verify
 from kd.jobs.train import train
 

@@ -69,7 +69,7 @@ def verdicts(command, folder: Path, images: Path, run: Path) -> dict[str, str]:
 
 def test_pictures_that_only_training_reads(mixed, pictures, command):
     found = verdicts(command, mixed / "export", pictures, mixed)
-    right = ("parity/model.onnx/correct", "input/crop", "images.csv/labels", "images.csv/choice")
+    right = ("parity/model.onnx/correct", "input/crop", "images.csv/times", "images.csv/choice")
     assert [found[what] for what in right] == ["right"] * len(right)
 
 

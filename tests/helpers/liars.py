@@ -24,7 +24,7 @@ from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Subject
 from kd.deploy.export.package import seal
-from kd.deploy.verify.claims import WRONG
+from kd.deploy.verify.comparison import WRONG
 from kd.deploy.verify.verify import Verdict, VerifyOptions, verify
 from kd.files.manifest import MANIFEST, sha256
 from kd.models.classifier import tensors_digest
@@ -145,7 +145,7 @@ def graph_of(liar: Liar, name: str, source: Path | None = None) -> None:
     if source is not None:
         shutil.copy(source, liar.folder / name)
     liar.manifest["chain"]["graphs"][name] = sha256(liar.folder / name)
-    if name == liar.manifest["accepted"]["file"]:
+    if name == liar.manifest.get("accepted", {}).get("file"):
         liar.manifest["accepted"]["found"]["mb"] = round((liar.folder / name).stat().st_size / 1e6, 4)
 
 

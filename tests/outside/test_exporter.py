@@ -16,7 +16,7 @@ from kd.core.host import installed
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.serve.model import describe, load
-from kd.deploy.verify.claims import WRONG
+from kd.deploy.verify.comparison import WRONG
 from kd.deploy.verify.verify import VerifyOptions, verify
 from kd.parts import registry
 

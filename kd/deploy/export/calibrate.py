@@ -40,18 +40,26 @@ def calibrate(student: Classifier, images: Batches) -> tuple[dict[str, Any], str
     if len(label_N) < FEWEST_LABELLED or not mistakes:
         reason = f"{len(label_N)} validation images have a label and {mistakes} predictions are wrong"
         return {}, f"not calibrated: {reason}; {FEWEST_LABELLED} images and one wrong prediction are needed"
-    divided_NC = cross_fitted(logits_NC, label_N)
-    before, after = (calibration_error(each_NC, label_N) for each_NC in (logits_NC, divided_NC))
-    low, high = gain(logits_NC, divided_NC, label_N)
+    low, high = gain(logits_NC, cross_fitted(logits_NC, label_N), label_N)
     if low <= 0:
         gained = f"log-likelihood gains {low:.4f} to {high:.4f} nats per image (95 %)"
         return {}, f"not calibrated: a temperature fitted on one half does not surely help the other ({gained})"
-    found = temperature(logits_NC, label_N)
-    if reason := _divide(student, found, pixels, batches[-1][0]):
+    found = fitted(logits_NC, label_N)
+    if reason := _divide(student, found["temperature"], pixels, batches[-1][0]):
         return {}, f"not calibrated: {reason}"
-    line = f"calibrated: logits divided by {found:.3g}, fitted on {len(label_N)} validation images; "
-    line += f"calibration error {percent(before)} -> {percent(after)}, fitted on one half and counted on the other"
-    return {"temperature": found, "images": len(label_N), "ece": before, "calibrated_ece": after}, line
+    line = f"calibrated: logits divided by {found['temperature']:.3g}, fitted on {len(label_N)} validation images; "
+    errors = f"{percent(found['ece'])} -> {percent(found['calibrated_ece'])}"
+    return found, f"{line}calibration error {errors}, fitted on one half and counted on the other"
+
+
+def fitted(logits_NC: Tensor, label_N: Tensor) -> dict[str, Any]:
+    """Return the temperature of logits [N, C], and the calibration error before and after it."""
+    return {
+        "temperature": temperature(logits_NC, label_N),
+        "images": len(label_N),
+        "ece": calibration_error(logits_NC, label_N),
+        "calibrated_ece": calibration_error(cross_fitted(logits_NC, label_N), label_N),
+    }
 
 
 def cross_fitted(logits_NC: Tensor, label_N: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ from kd.core.references import written
 from kd.core.types import Dims
 from kd.deploy.export import graphs
 from kd.deploy.export.card import card, loading
+from kd.deploy.export.claims import InputClaims, Manifest, OutputClaims
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.export.graphs import Made, ReadImages, Subject
 from kd.deploy.export.package import complete, new_export, refuse_other, seal
 from kd.deploy.export.parity import shown_images
 from kd.deploy.export.receipt import licences, receipt
-from kd.deploy.serve import self_check
+from kd.deploy.export.signature import sign
 from kd.files.manifest import DIGITS
 from kd.files.pixels import MARGIN
 from kd.files.run_dir import RunDir
@@ -165,10 +166,12 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
         as_read = json.loads(json.dumps(facts, sort_keys=True))  # so that the card can be generated again
         (draft / "README.md").write_text(card(as_read), encoding="utf-8")
         seal(draft, facts)
+        if options.sign is not None:
+            sign(draft, options.sign)
     return WrittenExport(target, made.lines, loading(str(target), is_timm(subject.student.network)), facts)
 
 
-def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
+def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
     """Write weights, config.json and kd.json, which serving needs; return the facts for manifest.json."""
     student, recipe = subject.student, subject.recipe
     task, section = recipe.student.task, recipe.data
@@ -177,20 +180,24 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> dict[str, Any]:
         provenance["calibration"] = made.calibration
     classes = subject.classes if task.logits else ()
     content, weights = export_files(student, classes, section.crop_pct, task.problem_type)
-    facts = {
+    facts: Manifest = {
         "format": FORMAT,
         "name": recipe.record.name,
         "version": provenance["digest"][:DIGITS] + ("-index" if student.project is not None else ""),
         "input": input_of(student, section),
         "output": output_of(student, made),
         "parity": made.parity,
-        **({"variants": made.variants} if made.variants else {}),
-        **({"pick": made.accepted["file"], "accepted": made.accepted} if made.accepted else {}),
-        **({"pick": made.cascade["file"], "cascade": made.cascade} if made.cascade else {}),
         "validation": made.validation,
-        **({self_check.KEY: made.self_check} if made.self_check else {}),
         "environment": _environment(),
     }
+    if made.variants:
+        facts["variants"] = made.variants
+    if made.accepted:
+        facts["pick"], facts["accepted"] = made.accepted["file"], made.accepted
+    if made.cascade:
+        facts["pick"], facts["cascade"] = made.cascade["file"], made.cascade
+    if made.self_check:
+        facts["self_check"] = made.self_check
     complete(draft, content, weights, provenance, facts)
     return facts
 
@@ -203,30 +210,35 @@ def _origin(section: StudentSection) -> str:
     return "trained from random initial weights"
 
 
-def input_of(student: Classifier, section: DataSection) -> dict[str, Any]:
+def input_of(student: Classifier, section: DataSection) -> InputClaims:
     """Return manifest.json's entry on the images that the graphs take."""
     size = section.image_size
-    return {
+    entry: InputClaims = {
         "name": "image",
         "layout": f"uint8 [batch, 3, {size}, {size}], RGB",
         "size": size,
         "crop": section.crop_pct,
         "margin": MARGIN,
-        **({"bits": section.bits} if section.bits != 16 else {}),
         "network_size": student.input_size or size,
     }
+    if section.bits != 16:
+        entry["bits"] = section.bits
+    return entry
 
 
-def output_of(student: Classifier, made: Made) -> dict[str, Any]:
+def output_of(student: Classifier, made: Made) -> OutputClaims:
     """Return manifest.json's entry on what the graphs return."""
-    if student.num_classes:
-        more = {key: value for key, value in (("thresholds", made.thresholds), ("defer", made.defer)) if value}
-        shape = f"float32 [batch, {student.num_classes}]"
-        return {"name": runtimes.LOGITS, "layout": shape, "width": student.num_classes, **more}
-    width = student.num_features
-    space = {"space": "teacher"} if student.project is not None else {}
-    layout = f"float32 [batch, {width}], each of length 1"
-    return {"name": runtimes.EMBEDDING, "layout": layout, "width": width, **space}
+    width = student.num_classes or student.num_features
+    entry: OutputClaims = {"name": runtimes.LOGITS, "layout": f"float32 [batch, {width}]", "width": width}
+    if made.thresholds:
+        entry["thresholds"] = made.thresholds
+    if made.defer:
+        entry["defer"] = made.defer
+    if not student.num_classes:
+        entry["name"], entry["layout"] = runtimes.EMBEDDING, f"float32 [batch, {width}], each of length 1"
+    if student.project is not None:
+        entry["space"] = "teacher"
+    return entry
 
 
 def _environment() -> dict[str, Any]:

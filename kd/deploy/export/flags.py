@@ -110,6 +110,8 @@ class ExportOptions:
     """instead mark this share of images as unsure (default: no marks)"""
     license: str = option("", "ID")
     """licence to state in the model card, e.g. apache-2.0"""
+    sign: Path | None = option(None, "KEY", Path)
+    """sign the export with this private key (PEM); needs kd[sign]"""
 
     @property
     def any_graph(self) -> bool:

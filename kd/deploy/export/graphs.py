@@ -17,6 +17,7 @@ from kd.core.scores import Scored
 from kd.core.text import percent
 from kd.deploy.export import defer, parity, variants
 from kd.deploy.export.calibrate import calibrate
+from kd.deploy.export.claims import ParityClaims, QualityClaims, VariantClaims
 from kd.deploy.export.defer import Rule
 from kd.deploy.export.flags import ExportOptions, NotAcceptedError, limits, misses
 from kd.deploy.export.parity import EAGER, GraphOutputs
@@ -60,19 +61,19 @@ class Subject:
 class Made:
     """Files and measurements of an export."""
 
-    parity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parity: dict[str, ParityClaims] = field(default_factory=dict)
     eager_ms: float = 0.0
     lines: list[str] = field(default_factory=list)
     thresholds: dict[str, dict[str, Any]] = field(default_factory=dict)  # by class: see `Task.thresholds`
-    defer: dict[str, Any] = field(default_factory=dict)  # the threshold of sure predictions: see `defer.choose`
-    calibration: dict[str, Any] = field(default_factory=dict)  # temperature scaling; empty: not applied
-    qualities: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `variants.quality`
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file, through `kd-serve`, for manifest.json
-    accepted: dict[str, Any] = field(default_factory=dict)  # limits, threads, chosen file and its values
-    cascade: dict[str, Any] = field(default_factory=dict)  # the same of a file with the second export, and its name
+    defer: Any = field(default_factory=dict)  # the threshold of sure predictions: see `defer.choose`
+    calibration: Any = field(default_factory=dict)  # temperature scaling; empty: not applied
+    qualities: dict[str, QualityClaims] = field(default_factory=dict)  # by file: see `variants.quality`
+    variants: dict[str, VariantClaims] = field(default_factory=dict)  # by file, through `kd-serve`, for manifest.json
+    accepted: Any = field(default_factory=dict)  # limits, threads, chosen file and its values
+    cascade: Any = field(default_factory=dict)  # the same of a file with the second export, and its name
     rule: Rule = field(default_factory=Rule)  # the rule of `defer`
     validation: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.shift.Reference`
-    self_check: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: see `kd.deploy.serve.self_check`
+    self_check: dict[str, Any] = field(default_factory=dict)  # by file: see `kd.deploy.serve.self_check`
 
 
 def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
@@ -125,6 +126,12 @@ def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[st
     labels = subject.classes if subject.recipe.student.task.logits else ()
     entries = self_check.write(folder, engines, labels, data.image_size, data.crop_pct, data.bits)
     return {name: entry | registry.exporter(name).least(folder / name) for name, entry in entries.items()}
+
+
+def losses(outputs: GraphOutputs, name: str, task: Task, behind: float) -> dict[str, float]:
+    """Return a graph's losses by the words of `--accept`, points; `behind`: the student behind its teacher."""
+    lost, facts = 100 * outputs.drop(name, task), outputs.facts(name, task)
+    return {"drop": lost, "teacher-drop": lost + behind} | ({"ece": 100 * facts["ece"]} if "ece" in facts else {})
 
 
 @dataclass(slots=True)
@@ -294,15 +301,10 @@ class _Workbench:
 
     def _losses(self, name: str, wanted: Mapping[str, float]) -> dict[str, float]:
         """Return a graph's loss in points, and the calibration error if requested."""
-        lost = 100 * self.outputs.drop(name, self.task)
-        found = {"drop": lost}
-        if "teacher-drop" in wanted:
-            found["teacher-drop"] = lost + self._behind(wanted)
-        if "ece" in wanted:
-            if "ece" not in self.made.parity[name]:
-                raise ModelError("--accept", "ece needs labels, and no validation image has one", "", "Leave ece out")
-            found["ece"] = 100 * self.made.parity[name]["ece"]
-        return found
+        found = losses(self.outputs, name, self.task, self._behind(wanted))
+        if "ece" in wanted and "ece" not in found:
+            raise ModelError("--accept", "ece needs labels, and no validation image has one", "", "Leave ece out")
+        return {word: value for word, value in found.items() if word == "drop" or word in wanted}
 
     def _behind(self, wanted: Mapping[str, float]) -> float:
         """Return by how many points the run's recorded student is behind its teacher; 0 if it is not asked."""

@@ -1,7 +1,7 @@
 """The export folder: timm's files, served graphs, provenance, and a hash of every file."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kd.core.errors import RunError
 from kd.files.checkpoint import save_tensors
-from kd.files.manifest import MANIFEST, checksum, sha256, unchanged
+from kd.files.manifest import MANIFEST, SIGNATURE, checksum, sha256, unchanged
 from kd.files.storage import REPLACED, atomic_folder, refuse_unlisted, write_json
 
 
@@ -34,7 +34,7 @@ def complete(
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     provenance: dict[str, Any],
-    facts: dict[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
 ) -> None:
     """Write the common files and the list of all files into a folder that may hold graphs and the model card.
 
@@ -47,7 +47,7 @@ def complete(
     seal(draft, facts or {})
 
 
-def seal(draft: Path, facts: dict[str, Any]) -> None:
+def seal(draft: Path, facts: Mapping[str, object]) -> None:
     """Write manifest.json, after which `kd-serve` serves the folder: facts, all files, a checksum."""
     (draft / MANIFEST).unlink(missing_ok=True)
     content = json.loads(json.dumps({**facts, "files": _listing(draft)}))  # as a reader will parse it
@@ -59,12 +59,12 @@ def refuse_other(folder: Path) -> None:
     listed: dict[str, Any] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # no valid manifest: no files
         content = json.loads((folder / MANIFEST).read_bytes())
-        listed = {**content["files"], MANIFEST: None} if unchanged(content) else {}
+        listed = {**content["files"], MANIFEST: None, SIGNATURE: None} if unchanged(content) else {}
     if not listed and folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()):
         raise RunError("export", f"'{folder}' exists and is not an exported model", REPLACED, "Choose another folder")
     refuse_unlisted(folder, listed, "export")
     for name, entry in _listing(folder).items():
-        if name != MANIFEST and listed[name] != entry:
+        if name not in (MANIFEST, SIGNATURE) and listed[name] != entry:
             wrong = f"'{folder / name}' was changed after the export"
             raise RunError("export", wrong, REPLACED, "Move it away, or choose another folder")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from kd.core.intervals import around, paired, resampled, wilson
 from kd.core.scores import GraphScores
 from kd.core.seeds import evenly_spaced
 from kd.data.loader import batches_of
+from kd.deploy.export.claims import ParityClaims
 from kd.deploy.shift import Measures, Reference, measure
 from kd.models.classifier import Classifier
 from kd.models.runtimes import cpu_ms
@@ -82,13 +83,18 @@ class GraphOutputs:
             return paired(int((was & ~now).sum()), int((now & ~was).sum()), images)
         return around(self.drop(name, task), resampled(lambda picks: self.drop(name, task, picks), len(self.labels)))
 
-    def facts(self, name: str, task: Task) -> dict[str, Any]:
+    def facts(self, name: str, task: Task) -> ParityClaims:
         """Return a graph's entry in manifest.json: accuracy, distance from PyTorch, and cost."""
-        known, found = self.labels >= 0, {"images": len(self.labels), **self.scores(name, task).facts}
+        known = self.labels >= 0
+        entry: ParityClaims = {
+            "images": len(self.labels),
+            "max_difference": float(f"{self.difference(name):.3g}"),
+            "cpu_ms": round(self.cpu_ms[name], 3),
+        }
+        entry.update(cast(ParityClaims, self.scores(name, task).facts))
         if task.logits == "softmax" and bool(known.any()):
-            found["ece"] = calibration_error(self.outputs[name][known], self.labels[known])
-        near = {"max_difference": float(f"{self.difference(name):.3g}"), "cpu_ms": round(self.cpu_ms[name], 3)}
-        return {**found, **near}
+            entry["ece"] = calibration_error(self.outputs[name][known], self.labels[known])
+        return entry
 
     def write_images(self, file: Path, classes: Sequence[str]) -> None:
         """Write one line per image: CRC-32 of file and pixels, whether its labels are known, and their names."""

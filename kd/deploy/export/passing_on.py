@@ -8,6 +8,7 @@ Shape legend: N images, C classes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,6 +80,26 @@ def describe_second(options: ExportOptions, task: Task, classes: Sequence[str], 
     return second
 
 
+def values_at(
+    outputs: GraphOutputs, name: str, second: Tensor, task: Task, behind: float, threshold: float
+) -> list[dict[str, float]]:
+    """Return the values of a graph with the second export at a confidence threshold, on each half of labelled images.
+
+    `second`, `behind`: see `smallest_share`.
+    """
+    known = outputs.labels >= 0
+    first, trained = outputs.outputs[name][known].double(), outputs.outputs[EAGER][known]
+    label, sure = outputs.labels[known], first.softmax(1).max(1).values >= threshold
+    joined = torch.where(sure[:, None], first, second[known].double())
+    values = []
+    for half in HALVES:
+        before, after = (task.graph_scores(each[half], trained[half], label[half]).score for each in (trained, joined))
+        drop, ece = 100 * (before - after), 100 * calibration_error(joined[half], label[half])
+        passed_on = 1 - float(sure[half].double().mean())
+        values.append({"drop": drop, "teacher-drop": drop + behind, "ece": ece, PASSED_ON: passed_on})
+    return values
+
+
 def smallest_share(
     outputs: GraphOutputs, name: str, second: Tensor, task: Task, wanted: Mapping[str, float], behind: float
 ) -> Tried:
@@ -89,21 +110,13 @@ def smallest_share(
     """
     known = outputs.labels >= 0
     kept = {each: outputs.outputs[each][known] for each in (EAGER, name)}
-    label, second = outputs.labels[known], second[known]
-
-    def values(threshold: float, half: slice) -> dict[str, float]:
-        first, trained = kept[name][half].double(), kept[EAGER][half]
-        sure = first.softmax(1).max(1).values >= threshold
-        joined = torch.where(sure[:, None], first, second[half].double())
-        before, after = (task.graph_scores(each, trained, label[half]).score for each in (trained, joined))
-        drop, ece = 100 * (before - after), 100 * calibration_error(joined, label[half])
-        return {"drop": drop, "teacher-drop": drop + behind, "ece": ece, PASSED_ON: 1 - float(sure.double().mean())}
-
+    values = partial(values_at, outputs, name, second, task, behind)
+    alone, images = values(0.0), [len(outputs.labels[known][half]) for half in HALVES]
     tried, missing = list[Tried](), list[Tried]()
     for share in SHARES:
         rule = defer.Rule(share=share)
-        threshold = defer.choose(rule, kept, label, {}, ())["threshold"]
-        tried = [Tried(rule, values(threshold, half), values(0.0, half), len(label[half])) for half in HALVES]
+        threshold = defer.choose(rule, kept, outputs.labels[known], {}, ())["threshold"]
+        tried = [Tried(rule, *each) for each in zip(values(threshold), alone, images, strict=True)]
         missing = [one for one in tried if misses(one.values, wanted)]
         if not missing:
             break

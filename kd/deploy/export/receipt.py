@@ -12,6 +12,7 @@ from typing import Any
 from kd.core.intervals import Samples
 from kd.core.references import written
 from kd.core.text import table
+from kd.deploy.export.claims import AboutClaims, ChainClaims, ChainStudent, Manifest, ScoreClaims, ScoreOfModel
 from kd.deploy.export.graphs import Made, Subject
 from kd.files.manifest import sha256
 from kd.models import packages
@@ -54,17 +55,22 @@ def licences(recipe: Recipe) -> dict[str, str]:
     return {**found, "data": recipe.data.license or UNKNOWN, "student's first weights": first}
 
 
-def receipt(subject: Subject, made: Made, folder: Path, license: str) -> dict[str, Any]:
-    """Return manifest.json's entry on the origin of the graphs in `folder`."""
+def receipt(subject: Subject, made: Made, folder: Path, license: str) -> Manifest:
+    """Return manifest.json's entries on the origin of the graphs in `folder`."""
     chain = chain_of(subject)
-    chain["graphs"] = {name: sha256(folder / name) for name in made.parity}
-    stated = {**subject.licences, chain["student"]["is"]: license or UNKNOWN}
-    calibrated = {"calibration": made.calibration} if made.calibration else {}
-    found = {"chain": chain, "licences": stated, "eager_ms": round(made.eager_ms, 3), **calibrated}
-    return {**found, "about": about(subject), "scores": scores_of(subject)}
+    entries: Manifest = {
+        "chain": {**chain, "graphs": {name: sha256(folder / name) for name in made.parity}},
+        "licences": {**subject.licences, chain["student"]["is"]: license or UNKNOWN},
+        "eager_ms": round(made.eager_ms, 3),
+        "about": about(subject),
+        "scores": scores_of(subject),
+    }
+    if made.calibration:
+        entries["calibration"] = made.calibration
+    return entries
 
 
-def about(subject: Subject) -> dict[str, Any]:
+def about(subject: Subject) -> AboutClaims:
     """Return manifest.json's entries on the network and its training data."""
     recipe, student = subject.recipe, subject.student
     return {
@@ -78,7 +84,7 @@ def about(subject: Subject) -> dict[str, Any]:
     }
 
 
-def scores_of(subject: Subject) -> dict[str, Any]:
+def scores_of(subject: Subject) -> ScoreClaims:
     """Return manifest.json's entry on scores: of each model, and of the student against the others."""
     scores, (scored, alone) = subject.recipe.student.task.scores, subject.scored
     row = subject.provenance["metrics"] if scored is None else scored.row
@@ -106,11 +112,12 @@ def scores_of(subject: Subject) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _score(value: float, samples: Samples | None) -> dict[str, Any]:
+def _score(value: float, samples: Samples | None) -> ScoreOfModel:
     if samples is None:
         return {"value": value}
-    counted = samples.right is not None
-    return {"value": value, **({"images": len(samples.right)} if counted else {"interval": samples.interval()})}  # type: ignore[arg-type]
+    if samples.right is None:
+        return {"value": value, "interval": samples.interval()}
+    return {"value": value, "images": len(samples.right)}
 
 
 def _difference(one: Samples, other: Samples) -> dict[str, Any]:
@@ -121,10 +128,17 @@ def _difference(one: Samples, other: Samples) -> dict[str, Any]:
     return {"value": value, "interval": [low, high]}
 
 
-def chain_of(subject: Subject) -> dict[str, Any]:
+def chain_of(subject: Subject) -> ChainClaims:
     """Return the chain from the teacher to the exported weights, without the graphs."""
     recipe, found, own = subject.recipe, subject.made_from, subject.provenance
-    chain: dict[str, Any] = {}
+    student: ChainStudent = {
+        "is": "student" if recipe.student.losses else "teacher",
+        "run": own["run"],
+        "step": own["step"],
+        "weights": own["digest"],
+        "exported": digest(subject.student.network),
+    }
+    chain: ChainClaims = {"student": student}
     if recipe.teacher.members and subject.recipe.student.losses:
         members = {
             where: {"name": plain_name(written(one.model)), "source": _source(recipe, where)}
@@ -132,8 +146,6 @@ def chain_of(subject: Subject) -> dict[str, Any]:
         }
         chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
         chain["answers"] = found.get("answers") or {}
-    step = {"is": "student" if recipe.student.losses else "teacher", "run": own["run"], "step": own["step"]}
-    chain["student"] = {**step, "weights": own["digest"], "exported": digest(subject.student.network)}
     return chain
 
 

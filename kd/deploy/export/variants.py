@@ -5,9 +5,8 @@ Times are latencies of one client of `kd-serve` (`kd.deploy.serve.bench`).
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,6 +14,7 @@ from PIL import Image
 from kd.core.evaluation import Task
 from kd.core.intervals import within
 from kd.deploy.export import parity
+from kd.deploy.export.claims import QualityClaims, SpeedClaims, VariantClaims
 from kd.deploy.serve import bench
 from kd.deploy.serve.bench import Latency
 from kd.parts import registry
@@ -40,7 +40,7 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in files(path))
 
 
-def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> dict[str, Any]:
+def quality(name: str, outputs: parity.GraphOutputs, task: Task) -> QualityClaims:
     """Return a graph's accuracy as JSON values; `drop` and `agreement` are relative to the student as trained."""
     scores = outputs.scores(name, task)
     units, images = {one.title: one.unit for one in task.scores.own}, len(outputs.labels)
@@ -78,16 +78,30 @@ def measure(
     return speeds
 
 
-def facts(path: Path, quality: Mapping[str, Any], speed: Mapping[int, Latency]) -> dict[str, Any]:
+def facts(path: Path, quality: QualityClaims, speed: Mapping[int, Latency]) -> VariantClaims:
     """Return a graph's measured values as JSON, for manifest.json."""
     graph = registry.graphs()[path.name]
-    named = {"runtime": graph.runtime, "precision": graph.precision, "bytes": size(path)}
-    return {**named, **quality, "speed": speed_facts(speed)}
+    speeds = speed_facts(speed)
+    return {
+        "runtime": graph.runtime,
+        "precision": graph.precision,
+        "bytes": size(path),
+        **quality,
+        "speed": speeds,
+    }
 
 
-def speed_facts(speed: Mapping[int, Latency]) -> dict[str, dict[str, float]]:
+def speed_facts(speed: Mapping[int, Latency]) -> dict[str, SpeedClaims]:
     """Return speeds as JSON values, by the number of threads."""
-    return {str(threads): {k: round(v, 3) for k, v in asdict(s).items()} for threads, s in speed.items()}
+    return {
+        str(threads): {
+            "p50_ms": round(seen.p50_ms, 3),
+            "p99_ms": round(seen.p99_ms, 3),
+            "images_per_second": round(seen.images_per_second, 3),
+            "memory_mb": round(seen.memory_mb, 3),
+        }
+        for threads, seen in speed.items()
+    }
 
 
 def noisy(one: Latency, cpu_ms: float) -> bool:

@@ -6,9 +6,10 @@ import csv
 import io
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from kd.core.errors import DataError, ModelError, in_short
 from kd.core.evaluation import Task
 from kd.core.host import versions
 from kd.deploy.export import parity
+from kd.deploy.export.claims import IMAGES
 from kd.deploy.export.parity import BATCH, Batches
 from kd.deploy.predict.image_list import GONE, find
 from kd.deploy.serve.limits import Problem
-from kd.deploy.verify.claims import IMAGES, Claims
+from kd.deploy.verify.comparison import Claims
 from kd.files.pixels import least_of_centre, load, open_training_image, planes
 
+MOST_ALIKE = 8  # files with one CRC-32 that are looked at; of 4,000 PNGs of noise 112 share one with another
 Line = tuple[int, int, Sequence[str] | None]
 """CRC-32 of a file and of its pixels, and labels (None: unknown)."""
 
@@ -55,8 +58,8 @@ class Shown:
     """The images of an export below `--data`."""
 
     lines: Sequence[Line]
-    read: Callable[[int], bytes]  # (CRC-32) -> content
-    folders: Mapping[int, Sequence[str]]  # names of the files with a CRC-32
+    read: Callable[[int], Iterator[bytes]]  # (CRC-32) -> contents of its files
+    files: Mapping[int, int]  # number of files with a CRC-32
     total: int  # number of files below `--data`
 
     @staticmethod
@@ -78,63 +81,54 @@ class Shown:
             wrong = f"'{source}' holds {there} of the {len(lines)} images behind the export's numbers"
             wrong += f"; files there that cannot be read: {unread}" if unread else ""
             raise DataError("--data", wrong, "All of them, among any others", "Name the run's validation images")
-        folders = {one: [f"/{images.names[id].rpartition('/')[0]}" for id in ids] for one, ids in at.items()}
-        return Shown(lines, lambda encoded: images.content(at[encoded][0]), folders, len(images.names))
+        files = {crc: len(ids) for crc, ids in at.items()}
+        return Shown(lines, lambda crc: map(images.content, at[crc][:MOST_ALIKE]), files, len(images.names))
 
     def batches(self, told: Mapping[str, Any], labels: Sequence[str], task: Task) -> Batches:
         """Yield the images as the export decoded them, with its labels."""
         for first in range(0, len(self.lines), BATCH):
-            crcs, _, names = zip(*self.lines[first : first + BATCH], strict=True)
+            lines = self.lines[first : first + BATCH]
+            crcs, _, names = zip(*lines, strict=True)
             if task.logits == "sigmoid":
                 sets = [[-1 if one is None else int(label in one) for label in labels] for one in names]
                 truth = np.array(sets, np.int8)
             else:
                 truth = np.array([-1 if one is None else labels.index(one[0]) for one in names])
             try:
-                crops = [_cropped(self.read(crc), told) for crc in crcs]
+                crops = [self._crop(line, told) for line in lines]
             except OSError as error:  # of a format that Pillow cannot read here
                 wrong = f"an image of the export cannot be decoded here ({in_short(error)})"
                 raise DataError("--data", wrong, "", "Install the decoders that the export had") from error
             yield np.stack(crops), truth, crcs
 
+    def _crop(self, line: Line, told: Mapping[str, Any]) -> np.ndarray:
+        """Return an image's crop: of files with one CRC-32, as PNGs of noise may have, that with its pixels."""
+        crops = (_cropped(content, told) for content in self.read(line[0]))
+        first = next(crops)
+        return next((crop for crop in chain([first], crops) if zlib.crc32(crop.tobytes()) == line[1]), first)
+
     def repeated(self, known: Claims) -> bool:
         """Return whether images are listed more often than they are there."""
         listed = Counter(crc for crc, *_ in self.lines)
-        more = sum(times > len(self.folders[crc]) for crc, times in listed.items())
+        more = sum(times > self.files[crc] for crc, times in listed.items())
         known.claimed["images.csv"]["times"] = "0 too often"
         known.show(IMAGES, {"images.csv": {"times": f"{more} too often"}})
         return more > 0
 
-    def show(self, known: Claims, labels: Sequence[str], seen: Sequence[tuple[int, int]]) -> None:
-        """Compare pixels with the recorded ones, labels with folder names, and count images."""
-        told, count = known.claimed["input"], len(self.lines)
-        same = sum(one[1] == pixels for one, (_, pixels) in zip(self.lines, seen, strict=True))
-        here, there = versions("pillow")["pillow"], known.claimed["environment"]["packages"]["pillow"]
+    def show(self, known: Claims, seen: Sequence[tuple[int, int]]) -> None:
+        """Compare pixels with the recorded ones, and count images and classes."""
+        claimed, labels, count = known.claimed, known.labels, len(self.lines)
+        same = sum(line[1] == pixels for line, (_, pixels) in zip(self.lines, seen, strict=True))
+        here, there = versions("pillow")["pillow"], claimed["environment"]["packages"]["pillow"]
         if same == count or here == there:
             wrong = f"{count - same} of {count} images have other pixels"
-            keys = {"size", "crop", "margin", "bits"} & told.keys()
-            known.show(IMAGES, {"input": {key: told[key] if same == count else wrong for key in keys}})
-        known.claimed["images.csv"]["labels"] = "as folders are named"
+            keys = {"size", "crop", "margin", "bits"} & claimed["input"].keys()
+            known.show(IMAGES, {"input": {key: claimed["input"][key] if same == count else wrong for key in keys}})
         known.reasons["images.csv/choice"] = f"{count} of {self.total} images below --data; --run shows which they are"
-        if text := self._against_folders(labels, bool(known.claimed["scores"].get("models", {}).get("student"))):
-            known.show(IMAGES, {"images.csv": {"labels": text}})
         unseen = len(set(labels) - {name for *_, names in self.lines for name in names or ()})
-        if labels and unseen:
+        if unseen:
             for what in ("about/labels", "config.json/label_names"):
                 known.reasons[what] = f"{unseen} of {len(labels)} classes have no image; --run shows their places"
         else:
-            names = {"label_names": list(labels)} if labels else {}
-            known.show(IMAGES, {"about": {"labels": list(labels)}, "config.json": names})
-
-    def _against_folders(self, labels: Sequence[str], scored: bool) -> str:
-        """Compare labels with folder names; "" if no folder has a class's name, or no image has a label.
-
-        Images without a label are an error if the student is `scored` against labels.
-        """
-        inside = {crc: {name for one in folders for name in labels if one.endswith(f"/{name}")}
-                  for crc, folders in self.folders.items()}  # fmt: skip
-        named = [(one, inside[crc]) for crc, _, one in self.lines if inside[crc] and (one is None or len(one) == 1)]
-        if not named or (not scored and all(one is None for *_, one in self.lines)):
-            return ""
-        other = sum(one is None or one[0] not in folders for one, folders in named)
-        return f"{other} of {len(named)} otherwise, or unknown" if other else "as folders are named"
+            names = {"label_names": labels} if labels else {}
+            known.show(IMAGES, {"about": {"labels": labels}, "config.json": names})

@@ -9,10 +9,11 @@ from kd.core.errors import KdError
 from kd.core.host import versions
 from kd.deploy.export import parity
 from kd.deploy.export.calibrate import divide_logits
+from kd.deploy.export.claims import RUN
 from kd.deploy.export.export import input_of, output_of, subject_of, teacher_of
 from kd.deploy.export.graphs import Made, Subject
 from kd.deploy.export.receipt import about, chain_of, scores_of
-from kd.deploy.verify.claims import RUN, Claims
+from kd.deploy.verify.comparison import Claims
 from kd.deploy.verify.images import Line
 from kd.models.licences import UNKNOWN
 from kd.models.timm_folder import export_files

@@ -14,15 +14,17 @@ from kd.core.errors import DataError, KdError, ModelError, named
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.core.text import table
+from kd.deploy.export.claims import FILES
 from kd.deploy.export.receipt import licence_lines
+from kd.deploy.export.signature import require_signature
 from kd.deploy.serve import self_check
 from kd.deploy.serve.model import describe
-from kd.deploy.verify.claims import EXPORT, OPEN, RIGHT, WRONG, Claims, Row
+from kd.deploy.verify.comparison import OPEN, RIGHT, WRONG, Claims, Row, row
 from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
 from kd.deploy.verify.graph_outputs import show_answers, show_self_check
 from kd.deploy.verify.images import Shown, lines_of
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import MANIFEST
+from kd.files.manifest import MANIFEST, SIGNATURE
 from kd.models.classifier import Classifier
 from kd.parts import registry
 from kd.study.report.summary import chain_lines
@@ -50,6 +52,10 @@ class VerifyOptions:
     """folder, list, shards or URL with the images used at the export; others are ignored"""
     run: Path | None = option(None, "RUN", Path)
     """its run folder: teacher, data, scores and the choice of images are compared too"""
+    second: Path | None = option(None, "EXPORT", Path)
+    """the second export of a pair that --accept chose"""
+    signed_by: Path | None = option(None, "KEY", Path)
+    """public key (PEM) of who should have signed the export; needs kd[sign]"""
     strict: bool = option(False)
     """also fail if a claim is not checked"""
     json: bool = option(False)
@@ -99,7 +105,7 @@ def verify(options: VerifyOptions) -> Verdict:
         if not isinstance(manifest.get("files"), dict):  # a run folder has a different manifest.json
             wrong = f"'{folder}' is not an export: {MANIFEST} is missing or describes something else"
             raise UnreadableExport("export", wrong, "", "Name the folder that kd-export wrote")
-        known = Claims(dict(manifest))
+        known = Claims(dict(manifest), folder)
         _look(known, manifest, options)
         return Verdict(manifest, known.rows)
     except OSError as error:
@@ -113,9 +119,12 @@ def verify(options: VerifyOptions) -> Verdict:
 def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> None:
     folder = options.export
     found = listed(folder, manifest["files"])
-    known.show(EXPORT, {"files": found})
+    known.show(FILES, {"files": found})
     known.graphs = tuple(name for name in registry.graphs() if "bytes" in found.get(name, {}))
-    whole = all(manifest["files"].get(name) == one for name, one in found.items())
+    _show_signature(known, options)
+    if known.old:
+        _leave_out_texts(known)
+    whole = all(manifest["files"].get(name) == file for name, file in found.items())
     readme = folder / "README.md"
     with known.reading("manifest.json"):
         show_manifest(known, manifest, readme.read_text("utf-8", "replace") if whole and readme.is_file() else "")
@@ -127,29 +136,58 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     with known.reading("images.csv"):
         lines = lines_of(folder)
         known.claimed["images.csv"] = {"choice": "the run's"}
-    if options.data and not (folder / "images.csv").is_file():
-        wrong = f"'{folder}' has no images.csv, the list of the images behind its numbers, so nothing is compared"
-        raise DataError("--data", wrong, "", "Without --data they are not checked")
+    _require_images(options)
     network: Classifier | None = None
     with known.reading("model.safetensors"):
         task = _task(known)
-        network = show_weights(known, folder, task)
+        network = show_weights(known, task)
     with known.reading("graphs"):
-        show_graphs(known, folder, lines)
+        show_graphs(known, lines)
     served = False
     with known.reading("what kd-serve reads"):
         served = all(registry.graphs()[name].code for name in known.graphs) or bool(describe(folder))
     if served:
         with known.reading(self_check.FILE):
-            show_self_check(known, folder)
+            show_self_check(known)
     if options.data and lines and task is not None and served:
         with tempfile.TemporaryDirectory() as copies, known.reading("predictions on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
-            show_answers(known, folder, shown, task, network, options.trust)
+            second = options.second if "cascade" in manifest else None
+            show_answers(known, shown, task, network, options.trust, second)
     if options.run is not None:
         from kd.deploy.verify.run_folder import show_run  # imports that open runs
 
         show_run(known, options.run, options.trust, lines)
+
+
+def _show_signature(known: Claims, options: VerifyOptions) -> None:
+    signed = (options.export / SIGNATURE).is_file()
+    if options.signed_by is None:
+        why = "--signed-by shows whose" if signed else "consistent, not signed"
+        known.leave_open("signature", SIGNATURE if signed else "none", why)
+    elif signed:
+        with known.reading("signature"):
+            require_signature(options.export, options.signed_by)
+            known.more.append(row("signature", SIGNATURE, "by this key", True))
+    else:
+        known.refuse("signature", f"no {SIGNATURE}")
+
+
+def _leave_out_texts(known: Claims) -> None:
+    """Leave out texts of kd 0.3, which had other keys."""
+    known.leave_open("scores", "texts", "free text of kd 0.3")
+    del known.claimed["scores"]
+    known.claimed["chain"] = {k: v for k, v in known.claimed["chain"].items() if k != "against_teacher"}
+
+
+def _require_images(options: VerifyOptions) -> None:
+    if options.data and not (options.export / "images.csv").is_file():
+        wrong = (
+            f"'{options.export}' has no images.csv, the list of the images behind its numbers, so nothing is compared"
+        )
+        raise DataError("--data", wrong, "", "Without --data they are not checked")
+    if options.second is not None and not options.data:
+        raise DataError("--second", "is compared on the images", "", "Name them: --data IMAGES")
 
 
 def _task(known: Claims) -> Task:
