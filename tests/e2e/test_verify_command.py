@@ -90,6 +90,24 @@ def test_claims_that_the_run_contradicts_are_wrong(distilled, photos, command, t
     assert answer.err.startswith("verify: ")
 
 
+def test_a_renamed_run_is_the_same_run(exported, distilled, photos, command, tmp_path):
+    run = shutil.copytree(distilled, tmp_path / "renamed")
+    answer = command("verify", exported, "--run", run, "--json")
+    rows = {row["what"]: row["verdict"] for row in json.loads(answer.out)["rows"]}
+    assert answer.code == 0, [what for what, verdict in rows.items() if verdict == "WRONG"]
+    assert (rows["chain/student/run"], rows["chain/student/step"]) == ("not checked", "right")
+
+
+def test_an_invented_score_is_wrong_beside_the_run_and_whole_in_json(exported, distilled, command, tmp_path):
+    liar = Liar(shutil.copytree(exported, tmp_path / "export"))
+    liar.manifest["scores"]["models"]["student"]["f1"] = {"value": 0.99}
+    liar.redraw()
+    liar.reseal()
+    rows = json.loads(command("verify", liar.folder, "--run", distilled, "--json").out)["rows"]
+    assert {row["what"]: row["verdict"] for row in rows}["scores/models/student/f1/value"] == "WRONG"
+    assert max(len(row["claimed"]) for row in rows) > 100
+
+
 def test_bad_input(refused, command, exported, distilled, photos, tmp_path):
     answer = command("verify", distilled, "--data", photos)
     assert answer.code == 3

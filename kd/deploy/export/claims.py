@@ -205,7 +205,7 @@ class AboutClaims(TypedDict):
     library: Exported
     losses: Trained
     data: AboutData
-    labels: Pixels
+    labels: Trained
     weights: Trained
 
 
@@ -264,7 +264,7 @@ class ConfigClaims(TypedDict, total=False):
     num_features: Stated
     global_pool: Stated
     problem_type: Stated
-    label_names: Pixels
+    label_names: Trained
     pretrained_cfg: dict[TimmKey, Preprocessing]
 
 

@@ -20,7 +20,8 @@ def sign(folder: Path, private_key: Path) -> None:
         signer = _library("signing", "--sign").Config().use_elliptic_key_signer(private_key=private_key)
         signer.set_hashing_config(hashing).sign(folder, folder / SIGNATURE)
     except (OSError, TypeError, ValueError) as error:
-        raise _no_key("--sign", private_key, error) from error
+        wrong = f"'{private_key}' is no key that can be used ({in_short(error)})"
+        raise ConfigError("--sign", wrong, KEYS, f"Make one: {MAKE}") from error
 
 
 def require_signature(folder: Path, public_key: Path) -> None:
@@ -29,7 +30,8 @@ def require_signature(folder: Path, public_key: Path) -> None:
     try:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except (OSError, TypeError, ValueError) as error:
-        raise _no_key("--signed-by", public_key, error) from error
+        wrong = f"'{public_key}' is no public key that can be used ({in_short(error)})"
+        raise ConfigError("--signed-by", wrong, "The public key of who signed, PEM", "Ask for it") from error
     try:
         verifier.set_ignore_unsigned_files(True).verify(folder, folder / SIGNATURE)
     except Exception as error:  # a stranger's file: the library and its parsers raise many types
@@ -39,7 +41,3 @@ def require_signature(folder: Path, public_key: Path) -> None:
 def _library(module: str, where: str) -> Any:
     remedy = "pip install 'PATH/kd[sign]'"
     return needed(f"model_signing.{module}", where, "the package model-signing is not installed", remedy)
-
-
-def _no_key(where: str, key: Path, error: Exception) -> ConfigError:
-    return ConfigError(where, f"'{key}' is no key that can be used ({in_short(error)})", KEYS, f"Make one: {MAKE}")

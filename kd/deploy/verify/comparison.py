@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from kd.core.errors import ConfigError, DataError, KdError, named
 from kd.core.host import cores, processor, versions
-from kd.deploy.export.claims import IMAGES, RUN, SECOND, Beside, Graph, Manifest, Origin, Threads, TimmKey
+from kd.deploy.export.claims import FILES, IMAGES, SECOND, Beside, Graph, Manifest, Origin, Threads, TimmKey
 from kd.files.json_file import DAMAGE
 from kd.files.manifest import DIGITS
 from kd.models.timm_folder import config_keys
@@ -38,7 +38,7 @@ a server of 0.42 ms was seen at 39.5 ms beside other work. Chosen; a lower cost 
 NEAR, OVERFLOWED = 3.0, 10.0
 """Largest ratio of a claimed and a found difference from PyTorch that is right, and that is open elsewhere: an int8
 graph's is 4.9 times as large without VNNI (`self_check_*.csv`)."""
-ABSENT, NOTHING = "nothing", "nothing here shows it"
+ABSENT, NOTHING, GAP = "nothing", "nothing here shows it", "no such value"
 HASH = 64  # digits of a sha256
 Path = tuple[str, ...]
 
@@ -61,6 +61,7 @@ class Claims:
     folder: pathlib.Path = field(default_factory=pathlib.Path)
     graphs: tuple[str, ...] = ()  # in the folder
     images: int = 0
+    given: set[str] = field(default_factory=set)  # evidence that was given
     noisy: bool = False  # other work disturbed a server's clients
     again: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)  # (evidence, values made from it)
     reasons: dict[str, str] = field(default_factory=dict)  # reasons of `not checked` by the begin of a key
@@ -165,11 +166,19 @@ class Claims:
         for value, right in shown:
             if right:
                 return row(what, claimed, value, True)
-        absent = {IMAGES, RUN, SECOND}.intersection(made.by) - {evidence for evidence, _ in self.again}
-        begin = max((one for one in self.reasons if what.startswith(one)), key=len, default="")
-        shows = " or ".join(f"{evidence} shows it" for evidence in sorted(absent)) or NOTHING
-        why = self.reasons.get(begin, shows)
+        begin = max((one for one in self.reasons if what.startswith(one)), key=len, default=None)
+        why = self._missing(made) if begin is None else self.reasons[begin]
+        why = "another machine, or other work, may explain it" if shown else why
         return row(what, claimed, shown[0][0] if shown else "", None, why)
+
+    def _missing(self, made: Origin) -> str:
+        """Return which evidence would show a value."""
+        made_from = {evidence for evidence, _ in self.again}
+        absent = [evidence for evidence in made.by if evidence != FILES and evidence not in made_from]
+        others = [evidence for evidence in absent if evidence not in self.given]
+        if others:
+            return " or ".join(f"{evidence} shows it" for evidence in others)
+        return "not read, since something is wrong" if absent else NOTHING
 
     def _judged(self, made: Origin, evidence: str, claimed: Any, found: Any) -> bool | None:
         rule = RULES[made.close] if evidence in (IMAGES, SECOND) else same
@@ -294,9 +303,16 @@ def at(tree: Any, path: Path) -> Any:
     return tree
 
 
+def with_gaps(claimed: Any, made: Any) -> Any:
+    """Return a tree that was made whole, with GAP for claimed values that it lacks: they are wrong."""
+    if isinstance(claimed, dict) and isinstance(made, dict):
+        return {key: with_gaps(claimed.get(key), made.get(key, {})) for key in {**claimed, **made}}
+    return GAP if made == {} else made
+
+
 def row(what: str, claimed: object, found: object, right: bool | None, why: str = "") -> Row:
     """Return a row of printable texts; `right` None: not checked."""
     texts = [f"{one:.5g}" if isinstance(one, float) else str(one) for one in (what, claimed, found)]
     texts = [text[:DIGITS] if len(text) == HASH else text for text in texts]
-    texts = ["".join(c if c.isprintable() else "?" for c in text)[:100] for text in (*texts, why)]
+    texts = ["".join(c if c.isprintable() else "?" for c in text) for text in (*texts, why)]
     return Row(*texts[:3], OPEN if right is None else RIGHT if right else WRONG, "" if right else texts[3])

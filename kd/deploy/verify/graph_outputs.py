@@ -23,7 +23,7 @@ from kd.deploy.serve import self_check
 from kd.deploy.serve.engines import open_graph
 from kd.deploy.serve.model import Description, describe
 from kd.deploy.verify.child import Confined
-from kd.deploy.verify.comparison import ABSENT, Claims
+from kd.deploy.verify.comparison import Claims, with_gaps
 from kd.deploy.verify.images import Shown
 from kd.files.manifest import MANIFEST
 from kd.models.classifier import Classifier
@@ -142,7 +142,7 @@ def _counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) -> di
             facts = {key: facts[key] for key in facts.keys() - {"max_difference", "same_top1", "cosine"}}
             quality = {}
         else:
-            facts = {**dict.fromkeys(claimed["parity"].get(name, {}), ABSENT), **facts}  # else a key would be no claim
+            facts = with_gaps(claimed["parity"].get(name, {}), facts)
         again["parity"][name] = {key: value for key, value in facts.items() if key not in ("images", "labelled")}
         again["validation"][name] = outputs.reference(name, task, known.labels, "calibration" in claimed).record()
         if name in claimed.get("variants", {}):

@@ -116,19 +116,14 @@ class Shown:
         return more > 0
 
     def show(self, known: Claims, seen: Sequence[tuple[int, int]]) -> None:
-        """Compare pixels with the recorded ones, and count images and classes."""
-        claimed, labels, count = known.claimed, known.labels, len(self.lines)
+        """Compare pixels with the recorded ones, and count images."""
+        claimed, count = known.claimed, len(self.lines)
         same = sum(line[1] == pixels for line, (_, pixels) in zip(self.lines, seen, strict=True))
         here, there = versions("pillow")["pillow"], claimed["environment"]["packages"]["pillow"]
         if same == count or here == there:
             wrong = f"{count - same} of {count} images have other pixels"
             keys = {"size", "crop", "margin", "bits"} & claimed["input"].keys()
             known.show(IMAGES, {"input": {key: claimed["input"][key] if same == count else wrong for key in keys}})
-        known.reasons["images.csv/choice"] = f"{count} of {self.total} images below --data; --run shows which they are"
-        unseen = len(set(labels) - {name for *_, names in self.lines for name in names or ()})
-        if unseen:
-            for what in ("about/labels", "config.json/label_names"):
-                known.reasons[what] = f"{unseen} of {len(labels)} classes have no image; --run shows their places"
-        else:
-            names = {"label_names": labels} if labels else {}
-            known.show(IMAGES, {"about": {"labels": labels}, "config.json": names})
+        known.reasons["images.csv/choice"] = (
+            f"{count} of {self.total} images below --data; --run shows which, and their labels"
+        )

@@ -13,7 +13,7 @@ from kd.deploy.export.claims import RUN
 from kd.deploy.export.export import input_of, output_of, subject_of, teacher_of
 from kd.deploy.export.graphs import Made, Subject
 from kd.deploy.export.receipt import about, chain_of, scores_of
-from kd.deploy.verify.comparison import Claims
+from kd.deploy.verify.comparison import Claims, with_gaps
 from kd.deploy.verify.images import Line
 from kd.models.licences import UNKNOWN
 from kd.models.timm_folder import export_files
@@ -46,8 +46,10 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
         "output": output_of(subject.student, Made()),
         "kd.json": {key: own[key] for key in ("run", "step", "metrics", "eval_crop", "digest")},
     }
+    if path.resolve().name != told["chain"]["student"]["run"]:  # the folder was renamed
+        del found["chain"]["student"]["run"], found["kd.json"]["run"]
     if not known.old:
-        found |= {"about": about(subject), "scores": scores_of(subject)}
+        found |= {"about": about(subject), "scores": with_gaps(told["scores"], scores_of(subject))}
     if versions("timm")["timm"] == told["environment"]["packages"]["timm"] and not known.old:
         found["config.json"] = export_files(subject.student, labels, recipe.data.crop_pct, task.problem_type)[0]
     known.show(RUN, found)

@@ -14,7 +14,7 @@ from kd.core.errors import DataError, KdError, ModelError, named
 from kd.core.evaluation import Task
 from kd.core.options import option
 from kd.core.text import table
-from kd.deploy.export.claims import FILES
+from kd.deploy.export.claims import FILES, IMAGES, RUN, SECOND
 from kd.deploy.export.receipt import licence_lines
 from kd.deploy.export.signature import require_signature
 from kd.deploy.serve import self_check
@@ -24,10 +24,12 @@ from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weig
 from kd.deploy.verify.graph_outputs import show_answers, show_self_check
 from kd.deploy.verify.images import Shown, lines_of
 from kd.files.json_file import DAMAGE, read_json
-from kd.files.manifest import MANIFEST, SIGNATURE
+from kd.files.manifest import MANIFEST, SIGNATURE, checksum
 from kd.models.classifier import Classifier
 from kd.parts import registry
 from kd.study.report.summary import chain_lines
+
+MOST_SHOWN = 100  # characters of a value in the table
 
 
 class NotVerifiedError(KdError):
@@ -77,7 +79,8 @@ class Verdict:
         stated: list[str] = []
         with suppress(*DAMAGE):  # a row reports that
             stated = [*chain_lines(self.manifest), "", *licence_lines(self.manifest), ""]
-        return [*stated, table([row._asdict() for row in self.rows]), self.line]
+        rows = [{key: text[:MOST_SHOWN] for key, text in row._asdict().items()} for row in self.rows]
+        return [*stated, table(rows), self.line]
 
     @property
     def line(self) -> str:
@@ -93,7 +96,8 @@ class Verdict:
         failed = [row.what for row in self.rows if row.verdict == WRONG or (strict and row.verdict == OPEN)]
         if failed:
             named = "; ".join(failed[:5]) + (f" and {len(failed) - 5} more" if len(failed) > 5 else "")
-            wrong = f"{len(failed)} of {len(self.rows)} claims could not be reproduced: {named}"
+            kinds = "wrong or not checked" if strict else "wrong"
+            wrong = f"{len(failed)} of {len(self.rows)} claims are {kinds}: {named}"
             raise NotVerifiedError("verify", wrong, "", "See the rows")
 
 
@@ -105,7 +109,8 @@ def verify(options: VerifyOptions) -> Verdict:
         if not isinstance(manifest.get("files"), dict):  # a run folder has a different manifest.json
             wrong = f"'{folder}' is not an export: {MANIFEST} is missing or describes something else"
             raise UnreadableExport("export", wrong, "", "Name the folder that kd-export wrote")
-        known = Claims(dict(manifest), folder)
+        asked = ((IMAGES, options.data), (RUN, options.run), (SECOND, options.second))
+        known = Claims(dict(manifest), folder, given={evidence for evidence, given in asked if given})
         _look(known, manifest, options)
         return Verdict(manifest, known.rows)
     except OSError as error:
@@ -124,12 +129,13 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     _show_signature(known, options)
     if known.old:
         _leave_out_texts(known)
-    whole = all(manifest["files"].get(name) == file for name, file in found.items())
+    if not all(manifest["files"].get(name) == file for name, file in found.items()):
+        known.show(FILES, {"checksum": checksum(manifest)})
+        known.reasons[""] = "nothing was read, since files are wrong"
+        return
     readme = folder / "README.md"
     with known.reading("manifest.json"):
-        show_manifest(known, manifest, readme.read_text("utf-8", "replace") if whole and readme.is_file() else "")
-    if not whole:  # a file with another hash is not read
-        return
+        show_manifest(known, manifest, readme.read_text("utf-8", "replace") if readme.is_file() else "")
     for name in ("config.json", "kd.json"):
         known.claimed[name] = read_json(folder / name, "export", "", kind=UnreadableExport)
     lines, task = None, None
@@ -170,7 +176,7 @@ def _show_signature(known: Claims, options: VerifyOptions) -> None:
             require_signature(options.export, options.signed_by)
             known.more.append(row("signature", SIGNATURE, "by this key", True))
     else:
-        known.refuse("signature", f"no {SIGNATURE}")
+        known.refuse("signature", f"no {SIGNATURE}, which kd-export --sign writes")
 
 
 def _leave_out_texts(known: Claims) -> None:

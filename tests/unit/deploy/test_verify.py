@@ -699,6 +699,30 @@ def test_changed_files_and_claims_are_found(lie, honest, tmp_path):
     assert row in {row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG}
 
 
+def test_a_file_more_is_the_only_wrong_row(honest, tmp_path):
+    folder = shutil.copytree(honest[0], tmp_path / "export")
+    (folder / "LICENSE").write_text("mit")
+    rows = {row.what: row for row in found(folder, honest[1]).rows}
+    assert [what for what, row in rows.items() if row.verdict == WRONG] == ["files/LICENSE/sha256"]
+    assert "files are wrong" in rows["parity/model.onnx/correct"].why
+
+
+def test_labels_are_not_shown_by_images_alone(honest, tmp_path):
+    """Who renames two classes in every file tells a lie that only the run contradicts."""
+
+    def swapped(names: list[str]) -> list[str]:
+        other = {"apple": "fig", "fig": "apple"}
+        return [other.get(name, name) for name in names]
+
+    def lie(liar: Liar) -> None:
+        named(liar, *swapped(list(CLASSES)))
+        liar.rows(lambda rows: [[*row[:3], *swapped(row[3:])] for row in rows])
+
+    rows = {row.what: row for row in found(told(honest, tmp_path, [lie]).folder, honest[1]).rows}
+    for what in ("about/labels", "config.json/label_names", "images.csv/choice"):
+        assert (rows[what].verdict, "--run shows" in rows[what].why) == (OPEN, True)
+
+
 def test_links_lead_to_files_of_the_export_or_of_the_hub(tmp_path):
     """As the hub's cache has them; the names of folders beside both begin alike."""
     folder = tmp_path / "snapshots/export"
