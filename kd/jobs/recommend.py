@@ -2,6 +2,7 @@
 
 import math
 
+from kd.config.reads import loss_facts
 from kd.core import recommended
 from kd.setup.auto import accelerated
 from kd.setup.build_teacher import Teachers
@@ -28,6 +29,7 @@ def recommendations(recipe: Recipe, teachers: Teachers, epochs: float) -> list[s
     length = recommended.length(len(data.train), accelerated(recipe.backend), pretrained).epochs
     lines = [*_length(data, epochs, length, table), *_views(recipe, epochs, max(epochs, length), table)]
     lines += [*_fit(recipe, data), *_teacher_size(recipe, teachers), *_network(recipe, table)]
+    lines += _label_weight(recipe, data)
     if not lines:
         return [f"recipe    length and views as recommended for {len(data.train):,} images"]
     heads = ["recipe    ", *["          "] * (len(lines) - 1)]
@@ -64,6 +66,18 @@ def _views(recipe: Recipe, epochs: float, longer: float, table: list[Measured]) 
     evidence = told(contrast(table, "views", views, better), "views")
     key = "data.views" if recipe.record.keys["data.views"] else "teacher.cache.views"
     return [f"{views} views in {epochs:.3g} epochs, recommended {key}={better}: {evidence}"]
+
+
+def _label_weight(recipe: Recipe, data: Data) -> list[str]:
+    """Compare the weight of the labels where few images have one."""
+    if recipe.data.labels != "some" or len(data.with_labels().train) > len(data.train) / 2:
+        return []
+    losses, lines = recipe.student.losses, list[str]()
+    for i, (term, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
+        if facts.labels and not facts.teacher and term.weight > recommended.MOST_LABEL_WEIGHT:
+            line = f"losses[{i}].weight is {term.weight:g}, recommended {recommended.LABEL_WEIGHT:g}"
+            lines.append(f"{line}: {recommended.WEIGHED} (ten classes of Tiny ImageNet, 15 labels each, one seed)")
+    return lines
 
 
 def _fit(recipe: Recipe, data: Data) -> list[str]:

@@ -169,6 +169,7 @@ def _tuned(weights: str, size: int) -> tuple[Keys, str]:
 
 
 def _losses(found: Folder, teacher: Teacher | None) -> str:
-    own = [{"kind": "bce", "weight": 0.5} if found.sets else {"kind": "ce", "weight": 0.1}] * (found.labels != "none")
+    on_labels = {"kind": "bce", "weight": 0.5} if found.sets else {"kind": "ce", "weight": recommended.LABEL_WEIGHT}
+    own = [on_labels] * (found.labels != "none")
     taught = {"kind": "binary_kl"} if found.sets else {"kind": "kl", "temperature": recommended.TEMPERATURE}
     return _yaml([{"kind": "cosine"} if teacher and teacher.role == "features" else taught, *own])

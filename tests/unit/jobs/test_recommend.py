@@ -58,6 +58,12 @@ def lines(settings: dict[str, Any], *overrides: str) -> str:
     return text[text.index("recipe  ") : text.index("\nbackend")]
 
 
+def test_labels_that_outweigh_the_teacher_where_few_pictures_have_one_are_named(written):
+    assert f"losses[1].weight is 1, recommended 0.1: {recommended.WEIGHED}" in lines(written, "losses.1.weight=1.0")
+    assert "losses[1]" not in lines(written)
+    assert "losses[1]" not in lines(written, "losses.1.weight=1.0", "data.labels=all")
+
+
 def test_each_number_below_the_recommended_one_is_named_with_its_key(written):
     images = LABELLED * CLASSES + WITHOUT
     epochs = recommended.length(images, False, False).epochs

@@ -170,6 +170,12 @@ def test_the_table_is_that_of_the_study():
         assert (row.labelled < row.pictures) == (of_study["setup"] not in ("tiny50_all", "fruit_all", "trays"))
 
 
+def test_the_weight_of_the_labels_is_that_of_the_study():
+    reached = {row.other: row.accuracy for row in measured.rows() if (row.teacher, row.epochs) == (0.7146, 10)}
+    texts = [f"{reached[other]:.1%}".replace("%", " %") for other in ("losses.1.weight=1.0", "", "losses.1.weight=0.0")]
+    assert "weight 1 reached {}, 0.1 reached {}, no labels {}".format(*texts) == recommended.WEIGHED
+
+
 def test_runs_are_comparable_if_pictures_and_labels_are_within_a_factor_of_four():
     here = Situation(pictures=2_000, labelled=200, classes=10, pretrained=False)
     far = replace(ROW, title="many", pictures=9_000, labelled=200)
