@@ -32,6 +32,20 @@ def gains(theme: str, arm: str, over: str, **where: str) -> list[float]:
     return [mine[seed] - other[seed] for seed in mine.keys() & other.keys()]
 
 
+def gains_of_curves(setup: str) -> list[float]:
+    """Return the differences of what kd-init writes from the best on labels alone, of each seed, points."""
+    rows = [row for row in committed("curves") if row["setup"] == setup]
+    mine = {row["seed"]: row for row in rows if (row["arm"], row["cell"]) == ("distilled", "as kd-init writes it")}
+    return [
+        100 * (float(row["accuracy"]) - max(float(other["accuracy"]) for other in rows if alone(other, seed)))
+        for seed, row in mine.items()
+    ]
+
+
+def alone(row: dict[str, str], seed: str) -> bool:
+    return (row["arm"], row["seed"]) == ("labels", seed)
+
+
 def test_the_ranges_are_those_of_the_csvs():
     labels = gains("make-run", "distilled", "strong augmentation")
     for number in ("25", "100", "400"):
@@ -44,6 +58,11 @@ def test_the_ranges_are_those_of_the_csvs():
     for theme in ("proof_wrong_labels", "proof_grocery", "proof_grocery_half"):
         others += gains(theme, "soft", "labels only")
     others += gains("full_labels", "kl", "labels only") + gains("proof_tiny_imagenet", "soft", "labels only")
+    setups = {row["setup"] for row in committed("curves")}
+    for setup in setups:
+        few = setup in ("tiny10", "tiny10_other", "tiny25", "cifar20", "cifar100", "dishes")
+        labels += gains_of_curves(setup) if few else []
+        others += [] if few else gains_of_curves(setup)
     for told, values in ((FEW_LABELS, labels), (OTHERS, others)):
         assert told == pytest.approx((min(values), max(values)), abs=0.0501)
 
