@@ -52,7 +52,7 @@ class Arms(NamedTuple):
 
     def table(self) -> list[tuple[float, ...]]:
         """Return a few costs up to the end with the best score of each arm so far; NaN before its first."""
-        costs = [self.end * (1 - left / ROWS) for left in reversed(range(ROWS))]
+        costs = [self.end * number / ROWS for number in range(1, ROWS + 1)]
         return [(cost, best_of(self.distilled, cost), best_of(self.alone, cost)) for cost in costs]
 
 
