@@ -272,7 +272,7 @@ def painted(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     given = {"train_images": setup.train, "val_images": setup.val + setup.test, "dishes": PAINTED[name]}
     settings = food_mini.Options(root=str(options.work / "painted"), **given)
     for split in ("train", "val"):
-        source, counts = food_mini.FoodMini(settings, split), Counter[int]()
+        source, counts = food_mini.FoodMini(settings, split), Counter[str]()
         source.prepare()
         for id in range(len(source)):
             label, file = source.label(id), Path(settings.root) / source.name(id)
