@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from kd.deploy.export.passing_on import values_at
 from kd.deploy.export.receipt import OWN
 from kd.deploy.serve import self_check
 from kd.deploy.serve.engines import open_graph
-from kd.deploy.serve.model import Description, describe
+from kd.deploy.serve.model import Description
 from kd.deploy.verify.child import Confined
 from kd.deploy.verify.comparison import Claims, with_gaps
 from kd.deploy.verify.images import Shown
@@ -38,7 +37,7 @@ ALLOWED = 2.0  # multiple of the difference expected here that a graph may allow
 
 
 def show_answers(
-    known: Claims, shown: Shown, task: Task, network: Classifier | None, trust: bool, second: Path | None
+    known: Claims, shown: Shown, task: Task, network: Classifier | None, trust: bool, second: Description | None
 ) -> None:
     """Run graphs and weights on the images, and fill the manifest again as `kd-export` does."""
     claimed, labels = known.claimed, known.labels
@@ -60,7 +59,7 @@ def show_answers(
         if eager is not None:
             _show_random(known, eager, runners, outputs)
         if second is not None:
-            _show_pair(known, outputs, task, describe(second), shown)
+            _show_pair(known, outputs, task, second, shown)
     if eager is not None:
         _show_pixels(known, outputs)
         if task.logits and not known.old:
@@ -141,7 +140,7 @@ def _counts(known: Claims, outputs: GraphOutputs, task: Task, eager: bool) -> di
         if not eager:
             facts = {key: facts[key] for key in facts.keys() - {"max_difference", "same_top1", "cosine"}}
             quality = {}
-        else:
+        elif not known.old:
             facts = with_gaps(claimed["parity"].get(name, {}), facts)
         again["parity"][name] = {key: value for key, value in facts.items() if key not in ("images", "labelled")}
         again["validation"][name] = outputs.reference(name, task, known.labels, "calibration" in claimed).record()

@@ -18,7 +18,7 @@ from kd.deploy.export.claims import FILES, IMAGES, RUN, SECOND
 from kd.deploy.export.receipt import licence_lines
 from kd.deploy.export.signature import require_signature
 from kd.deploy.serve import self_check
-from kd.deploy.serve.model import describe
+from kd.deploy.serve.model import Description, describe
 from kd.deploy.verify.comparison import OPEN, RIGHT, WRONG, Claims, Row, row
 from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
 from kd.deploy.verify.graph_outputs import show_answers, show_self_check
@@ -126,7 +126,8 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     found = listed(folder, manifest["files"])
     known.show(FILES, {"files": found})
     known.graphs = tuple(name for name in registry.graphs() if "bytes" in found.get(name, {}))
-    _show_signature(known, options)
+    intact = all(found[name] == file for name, file in manifest["files"].items())
+    _show_signature(known, options, intact)
     if known.old:
         _leave_out_texts(known)
     if not all(manifest["files"].get(name) == file for name, file in found.items()):
@@ -143,6 +144,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         lines = lines_of(folder)
         known.claimed["images.csv"] = {"choice": "the run's"}
     _require_images(options)
+    second = _second(known, options)
     network: Classifier | None = None
     with known.reading("model.safetensors"):
         task = _task(known)
@@ -158,7 +160,6 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     if options.data and lines and task is not None and served:
         with tempfile.TemporaryDirectory() as copies, known.reading("predictions on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
-            second = options.second if "cascade" in manifest else None
             show_answers(known, shown, task, network, options.trust, second)
     if options.run is not None:
         from kd.deploy.verify.run_folder import show_run  # imports that open runs
@@ -166,11 +167,14 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
         show_run(known, options.run, options.trust, lines)
 
 
-def _show_signature(known: Claims, options: VerifyOptions) -> None:
+def _show_signature(known: Claims, options: VerifyOptions, intact: bool) -> None:
+    """Add the row on who signed; a listed file that is a link to elsewhere is not read."""
     signed = (options.export / SIGNATURE).is_file()
     if options.signed_by is None:
         why = "--signed-by shows whose" if signed else "consistent, not signed"
         known.leave_open("signature", SIGNATURE if signed else "none", why)
+    elif signed and not intact:
+        known.refuse("signature", f"files are not those of {MANIFEST}")
     elif signed:
         with known.reading("signature"):
             require_signature(options.export, options.signed_by)
@@ -192,8 +196,26 @@ def _require_images(options: VerifyOptions) -> None:
             f"'{options.export}' has no images.csv, the list of the images behind its numbers, so nothing is compared"
         )
         raise DataError("--data", wrong, "", "Without --data they are not checked")
-    if options.second is not None and not options.data:
+
+
+def _second(known: Claims, options: VerifyOptions) -> Description | None:
+    """Read the second export, if it is given."""
+    folder = options.second
+    if folder is None:
+        return None
+    if not options.data:
         raise DataError("--second", "is compared on the images", "", "Name them: --data IMAGES")
+    if "cascade" not in known.claimed:
+        wrong = f"'{options.export}' claims nothing of a pair"
+        raise DataError("--second", wrong, "An export of `kd-export --accept LIMITS --second EXPORT`", "Leave it out")
+    try:
+        second = describe(folder)
+    except ModelError as error:
+        raise DataError("--second", error.wrong, error.allowed, error.remedy) from error
+    if list(second.labels) != known.labels or second.size != known.claimed["input"]["size"]:
+        wrong = f"'{folder}' predicts other classes, or takes images of another size"
+        raise DataError("--second", wrong, "The second export of this pair", "Name it")
+    return second
 
 
 def _task(known: Claims) -> Task:

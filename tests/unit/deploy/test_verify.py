@@ -699,6 +699,21 @@ def test_changed_files_and_claims_are_found(lie, honest, tmp_path):
     assert row in {row.what for row in found(liar.folder, honest[1]).rows if row.verdict == WRONG}
 
 
+def test_a_second_export_of_no_pair_is_refused(honest):
+    with pytest.raises(KdError, match=r"--second: .*nothing of a pair") as raised:
+        found(*honest, second=honest[0])
+    assert raised.value.exit_code == 2
+
+
+def test_an_old_export_with_images_of_both_kinds_is_not_called_wrong(tmp_path):
+    """kd 0.3 took PyTorch's predictions for missing labels: its counts are not checked."""
+    export, images = partly_labelled(tmp_path, 20)
+    liar = told((export, images), tmp_path / "old", [lambda liar: liar.manifest.update(format=1), as_in_kd_0_3])
+    rows = {row.what: row.verdict for row in found(liar.folder, images).rows}
+    assert rows["parity/model.onnx/correct"] == OPEN
+    assert not [what for what, verdict in rows.items() if verdict == WRONG and what.startswith("parity/")]
+
+
 def test_a_file_more_is_the_only_wrong_row(honest, tmp_path):
     folder = shutil.copytree(honest[0], tmp_path / "export")
     (folder / "LICENSE").write_text("mit")

@@ -209,6 +209,9 @@ def test_what_a_pair_promises_is_measured_again_with_the_second_export(pair, tmp
     }  # of the fixture
     shown = (row, "cascade/found/passed_on", "cascade/found/mb", "cascade/second")
     assert {honest[what].verdict for what in shown} == {"right"}
+    for second, words in ((images, "--second: .*no .*json"), (tmp_path / "gone", "--second: ")):
+        with pytest.raises(DataError, match=words):
+            verify(VerifyOptions(export=folder, data=str(images), second=second))
     manifest = json.loads((folder / "manifest.json").read_text())
     found = manifest["cascade"]["found"]
     found |= {"teacher-drop": found["teacher-drop"] - 1, "passed_on": 0.01}

@@ -62,6 +62,13 @@ def test_a_signature_says_whose_export_it_is(subject, keys, tmp_path):
     assert signature(signed)[1] == "none"
 
 
+def test_a_signed_file_that_became_an_endless_link_is_not_read(subject, keys, tmp_path):
+    signed = write(subject(), tmp_path / "export", ExportOptions(onnx=False, sign=keys[0][0])).folder
+    (signed / "kd.json").unlink()
+    (signed / "kd.json").symlink_to("/dev/zero")
+    assert signature(signed, signed_by=keys[0][1]).verdict == "WRONG"
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b'{"mediaType": 3}', b"\xff\x00" * 99, b"[" * 100_000])
 def test_a_strangers_signature_is_a_row(content, subject, keys, tmp_path):
     folder = write(subject(), tmp_path / "export", ExportOptions(onnx=False)).folder
