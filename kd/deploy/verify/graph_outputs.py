@@ -36,7 +36,7 @@ SEEDED = "made from the seed"
 ALLOWED = 2.0  # multiple of the difference expected here that a graph may allow; chosen
 
 
-def show_answers(
+def show_outputs(
     known: Claims, shown: Shown, task: Task, network: Classifier | None, trust: bool, second: Description | None
 ) -> None:
     """Run graphs and weights on the images, and fill the manifest again as `kd-export` does."""
@@ -171,11 +171,11 @@ def _show_random(known: Claims, eager: Runner, runners: Mapping[str, Runner], ou
     found, claimed = {}, {"all others": "as PyTorch"}
     for name, run in runners.items():
         try:
-            answer = torch.from_numpy(self_check.outputs(run, pixels))
+            logits = torch.from_numpy(self_check.outputs(run, pixels))
         except ModelError as error:
             known.refuse(f"{name} on random images", error.wrong)
             continue
-        off = float((answer - expected).abs().nan_to_num(torch.inf).max())
+        off = float((logits - expected).abs().nan_to_num(torch.inf).max())
         near = min(known.claimed["parity"][name]["max_difference"], outputs.difference(name))  # a claim may be high
         exact = registry.graphs()[name].precision == "float32"
         most = _allowed(expected) if exact else LOSSY * near + 1e-4

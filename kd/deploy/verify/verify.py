@@ -21,7 +21,7 @@ from kd.deploy.serve import self_check
 from kd.deploy.serve.model import Description, describe
 from kd.deploy.verify.comparison import OPEN, RIGHT, WRONG, Claims, Row, row
 from kd.deploy.verify.files import listed, show_graphs, show_manifest, show_weights
-from kd.deploy.verify.graph_outputs import show_answers, show_self_check
+from kd.deploy.verify.graph_outputs import show_outputs, show_self_check
 from kd.deploy.verify.images import Shown, lines_of
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import MANIFEST, SIGNATURE, checksum
@@ -109,8 +109,8 @@ def verify(options: VerifyOptions) -> Verdict:
         if not isinstance(manifest.get("files"), dict):  # a run folder has a different manifest.json
             wrong = f"'{folder}' is not an export: {MANIFEST} is missing or describes something else"
             raise UnreadableExport("export", wrong, "", "Name the folder that kd-export wrote")
-        asked = ((IMAGES, options.data), (RUN, options.run), (SECOND, options.second))
-        known = Claims(dict(manifest), folder, given={evidence for evidence, given in asked if given})
+        evidence = ((IMAGES, options.data), (RUN, options.run), (SECOND, options.second))
+        known = Claims(dict(manifest), folder, given={name for name, value in evidence if value})
         _look(known, manifest, options)
         return Verdict(manifest, known.rows)
     except OSError as error:
@@ -160,7 +160,7 @@ def _look(known: Claims, manifest: dict[str, Any], options: VerifyOptions) -> No
     if options.data and lines and task is not None and served:
         with tempfile.TemporaryDirectory() as copies, known.reading("predictions on the images"):
             shown = Shown.among(options.data, lines, Path(copies, "shards"))
-            show_answers(known, shown, task, network, options.trust, second)
+            show_outputs(known, shown, task, network, options.trust, second)
     if options.run is not None:
         from kd.deploy.verify.run_folder import show_run  # imports that open runs
 
