@@ -8,7 +8,7 @@ FROM python:3.12.11-slim-bookworm
 
 COPY pyproject.toml README.md LICENSE /src/
 # What an endpoint imports, with the oldest versions that pyproject.toml allows. openvino (180 MB): --accept may choose its files.
-RUN sed -nE 's/^(openvino = \[| +)"((numpy|pillow|onnxruntime|openvino|starlette|uvicorn)>=[0-9.,!=]+)".*/\2/p' /src/pyproject.toml > /src/endpoint.txt \
+RUN sed -nE 's/^(openvino = \[| +)"((numpy|pillow|onnxruntime|openvino|starlette|granian|python-multipart|prometheus-client)>=[0-9.,!=]+)".*/\2/p' /src/pyproject.toml > /src/endpoint.txt \
     && pip install --no-cache-dir --requirement /src/endpoint.txt
 
 COPY kd /src/kd

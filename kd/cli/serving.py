@@ -68,7 +68,7 @@ def _export_parser() -> Parser:
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """`kd-serve FOLDER`: serve an export over HTTP on a CPU, without torch."""
-    from kd.deploy.serve.limits import Limits
+    from kd.deploy.serve.limits import BODY, SAGEMAKER_BODY, Limits
     from kd.deploy.serve.server import ServeOptions, serve
 
     parser = new_parser(
@@ -80,12 +80,15 @@ def serve(argv: Sequence[str] | None = None) -> int:
     add_fields(parser, ServeOptions)
     add_fields(parser, Limits)
     parser.set_defaults(host="", port=os.environ.get("SAGEMAKER_BIND_TO_PORT", "8080"), drain_seconds=None)
+    parser.set_defaults(max_body=None)
     options = parser.read(argv)
 
     def command() -> None:
         hosted = options.folder == SAGEMAKER_WORD
         if options.drain_seconds is None:
             options.drain_seconds = DRAIN if hosted else 0
+        if options.max_body is None:
+            options.max_body = SAGEMAKER_BODY if hosted else BODY
         folder = Path(SAGEMAKER_MODEL if hosted else options.folder)
         host = options.host or ("0.0.0.0" if hosted else "127.0.0.1")
         limits = taken(Limits, options)

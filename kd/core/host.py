@@ -59,6 +59,20 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def open_files(wanted: int) -> int:
+    """Raise this process's limit of open files, if the system allows it, and return how many it may open."""
+    if sys.platform == "win32":
+        return wanted
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        return allowed
+    return wanted
+
+
 def cpu_seconds() -> float:
     """Return the CPU time (user and system) of this process and its worker processes, running or ended."""
     import psutil  # 10 ms of imports

@@ -28,6 +28,7 @@ class Decoded(NamedTuple):
     used: int = 0
     """For 16 bits per channel: bits of the image's largest value, negative for colour. 0: an image of 8 bits."""
     format: str = ""  # file format, as Pillow names it: "JPEG"; "": unknown
+    file_bytes: int = 0  # size of the encoded image; 0 if unknown
 
 
 class Sample(NamedTuple):

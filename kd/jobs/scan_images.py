@@ -111,7 +111,7 @@ def _decoded(
             seen = sources[split].decode(id)
             album.add(split, id, seen)
             used[seen.used] += 1
-            if why := refusal(seen.image.size, seen.format, limits):
+            if why := refusal(seen, limits):
                 refused[why] += 1
         except CorruptImage as error:
             damaged[f"{names[split]}:{sources[split].name(id)}"] = error

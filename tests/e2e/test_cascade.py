@@ -165,8 +165,8 @@ def test_the_labels_that_are_returned_are_counted(tmp_path):
             Image.fromarray(image).save(file, "PNG")
             server.post(file.getvalue())
         metrics = server.get("/metrics").body.decode()
-    labels = re.findall(r'^kd_labels_total\{label="(\w+)"\} (\d+)$', metrics, re.MULTILINE)
-    assert {label: int(count) for label, count in labels} == returned
+    labels = re.findall(r'^kd_labels_total\{label="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
+    assert {label: float(count) for label, count in labels} == returned
     assert re.findall(r"^kd_expected_accuracy.*", metrics, re.MULTILINE) == []
     assert "# HELP kd_expected_accuracy Unknown with a second model" in metrics
 

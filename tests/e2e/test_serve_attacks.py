@@ -75,20 +75,6 @@ def test_health_checks_under_attack(server, kind):
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "word"),
-    [
-        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\n" + 100 * b"1\r\nx\r\n", 400, "chunks"),
-        (b"host: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + 200 * b"a: b\r\n" + b"\r\n", 431, "trailer"),
-        (200 * b"a: b\r\n" + b"\r\n", 431, "header"),
-    ],
-)
-def test_requests_that_cost_too_much_to_parse(server, sent, status, word):
-    head, _, body = server.raw(b"POST /invocations HTTP/1.1\r\n" + sent).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 %d " % status)
-    assert word in json.loads(body)["detail"]
-
-
-@pytest.mark.parametrize(
     "data",
     [["x" * 2900, *[""] * 250_000], ["x" * 1000] * 1000, [[]] * 340_000, [{}] * 340_000, [[[[0]]]] * 120_000],
     ids=["one long string", "strings", "lists", "dicts", "nested"],
@@ -141,11 +127,6 @@ def test_too_little_memory_is_a_503(exported):
     assert " bug: " not in server.errors
 
 
-def test_a_pipelined_request_gets_no_response(server):
-    ask = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
-    assert server.raw(5 * ask).count(b"HTTP/1.1 200 ") == 1
-
-
 def test_a_client_that_hangs_up_is_no_bug(exported):
     """In the middle of its body, and while its image is decoded."""
     head = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n"
@@ -154,24 +135,6 @@ def test_a_client_that_hangs_up_is_no_bug(exported):
         for sent in (head % 100 + b"12345", head % len(large) + large):
             with socket.create_connection((server.host, server.port), timeout=10) as connection:
                 connection.sendall(sent)
-        counted = 'kd_requests_total{route="invocations",status="499"} 2'
+        counted = 'kd_requests_total{route="invocations",status="400"} 2'
         wait_until(lambda: counted in server.get("/metrics").body.decode())
     assert "Traceback" not in server.errors
-
-
-def test_connections_beyond_the_limit_are_for_health_checks(exported):
-    with Running(exported, wait=False, limits="max_connections=4, spare_connections=2") as server:
-        opened = [socket.create_connection((server.host, server.port), timeout=10) for _ in range(4)]
-
-        def ask(path: str) -> tuple[int, str | None]:
-            reply = server.get(path)
-            return reply.status, reply.headers.get("connection")
-
-        wait_until(lambda: ask("/ping")[0] == 200)
-        assert ask("/metrics") == (503, "close")
-        spare = [socket.create_connection((server.host, server.port), timeout=10) for _ in range(3)]
-        assert spare[0].recv(1) == b""  # the oldest makes room
-        assert ask("/ping")[0] == 200
-        for connection in (*opened, *spare):
-            connection.close()
-        wait_until(lambda: ask("/metrics")[0] == 200)

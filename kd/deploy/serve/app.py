@@ -15,19 +15,17 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kd.deploy.serve import responses
 from kd.deploy.serve.bodies import is_gzip, media_type, top_of
-from kd.deploy.serve.limits import CLIENT_GONE, PROBLEM, Problem, busy, no_memory
+from kd.deploy.serve.limits import PROBLEM, Problem, busy, hung_up, no_memory
 from kd.deploy.serve.metrics import MEDIA_TYPE
 from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
 Handler = Callable[[Request], Awaitable[Response]]
-HEALTH = "/ping"
 QUIET = ("ping", "metrics")  # routes polled every few seconds: their usual responses are not logged
 DISCARD_FACTOR = 4  # an oversized body is read and discarded up to this many times `max_body`
 MAX_QUERY = 256  # bytes of a query; chosen: several times the longest meaningful one
@@ -44,8 +42,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
         return _answer(busy("The server is ending." if service.draining else service.reason))
 
     async def metrics(request: Request) -> Response:
-        text = service.metrics.text(service.ready, service.in_flight, service.buffered, service.watch)
-        return PlainTextResponse(text, media_type=MEDIA_TYPE)
+        return Response(service.metrics.text(), media_type=MEDIA_TYPE)
 
     async def invocations(request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
@@ -79,23 +76,6 @@ def build(service: Service, ui: bool = True) -> Starlette:
     application = Starlette(routes=routes, exception_handlers={HTTPException: _refuser(service)})
     application.router.redirect_slashes = False
     return application
-
-
-def health_only(application: Starlette, service: Service) -> ASGIApp:
-    """Return the application for connections beyond the limit: health checks, and 503 for the rest."""
-
-    async def refuse(request: Request) -> Response:
-        problem = busy("Too many connections are open.")
-        problem.headers["connection"] = "close"
-        raise problem
-
-    refused = observed(service, "other", refuse)
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        found = application if scope["path"] == HEALTH else await refused(Request(scope))
-        await found(scope, receive, send)
-
-    return answer
 
 
 def _list(request: Request, name: str) -> str:
@@ -146,13 +126,6 @@ def record(service: Service, route: str, identity: str, status: int, seconds: fl
     log.info("%s %s %d %.1fms %s", identity, route, status, ms, summary, extra={"fields": fields})
 
 
-def refused(service: Service, problem: Problem) -> str:
-    """Count and log a request that could not be parsed; return the id for its response."""
-    identity = uuid.uuid4().hex[:16]
-    record(service, "other", identity, problem.status, 0.0, problem.detail)
-    return identity
-
-
 @asynccontextmanager
 async def request_body(request: Request, service: Service) -> AsyncIterator[bytes]:
     """Yield the body of a request, counted in `service.buffered` until the `async with` block ends.
@@ -162,7 +135,12 @@ async def request_body(request: Request, service: Service) -> AsyncIterator[byte
     """
     body = bytearray()
     try:
-        yield await _receive(request, service, body)
+        service.receiving += 1
+        try:
+            content = await _receive(request, service, body)
+        finally:
+            service.receiving -= 1
+        yield content
     finally:
         service.buffered -= len(body)
 
@@ -178,7 +156,7 @@ async def _receive(request: Request, service: Service, body: bytearray) -> bytes
         late = f"The body did not arrive within {seconds:g} seconds."
         raise Problem(408, late, {"connection": "close"}) from error
     except ClientDisconnect as error:
-        raise Problem(CLIENT_GONE, "The client hung up.") from error
+        raise hung_up() from error
     if refusal:
         raise refusal
     return bytes(body)
@@ -227,6 +205,8 @@ def _refuser(service: Service) -> Callable[[Request, Exception], Awaitable[Respo
     async def answer(request: Request, error: Exception) -> Response:
         async def refuse(request: Request) -> Response:
             assert isinstance(error, HTTPException)
+            if request.scope["path"] == "*":  # of the whole server (RFC 9110 9.3.7)
+                return Response(status_code=204, headers={"allow": "GET, POST"})
             nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
             detail = {404: nothing, 405: "This method is not allowed here."}
             raise Problem(error.status_code, detail.get(error.status_code, str(error.detail)), error.headers or {})

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from python_multipart import create_form_parser
+from python_multipart.exceptions import FormParserError
+
 from kd.deploy.serve.decoding import begins_as_image
 from kd.deploy.serve.limits import Problem
 from kd.files.pixels import HEIF
@@ -23,10 +26,8 @@ ALIASES = {
 }  # fmt: skip
 URL_SAFE = bytes.maketrans(b"-_", b"+/")
 ALPHABET = re.compile(rb"[A-Za-z0-9+/]*")
-MAX_PART_HEADER = 8192  # bytes of a part's header; chosen: half the limit of a request's headers
 MAX_FIELDS, MAX_NAME = 64, 60  # text fields of a form, and bytes of a name in a message; chosen: more than forms have
-PARAMETER = re.compile(rb'[;\s](name|filename\*?)=(?:"([^"\r\n]*)"|([^;\s"]+))', re.IGNORECASE)
-FILE_TYPE = re.compile(rb"^content-type:\s*(image/|application/octet-stream)", re.IGNORECASE | re.MULTILINE)
+FILE_TYPE = re.compile("image/|application/octet-stream", re.IGNORECASE)
 """Content types of a part that is a file without a filename (RFC 7578 4.2 requires one)."""
 SPARE_VALUES = 1000
 """Most values in a JSON body beside its images, counted before parsing: a list of empty lists takes 25 bytes of memory
@@ -110,7 +111,7 @@ def images(kind: str, header: str, body: bytes, max_images: int) -> Sent:
     if not sent.files:
         raise Problem(400, "There is no image in the request.")
     if len(sent.files) > max_images:
-        raise Problem(413, f"There are more than {max_images} images in the request.")
+        raise _too_many(max_images)
     return sent
 
 
@@ -159,30 +160,55 @@ def _from_base64(text: Any) -> bytes:
         raise Problem(400, f"{SHAPE}; an image is not base64 (addresses are not fetched).") from error
 
 
-def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
-    """Split a form. Each file is an image, independent of its name; text fields and empty inputs are not."""
-    boundary = re.search(r'[;\s]boundary="?([0-9A-Za-z\'()+_,./:=? -]{1,70})"?', header, re.IGNORECASE)
-    if boundary is None:
-        raise Problem(400, "The content-type has no valid boundary.")
-    delimiter, most = b"\r\n--" + boundary[1].strip().encode("ascii"), max_images + MAX_FIELDS
-    pieces = (b"\r\n" + body).split(delimiter, most + 2)
-    if len(pieces) < 2 or (not pieces[-1].startswith(b"--") and len(pieces) <= most + 2):
-        raise Problem(400, "The multipart body does not end with its boundary.")
-    sent, texts = Sent([]), {}
-    for piece in pieces[1:]:
-        if piece.startswith(b"--"):
-            break
-        head, separator, content = piece.partition(b"\r\n\r\n")
-        if not separator or len(head) > MAX_PART_HEADER:
-            raise Problem(400, "A part of the multipart body has no end of its header.")
-        found = {key.lower(): value or token for key, value, token in PARAMETER.findall(head)}
-        name, file = found.get(b"name", b""), found.get(b"filename") or found.get(b"filename*")
-        if file or (content and FILE_TYPE.search(head)) or begins_as_image(content):
-            sent.files.append(content)
-            sent.names.append((file or name)[:MAX_NAME].decode(errors="replace"))
+class _Form:
+    """Collects the parts of a form: each file is an image, text fields and empty file inputs are not."""
+
+    def __init__(self, max_images: int) -> None:
+        self._max_images = max_images
+        self.sent = Sent([])
+        self.texts: dict[str, bytes] = {}
+
+    def on_file(self, file: Any) -> None:
+        file.file_object.seek(0)
+        content = file.file_object.read()
+        if content or file.file_name:  # else a file input that was left empty
+            self._add_image(file.file_name or file.field_name, content)
+
+    def on_field(self, field: Any) -> None:
+        content = field.value or b""
+        if begins_as_image(content) or (content and FILE_TYPE.match(field.content_type or "")):
+            self._add_image(field.field_name, content)
         elif content:
-            texts[name[:MAX_NAME].decode(errors="replace")] = content
-    if not sent.files and texts:
+            self.texts[_name(field.field_name)] = content
+        if len(self.texts) > MAX_FIELDS:
+            raise Problem(413, f"There are more than {MAX_FIELDS} text fields in the request.")
+
+    def _add_image(self, name: bytes | None, content: bytes) -> None:
+        if len(self.sent.files) == self._max_images:
+            raise _too_many(self._max_images)
+        self.sent.files.append(content)
+        self.sent.names.append(_name(name))
+
+
+def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
+    form = _Form(max_images)
+    memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}  # no temporary files: a container may have no disk to write
+    try:
+        content_type = {"Content-Type": header.encode("latin-1")}
+        parser = create_form_parser(content_type, form.on_field, form.on_file, memory)
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        raise Problem(400, f"The multipart body is not valid (RFC 7578): {str(error).rstrip('.')}.") from error
+    if not form.sent.files and form.texts:
         detail = "There is no image in the request. Text fields are not images"
-        raise Problem(400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, texts))}.")
-    return replace(sent, top=texts.get("top", b"")[:MAX_NAME].decode(errors="replace").strip())
+        raise Problem(400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, form.texts))}.")
+    return replace(form.sent, top=_name(form.texts.get("top")).strip())
+
+
+def _name(text: bytes | None) -> str:
+    return (text or b"")[:MAX_NAME].decode(errors="replace")
+
+
+def _too_many(max_images: int) -> Problem:
+    return Problem(413, f"There are more than {max_images} images in the request.")

@@ -4,14 +4,18 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from kd.deploy.serve.limits import LOCAL, Limits, Problem
+from kd.deploy.serve.limits import LOCAL, MIB, Limits, Problem
 from kd.deploy.shift import Measures, measure
 from kd.files import pixels
 from kd.files.pixels import HEIF, MARGIN, Beyond, count_scans, least_of_centre, load, planes, reduce
+
+if TYPE_CHECKING:
+    from kd.core.types import Decoded  # it imports torch
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 NAMES = (*FORMATS, *(["HEIC"] if HEIF else []))
@@ -101,9 +105,12 @@ def decode(opened: OpenedImage, bits: int = 16) -> Image.Image:
     return rgb
 
 
-def refusal(size: tuple[int, int], kind: str, limits: Limits) -> str:
+def refusal(image: "Decoded", limits: Limits) -> str:
     """Return in brief why the endpoint refuses an image that training accepts; "" if it does not."""
-    (less, more), most = sorted(size), limits.of(kind)
+    kind = image.format
+    (less, more), most = sorted(image.image.size), limits.of(kind)
+    if image.file_bytes > limits.max_body:
+        return f"above {limits.max_body / MIB:g} MiB"
     if kind and kind not in (*FORMATS, *["HEIF"] * HEIF):
         return kind
     if less < most.min_side:

@@ -1,25 +1,35 @@
-"""The server process: its socket, signals, threads and shutdown."""
+"""The server process: its port, signals, threads and shutdown. HTTP itself is granian's."""
 
+import asyncio
 import errno
-import functools
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kd.core.errors import KdError
-from kd.core.host import cores
+from kd.core.host import cores, open_files
 from kd.core.options import one_of, option, whole_number
 from kd.deploy.serve.limits import Limits
-from kd.deploy.serve.metrics import to_stderr
+from kd.deploy.serve.logs import to_stderr
+from kd.deploy.serve.service import Service
 
 log = logging.getLogger("kd.serve")
-OF_PORT = (errno.EADDRINUSE, errno.EACCES)  # errors of `bind` about the port; all others concern the address
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)  # errors of `bind` about the port; all others concern the address
+POLL_SECONDS = 0.01  # between two tries to connect to the port that is being opened
+OTHER_FILES = 128  # open files that are no connections; chosen: five times those of a server without clients
+SETTLE_SECONDS = 0.5
+"""Seconds from SIGTERM to the closing of the port, at least. Responses say `connection: close` meanwhile, so that no
+client sends a request on a kept connection while it is closed: 0 in 20 ends under eight clients, without it 9."""
+BACKLOG = 1024  # connections that wait to be accepted: twice what 512 clients at once need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,98 +62,162 @@ class ServeOptions:
 
 
 def serve(settings: ServeOptions) -> None:
-    """Serve an export until SIGTERM or SIGINT, then finish all accepted requests and return."""
+    """Serve an export until SIGTERM, SIGHUP or SIGINT, then finish all accepted requests and return."""
     # Pillow reads this at import and keeps this many blocks of pixels for later images. Freeing and reallocating them
     # causes page faults (600 x 450 JPEG: decode 2.5 instead of 3.7 ms, three runs, busy machine).
     os.environ.setdefault("PILLOW_BLOCKS_MAX", "4")
-    import uvicorn
-
-    from kd.deploy.serve import app
     from kd.deploy.serve.cascade import describe_pair
-    from kd.deploy.serve.connection import Connection, DrainingServer, Shared
-    from kd.deploy.serve.service import Service
 
-    lines = to_stderr(settings.quiet, settings.log_format)
+    writer = to_stderr(settings.quiet, settings.log_format)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # no warnings about a client's EXIF or palette
     description, second = describe_pair(settings.folder, settings.file, settings.second, settings.self_check)
     usable = settings.cores or cores()
     slots = settings.slots or usable
     service = Service(description, settings.limits, slots, max(1, usable // slots), second)
-    service.metrics.log = lines
-    listener = _listen(settings.host, settings.port)
-    application = app.build(service, settings.ui)
-    refused = functools.partial(app.refused, service)
-    shared = Shared(settings.limits, app.health_only(application, service), refused)
-    config = uvicorn.Config(
-        application,
-        http=functools.partial(Connection, shared=shared),  # type: ignore[arg-type]  # uvicorn only calls it
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=settings.limits.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
-        timeout_graceful_shutdown=int(settings.limits.end_seconds),
-    )
-    server = DrainingServer(config, service)
-    errors: list[Exception] = []
-    loading = threading.Thread(target=_load, args=(service, server, errors), name="kd-load", daemon=True)
-    loading.start()
-    host, port = listener.getsockname()[:2]
-    print(
+    service.metrics.watch_log(writer)
+    host, port = _free_address(settings.host, settings.port)
+    shown = f"[{host}]" if ":" in host else host
+    announcement = (
         f"kd-serve: {description.name} {description.version}, {len(description.labels)} classes, "
-        f"at http://{f'[{host}]' if ':' in host else host}:{port} ({slots} slots x {service.threads} threads)"
-        + f", from {description.folder}"
-        * (description.folder != settings.folder),
-        flush=True,
+        f"at http://{shown}:{port} ({slots} slots x {service.threads} threads)"
     )
-    _run(server, listener)
-    # A process that exits while OpenVINO loads a graph is aborted: SIGABRT in 8 of 30 exits, in 0 of 20 when joined.
-    loading.join(settings.limits.end_seconds)
-    service.close()
-    lines.finish()
-    if errors:
-        raise errors[0]
-
-
-def _load(service, server, errors: list[Exception]) -> None:
+    if description.folder != settings.folder:
+        announcement += f", from {description.folder}"
     try:
-        service.load()
-        gc.collect()
-        gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
-    except Exception as error:
-        if not server.should_exit:  # else it is ending already, and its threads accept no work
-            errors.append(error)
-        server.should_exit = True
-
-
-def _run(server, listener: socket.socket) -> None:
-    # uvicorn raises the signal again after its shutdown; this handler keeps it from killing the process. A signal
-    # before uvicorn handles signals also ends the server.
-    before = {sig: signal.signal(sig, server.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        server.run(sockets=[listener])
+        asyncio.run(Endpoint(service, settings.ui).run(host, port, announcement))
     finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
-        listener.close()
+        service.close()
+        writer.finish()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is IPPROTO_TCP. Without it a response waits 40 ms for an ACK.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+class Endpoint:
+    """One process that serves one `Service` until a signal ends it."""
+
+    def __init__(self, service: Service, ui: bool) -> None:
+        self.service = service
+        self._ui = ui
+        self._stop = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def run(self, host: str, port: int, announcement: str) -> None:
+        """Serve until a signal or an error of loading the model; print `announcement` when the port is open."""
+        with self._signals_handled():
+            await self._serve(host, port, announcement)
+        if self._error:
+            raise self._error
+
+    async def _serve(self, host: str, port: int, announcement: str) -> None:
+        loop = asyncio.get_running_loop()
+        loading = threading.Thread(target=self._load, args=(loop,), name="kd-load", daemon=True)
+        server = _server(self.service, self._ui, host, port)
+        serving = loop.create_task(server.serve())
+        serving.add_done_callback(lambda _: self._end())
+        await _wait_until_open(host, port, serving)
+        print(announcement, flush=True)
+        loading.start()
+        await self._stop.wait()
+        seconds = self.service.limits.end_seconds
+        log.info("ending: %d requests are in progress", self.service.in_progress)
+        server.stop()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(serving, seconds)
+        if unanswered := self.service.in_progress:
+            log.warning("ended: %d requests were not answered within %g s", unanswered, seconds)
+        # A process that exits while OpenVINO loads a graph is aborted: SIGABRT in 8 of 30 exits, in 0 of 20 if joined.
+        loading.join(seconds)
+
+    @contextmanager
+    def _signals_handled(self) -> Iterator[None]:
+        if sys.platform == "win32":  # its loops take no handlers; Ctrl-C raises KeyboardInterrupt
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        seconds = max(self.service.limits.drain_seconds, SETTLE_SECONDS)
+        waits = {signal.SIGTERM: seconds, signal.SIGHUP: seconds, signal.SIGINT: SETTLE_SECONDS}
+        for number, wait in waits.items():
+            loop.add_signal_handler(number, self._drain, wait)
+        try:
+            yield
+        finally:
+            for number in waits:
+                loop.remove_signal_handler(number)
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self.service.load()
+            gc.collect()
+            gc.freeze()  # else each full collection scans all imported modules and stops every thread for 0.3 s
+        except Exception as error:
+            if not self._stop.is_set():  # else it is ending already, and its threads accept no work
+                self._error = error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._end)
+
+    def _drain(self, seconds: float) -> None:
+        """Fail health checks, and serve on until load balancers have seen that."""
+        if self.service.model is None:
+            seconds = 0.0
+        log.info("ending: health checks fail, the port closes in %g s", seconds)
+        self.service.draining = True
+        asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        self.service.draining = True
+        self._stop.set()
+
+
+def _server(service: Service, ui: bool, host: str, port: int):
+    from granian.constants import HTTPModes, Interfaces
+    from granian.http import HTTP1Settings
+    from granian.server.embed import Server
+
+    from kd.deploy.serve import app
+
+    limits = service.limits
+    connection = HTTP1Settings(
+        header_read_timeout=round(1000 * limits.idle_seconds),
+        max_buffer_size=limits.max_header_bytes,
+    )
+    return Server(
+        app.build(service, ui),
+        address=host,
+        port=port,
+        interface=Interfaces.ASGINL,
+        http=HTTPModes.http1,
+        http1_settings=connection,
+        websockets=False,
+        backlog=BACKLOG,
+        backpressure=open_files(limits.max_connections + OTHER_FILES) - OTHER_FILES,
+        log_enabled=False,
+    )
+
+
+async def _wait_until_open(host: str, port: int, serving: asyncio.Task[None]) -> None:
+    while not serving.done():
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            return
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _free_address(host: str, port: int) -> tuple[str, int]:
+    """Return the address to listen at, as numbers; KdError: it is taken, or none of this machine's.
+
+    granian shares a port that another server listens at (SO_REUSEPORT), so this is tried without.
+    """
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+            host, port = probe.getsockname()[:2]
+            return host, port
     except (OSError, OverflowError) as error:
-        listener.close()
         reason = getattr(error, "strerror", None) or error
-        option = "--port" if getattr(error, "errno", None) in OF_PORT else "--host"
+        option = "--port" if getattr(error, "errno", None) in PORT_ERRORS else "--host"
         allowed = "" if option == "--port" else "An address of this machine: 127.0.0.1, or 0.0.0.0 for all of them"
         raise KdError(
             option, f"cannot listen at {host}:{port} ({reason})", allowed, f"Choose another {option}"
         ) from error
-    return listener

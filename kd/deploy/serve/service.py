@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kd.deploy.serve.bodies import images, top_of, unzipped
 from kd.deploy.serve.cascade import load_pair
 from kd.deploy.serve.decoding import check_together
-from kd.deploy.serve.limits import CLIENT_GONE, Limits, Problem, busy, no_memory
+from kd.deploy.serve.limits import Limits, Problem, busy, hung_up, no_memory
 from kd.deploy.serve.metrics import Metrics
 from kd.deploy.serve.model import Description, LoadedGraph, Prediction
 from kd.deploy.serve.responses import MODEL, SECOND
@@ -34,13 +34,16 @@ class Service:
     ) -> None:
         self.description, self.limits, self.slots, self.threads = description, limits, slots, threads
         self.second = second
-        self.metrics = Metrics(description.name, description.version, description.passed_on if second else None)
+        self.metrics = Metrics(description.name, description.version, self, description.passed_on if second else None)
         self.watch = ShiftWatch(description.reference) if description.reference else None
+        if self.watch:
+            self.metrics.watch_shift(self.watch)
         self.model: LoadedGraph | None = None
         self.reason = "The model is still being loaded."  # reason for refusing requests while `model` is None
         self.draining = False
-        self.in_flight = 0
-        self.buffered = 0
+        self.in_flight = 0  # jobs in progress or waiting
+        self.receiving = 0  # requests whose bodies arrive
+        self.buffered = 0  # bytes of bodies in memory
         self._pool = ThreadPoolExecutor(slots, thread_name_prefix="kd-slot")
 
     def load(self) -> None:
@@ -48,11 +51,14 @@ class Service:
         model = load_pair(self.description, self.second, self.threads, self.slots)
         list(self._pool.map(model.warm_up, [3] * self.slots))  # waits for all
         try:
-            self.metrics.self_check = model.check_itself(self._pool.map)
+            passed = model.check_itself(self._pool.map)
         except SelfCheckError as error:
-            self.metrics.self_check, self.reason = False, f"{error}"
+            self.metrics.self_check(False)
+            self.reason = f"{error}"
             log.error("not ready: %s", error)
             return
+        if passed is not None:
+            self.metrics.self_check(passed)
         self.model = model
         log.info("ready")
 
@@ -60,6 +66,11 @@ class Service:
     def ready(self) -> bool:
         """Whether a load balancer should send requests."""
         return self.model is not None and not self.draining
+
+    @property
+    def in_progress(self) -> int:
+        """Requests that were accepted and not answered yet."""
+        return self.receiving + self.in_flight
 
     def close(self) -> None:
         """Stop the threads and drop jobs that have not started."""
@@ -74,8 +85,9 @@ class Service:
         return None
 
     async def run(self, job: Callable[[LoadedGraph], Result], disconnected: Callable[[], Any]) -> Result:
-        """Run a job (all CPU work of a request) on the next free thread; raises the job's Problem, 503 or 499.
+        """Run a job (all CPU work of a request) on the next free thread.
 
+        Raises the job's Problem, 503 if there are too many or it is late, and 400 if the client left.
         A request that times out counts as in flight until its job is done. `disconnected()` completes when the client
         has gone.
         """
@@ -101,7 +113,7 @@ class Service:
                 return result
             future.cancel()  # works only if the job has not started
             if watch.done():
-                raise Problem(CLIENT_GONE, "The client hung up.")
+                raise hung_up()
             raise busy(f"No response within {self.limits.deadline:g} seconds.")
         finally:
             for task in (watch, answer):

@@ -69,7 +69,7 @@ def decode(data: bytes, subject: str, where: str, least: Least | None = None, bi
             warnings.filterwarnings("ignore", module=r"PIL\.")
             with pixels.open_training_image(data) as image:
                 rgb, used = pixels.load(image, least, bits=bits)
-                return Decoded(rgb, zlib.crc32(data), used, image.format or "")
+                return Decoded(rgb, zlib.crc32(data), used, image.format or "", len(data))
     except UnidentifiedImageError as error:
         if data[4:8] == b"ftyp":
             kind = ".avif" if boxed(data) == "AVIF" else ".heic"

@@ -184,15 +184,18 @@ def test_images_that_kd_serve_refuses_are_counted(settings, photos, tmp_path):
     kinds = {"a.gif": (60, 40), "b.png": (300, 10), "c.png": (30, 3), "d.png": (5200, 5000), "e.jpg": (5200, 5000)}
     for name, size in kinds.items():
         Image.new("L", size).save(tmp_path / "more/train/fig" / name)
+    with (tmp_path / "more/train/fig/e.jpg").open("ab") as file:
+        file.write(bytes(25 * 2**20))
     settings["data"]["root"] = str(tmp_path / "more")
     lines = scan(open_sources(resolve(config.load(settings)).data).splits, -1.0, tmp_path / "run", everything=True)
     (line,) = [line for line in lines if line.startswith("endpoint")]
-    assert line.startswith("endpoint  kd-serve refuses 4 of all 54 by its default limits: ")
+    assert line.startswith("endpoint  kd-serve refuses 5 of all 54 by its default limits: ")
     for reason in (
         "1 GIF",
         "1 with a side ratio above 20",
         "1 with a side below 4 px",
         "1 PNG above 25 million pixels",
+        "1 above 25 MiB",
     ):
         assert reason in line
 

@@ -8,6 +8,7 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,9 +161,11 @@ def test_numbers_of_the_first_model_are_not_said_of_both(pair, tmp_path):
             watch.add(prediction.counted, prediction.measures, *([prediction.row] if returned else []))
             answer = prediction.row if returned else prediction.counted
             counted[answer["label"]] = counted.get(answer["label"], 0) + 1
-        text = Metrics(name, "1").text(True, 0, 0, watch)
-        shown = dict(re.findall(r'^kd_labels_total\{label="(\w+)"\} (\d+)$', text, re.MULTILINE))
-        assert {label: int(count) for label, count in shown.items()} == counted
+        metrics = Metrics(name, "1", SimpleNamespace(ready=True, in_progress=0, buffered=0))
+        metrics.watch_shift(watch)
+        text = metrics.text().decode()
+        shown = dict(re.findall(r'^kd_labels_total\{label="(\w+)"\} (\S+)$', text, re.MULTILINE))
+        assert {label: float(count) for label, count in shown.items()} == counted
         assert bool(re.search(r"^kd_expected_accuracy \S+$", text, re.MULTILINE)) != returned
         assert ("Unknown with a second model" in text) == returned
 

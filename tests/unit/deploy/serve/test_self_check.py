@@ -296,20 +296,20 @@ def test_the_endpoint_is_not_ready_and_says_why(honest, tmp_path, caplog):
             service = Service(describe(folder, checked=checked), Limits(), slots=1, threads=1)
             service.load()
         assert service.ready == ready
-        text = service.metrics.text(service.ready, 0, 0)
+        text = service.metrics.text().decode()
         if checked:
             problem = service.admission_error()
             assert problem is not None
             assert DIFFER in problem.detail
             assert DIFFER in caplog.text
-            assert "\nkd_self_check 0\n" in text
+            assert "\nkd_self_check 0.0\n" in text
         else:
             assert "the self-check is off" in caplog.text
             assert "kd_self_check" not in text
         service.close()
     service = Service(describe(honest), Limits(), slots=2, threads=1)
     service.load()
-    assert "\nkd_self_check 1\n" in service.metrics.text(service.ready, 0, 0)
+    assert b"\nkd_self_check 1.0\n" in service.metrics.text()
     service.close()
 
 
