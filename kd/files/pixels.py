@@ -110,7 +110,7 @@ def _check(image: Image.Image, data: bytes, most: Most) -> None:
     sides = f"{width} x {height}"
     if width * height > most.pixels:
         allowed = f"At most {most.pixels / 1e6:g} million"
-        raise Beyond("pixels", f"has {sides} = {width * height / 1e6:.1f} million pixels", allowed)
+        raise Beyond("pixels", f"has {sides} = {width * height / 1e6:.6g} million pixels", allowed)
     if min(width, height) < most.min_side:
         raise Beyond("sides", f"has {sides} pixels", f"Each side must have {most.min_side} or more")
     if max(width, height) > most.aspect * min(width, height):

@@ -478,10 +478,10 @@ def test_the_pages_are_few_and_short():
         "tutorial": 900,
         "guide": 1880,
         "weights": 900,
-        "does-it-help": 1475,  # the study's further data
+        "does-it-help": 1520,  # the study's further data
         "faster": 1585,
         "sifting": 790,
-        "deploy": 1660,  # the server, and what a proxy is for
+        "deploy": 1690,  # the server, and what a proxy is for
         "watching": 700,
         "scale": 1200,  # 900, and "Beyond one machine"
         "sagemaker": 600,
@@ -493,7 +493,7 @@ def test_the_pages_are_few_and_short():
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
     # 13,530 until rows that went against the chosen ones were printed beside them
-    assert sum(words for name, words in pages.items() if name != "keys") <= 14_290
+    assert sum(words for name, words in pages.items() if name != "keys") <= 14_370
 
 
 def test_the_release_in_the_changelog_is_short():

@@ -174,6 +174,12 @@ CASES = [
          form(('name="b"; filename="a.txt"\r\nContent-Type: text/plain', field("hello")), (PHOTO, photo)), FORM),
     Case("form of text alone", 400, "no image.*'csrf', 'note'",
          form(('name="csrf"', field("x")), ('name="note"', field("y"))), FORM),
+    Case("form, cut in its second file", 400, "cut short",
+         lambda f: form((PHOTO, photo), (PHOTO, photo))(f)[:-200], FORM),
+    Case("form without its last boundary", 400, "cut short", lambda f: form((PHOTO, photo))(f)[:-9], FORM),
+    Case("form without its last hyphens", 400, "cut short", lambda f: form((PHOTO, photo))(f)[:-4], FORM),
+    Case("form, a part without a name", 400, "needs a name",
+         lambda f: b"--x\r\nX-A: hunter2\r\n\r\nb\r\n--x--\r\n", FORM),
     Case("form, a type alone", 200, body=form(('name="file"\r\nContent-Type: image/jpeg', photo)), kind=FORM),
     Case("form, a part with a name alone", 200, body=form(('name="file"', photo)), kind=FORM),
     Case("form, a name of RFC 5987", 200, body=form(("name=file; filename*=UTF-8''%C3%A9.jpg", photo)), kind=FORM),
@@ -458,6 +464,25 @@ def test_a_hangup_of_the_terminal_ends_it_as_sigterm_does(exported, files):
             finally:
                 code = server.wait()
         assert code == 0
+
+
+def test_a_body_that_is_too_large_and_never_comes_is_told_so(exported):
+    head = b"POST /invocations HTTP/1.1\r\nHost: kd\r\nContent-Type: image/png\r\nContent-Length: 99999999\r\n\r\n"
+    with Running(exported, "--body-timeout", "1") as server:
+        assert server.raw(head).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])
+def test_a_header_that_is_never_complete_does_not_hold_the_end(exported, signals):
+    """Before, an end took 25 s, while the log said that no request was in progress."""
+    with Running(exported) as server, socket.create_connection((server.host, server.port), timeout=10) as connection:
+        connection.sendall(b"POST /invocations HTTP/1.1\r\nHost:")
+        time.sleep(0.2)
+        begin = time.monotonic()
+        for number in signals:
+            server.process.send_signal(number)
+        assert server.wait() == 0
+        assert time.monotonic() - begin < 10
 
 
 def test_a_port_at_which_a_server_listens_is_refused(server, refused, exported):

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -44,22 +45,7 @@ def build(service: Service, ui: bool = True) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type=MEDIA_TYPE)
 
-    async def invocations(request: Request) -> Response:
-        content_type = request.headers.get("content-type", "")
-        kind, gzip = media_type(content_type), is_gzip(_list(request, "content-encoding"))
-        accept = responses.negotiate(_list(request, "accept"))
-        tops = _tops(request)
-        async with request_body(request, service) as body:
-            predictions, request.state.summary = await service.run(
-                lambda model: service.classify(model, kind, content_type, body, gzip, tops), request.receive
-            )
-        if watch := service.watch:
-            for prediction in predictions:
-                for line in watch.add(prediction.counted, prediction.measures, prediction.row):
-                    log.warning(line)
-        rows = [prediction.row for prediction in predictions]
-        return Response(responses.write(accept, rows, model.name, model.version), media_type=accept)
-
+    invocations = _invocations(service)
     found: dict[str, tuple[str, Handler]] = {
         "/ping": ("GET", ping), "/metrics": ("GET", metrics), "/invocations": ("POST", invocations),
     }  # fmt: skip
@@ -76,6 +62,55 @@ def build(service: Service, ui: bool = True) -> Starlette:
     application = Starlette(routes=routes, exception_handlers={HTTPException: _refuser(service)})
     application.router.redirect_slashes = False
     return application
+
+
+def _invocations(service: Service) -> Handler:
+    model = service.description
+
+    async def invocations(request: Request) -> Response:
+        asked = refusal = None
+        try:
+            asked = Asked.of(request)
+        except Problem as problem:
+            refusal = problem
+        async with request_body(request, service, refusal) as body:
+            assert asked is not None
+            predictions, request.state.summary = await service.run(
+                lambda model: service.classify(model, asked.kind, asked.content_type, body, asked.gzip, asked.tops),
+                request.receive,
+            )
+        if watch := service.watch:
+            for prediction in predictions:
+                for line in watch.add(prediction.counted, prediction.measures, prediction.row):
+                    log.warning(line)
+        rows = [prediction.row for prediction in predictions]
+        content = responses.write(asked.accept, rows, model.name, model.version)
+        return Response(content, media_type=asked.accept)
+
+    return invocations
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the headers and the query of a request for predictions ask."""
+
+    content_type: str
+    kind: str  # media type of the body, normalized
+    gzip: bool
+    accept: str  # media type of the response
+    tops: list[str]  # values of `top`
+
+    @staticmethod
+    def of(request: Request) -> "Asked":
+        """Return what a request asks; a Problem if it is not supported."""
+        content_type = request.headers.get("content-type", "")
+        return Asked(
+            content_type,
+            media_type(content_type),
+            is_gzip(_list(request, "content-encoding")),
+            responses.negotiate(_list(request, "accept")),
+            _tops(request),
+        )
 
 
 def _list(request: Request, name: str) -> str:
@@ -127,17 +162,17 @@ def record(service: Service, route: str, identity: str, status: int, seconds: fl
 
 
 @asynccontextmanager
-async def request_body(request: Request, service: Service) -> AsyncIterator[bytes]:
+async def request_body(request: Request, service: Service, refusal: Problem | None = None) -> AsyncIterator[bytes]:
     """Yield the body of a request, counted in `service.buffered` until the `async with` block ends.
 
-    The body of a rejected request is also read to its end and discarded: a client that is still writing when the
-    connection closes never reads the response.
+    Raises `refusal`, if given, or the Problem of a body that is refused. That body is also read to its end and
+    discarded: a client that is still writing when the connection closes never reads the response.
     """
     body = bytearray()
     try:
         service.receiving += 1
         try:
-            content = await _receive(request, service, body)
+            content = await _receive(request, service, body, refusal)
         finally:
             service.receiving -= 1
         yield content
@@ -145,16 +180,16 @@ async def request_body(request: Request, service: Service) -> AsyncIterator[byte
         service.buffered -= len(body)
 
 
-async def _receive(request: Request, service: Service, body: bytearray) -> bytes:
+async def _receive(request: Request, service: Service, body: bytearray, refusal: Problem | None) -> bytes:
     seconds = service.limits.body_seconds
-    refusal = _refuse_by_headers(request, service)
+    refusal = refusal or _refuse_by_headers(request, service)
     try:
         # With `Expect: 100-continue` the client waits for permission and has sent no body yet.
         if not (refusal and "expect" in request.headers):
             refusal = await asyncio.wait_for(_read(request, service, body, refusal), seconds)
     except asyncio.TimeoutError as error:
         late = f"The body did not arrive within {seconds:g} seconds."
-        raise Problem(408, late, {"connection": "close"}) from error
+        raise refusal or Problem(408, late, {"connection": "close"}) from error
     except ClientDisconnect as error:
         raise hung_up() from error
     if refusal:
@@ -206,7 +241,7 @@ def _refuser(service: Service) -> Callable[[Request, Exception], Awaitable[Respo
         async def refuse(request: Request) -> Response:
             assert isinstance(error, HTTPException)
             if request.scope["path"] == "*":  # of the whole server (RFC 9110 9.3.7)
-                return Response(status_code=204, headers={"allow": "GET, POST"})
+                return Response(status_code=204, headers={"allow": "GET, HEAD, POST"})
             nothing = "There is nothing at this path. Allowed are /invocations, /ping and /metrics."
             detail = {404: nothing, 405: "This method is not allowed here."}
             raise Problem(error.status_code, detail.get(error.status_code, str(error.detail)), error.headers or {})

@@ -7,9 +7,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from email.message import Message
 from typing import Any
 
-from python_multipart import create_form_parser
+from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
 
 from kd.deploy.serve.decoding import begins_as_image
@@ -167,6 +168,7 @@ class _Form:
         self._max_images = max_images
         self.sent = Sent([])
         self.texts: dict[str, bytes] = {}
+        self.ended = False
 
     def on_file(self, file: Any) -> None:
         file.file_object.seek(0)
@@ -183,6 +185,9 @@ class _Form:
         if len(self.texts) > MAX_FIELDS:
             raise Problem(413, f"There are more than {MAX_FIELDS} text fields in the request.")
 
+    def on_end(self) -> None:
+        self.ended = True
+
     def _add_image(self, name: bytes | None, content: bytes) -> None:
         if len(self.sent.files) == self._max_images:
             raise _too_many(self._max_images)
@@ -191,15 +196,23 @@ class _Form:
 
 
 def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
+    content_type = Message()
+    content_type["content-type"] = header
+    boundary = content_type.get_boundary()
+    if not boundary:
+        raise Problem(400, "The content-type has no valid boundary.")
     form = _Form(max_images)
-    memory = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}  # no temporary files: a container may have no disk to write
+    config = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}  # no temporary files: a container may have no disk to write
     try:
-        content_type = {"Content-Type": header.encode("latin-1")}
-        parser = create_form_parser(content_type, form.on_field, form.on_file, memory)
+        parser = FormParser(
+            MULTIPART, form.on_field, form.on_file, form.on_end, boundary=boundary.encode(), config=config
+        )
         parser.write(body)
         parser.finalize()
-    except FormParserError as error:
-        raise Problem(400, f"The multipart body is not valid (RFC 7578): {str(error).rstrip('.')}.") from error
+    except FormParserError as error:  # its text may be the client's
+        raise Problem(400, "The multipart body is not valid (RFC 7578): each part needs a name.") from error
+    if not form.ended:
+        raise Problem(400, "The multipart body is cut short: it does not end with its boundary and `--`.")
     if not form.sent.files and form.texts:
         detail = "There is no image in the request. Text fields are not images"
         raise Problem(400, f"{detail}.", told=f"{detail}: {', '.join(map(repr, form.texts))}.")

@@ -78,7 +78,7 @@ def open_image(data: bytes, size: int, crop: float, limits: Limits, margin: floa
     held, coefficients = image.width * image.height, whole * len(image.getbands()) * COEFFICIENT
     several = image.format == "JPEG" and held + coefficients > limits.max_pixels and count_scans(data) > 1
     if held + several * coefficients > limits.max_pixels:
-        wrong = f"The image has {sides} = {whole / 1e6:.1f} million pixels; decoding it needs the memory of"
+        wrong = f"The image has {sides} = {whole / 1e6:.6g} million pixels; decoding it needs the memory of"
         taken = f"{(held + several * coefficients) / 1e6:.1f}. At most {limits.max_pixels / 1e6:g} million"
         raise Problem(413, f"{wrong} {taken}.")
     return OpenedImage(image, summary, whole / limits.of(image.format).pixels)

@@ -32,7 +32,7 @@ class Limits:
     max_aspect: float = 20.0  # longer side over shorter side
     max_scans: int = MAX_SCANS
     max_in_flight: int = option(32, "N", whole_number(1, 65536))
-    """most requests in progress or waiting for a thread; further ones get 503 at once (default 32)"""
+    """most requests computed or waiting for a thread, their bodies complete; further ones get 503 (default 32)"""
     max_buffered: int = option(128 * MIB, "SIZE", size)
     """most bytes of all request bodies in memory (default 128MiB); further requests get 503"""
     max_connections: int = 8192
@@ -46,7 +46,8 @@ class Limits:
     deadline: float = option(10.0, "S", positive)
     """seconds from the end of the body to the response (default 10)"""
     drain_seconds: float = option(0.0, "S", whole_number(0, 3600), flag="--drain")
-    """seconds from SIGTERM until the port closes; /ping gets 503, requests are served (default 5 as `serve`, else 0)"""
+    """seconds from SIGTERM until the port closes; /ping gets 503, requests are served (default 5 as `serve`,
+    else 0.5; Ctrl-C: always 0.5)"""
     end_seconds: float = 25.0
     """Seconds from the closing of the port to the end of the process. SageMaker and Kubernetes kill 30 s after
     SIGTERM."""

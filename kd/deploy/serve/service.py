@@ -60,7 +60,8 @@ class Service:
         if passed is not None:
             self.metrics.self_check(passed)
         self.model = model
-        log.info("ready")
+        if not self.draining:
+            log.info("ready")
 
     @property
     def ready(self) -> bool:
