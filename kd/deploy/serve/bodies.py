@@ -210,7 +210,7 @@ def _from_multipart(header: str, body: bytes, max_images: int) -> Sent:
         parser.write(body)
         parser.finalize()
     except FormParserError as error:  # its text may be the client's
-        raise Problem(400, "The multipart body is not valid (RFC 7578): each part needs a name.") from error
+        raise Problem(400, "The multipart body has another boundary, or a part without a name (RFC 7578).") from error
     if not form.ended:
         raise Problem(400, "The multipart body is cut short: it does not end with its boundary and `--`.")
     if not form.sent.files and form.texts:
