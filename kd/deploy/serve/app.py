@@ -72,7 +72,7 @@ def _invocations(service: Service) -> Handler:
         try:
             asked = Asked.of(request)
         except Problem as problem:
-            refusal = problem
+            refusal = problem.copy()
         async with request_body(request, service, refusal) as body:
             assert asked is not None
             predictions, request.state.summary = await service.run(
@@ -189,11 +189,11 @@ async def _receive(request: Request, service: Service, body: bytearray, refusal:
             refusal = await asyncio.wait_for(_read(request, service, body, refusal), seconds)
     except asyncio.TimeoutError as error:
         late = f"The body did not arrive within {seconds:g} seconds."
-        raise refusal or Problem(408, late, {"connection": "close"}) from error
+        raise refusal.copy() if refusal else Problem(408, late, {"connection": "close"}) from error
     except ClientDisconnect as error:
         raise hung_up() from error
     if refusal:
-        raise refusal
+        raise refusal.copy()
     return bytes(body)
 
 

@@ -79,6 +79,10 @@ class Problem(Exception):
         super().__init__(detail)
         self.status, self.detail, self.headers, self.told = status, detail, dict(headers), told or detail
 
+    def copy(self) -> "Problem":
+        """Return it without its traceback, whose frames would hold the request, and its connection, in a cycle."""
+        return Problem(self.status, self.detail, self.headers, self.told)
+
     @property
     def body(self) -> bytes:
         title = HTTPStatus(self.status).phrase

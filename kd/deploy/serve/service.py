@@ -126,8 +126,7 @@ class Service:
         try:
             return job(self.model)
         except Problem as problem:
-            # A new object without traceback: the old one's frames hold the body in a reference cycle.
-            return Problem(problem.status, problem.detail, problem.headers, problem.told)
+            return problem.copy()
         except MemoryError:
             return no_memory()
 
