@@ -60,7 +60,10 @@ def peak_mib() -> float:
 
 
 def open_files(wanted: int) -> int:
-    """Raise this process's limit of open files, if the system allows it, and return how many it may open."""
+    """Raise this process's limit of open files as far as the system allows it.
+
+    Returns how many of the wanted files it may open.
+    """
     if sys.platform == "win32":
         return wanted
     import resource
@@ -69,8 +72,7 @@ def open_files(wanted: int) -> int:
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        return allowed
-    return wanted
+    return allowed
 
 
 def cpu_seconds() -> float:

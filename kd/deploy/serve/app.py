@@ -68,15 +68,17 @@ def _invocations(service: Service) -> Handler:
     model = service.description
 
     async def invocations(request: Request) -> Response:
-        asked = refusal = None
+        options = refusal = None
         try:
-            asked = Asked.of(request)
+            options = RequestOptions.of(request)
         except Problem as problem:
             refusal = problem.copy()
         async with request_body(request, service, refusal) as body:
-            assert asked is not None
+            assert options is not None
             predictions, request.state.summary = await service.run(
-                lambda model: service.classify(model, asked.kind, asked.content_type, body, asked.gzip, asked.tops),
+                lambda model: service.classify(
+                    model, options.kind, options.content_type, body, options.gzip, options.tops
+                ),
                 request.receive,
             )
         if watch := service.watch:
@@ -84,15 +86,15 @@ def _invocations(service: Service) -> Handler:
                 for line in watch.add(prediction.counted, prediction.measures, prediction.row):
                     log.warning(line)
         rows = [prediction.row for prediction in predictions]
-        content = responses.write(asked.accept, rows, model.name, model.version)
-        return Response(content, media_type=asked.accept)
+        content = responses.write(options.accept, rows, model.name, model.version)
+        return Response(content, media_type=options.accept)
 
     return invocations
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the headers and the query of a request for predictions ask."""
+class RequestOptions:
+    """Content types, codings and `top` of a request for predictions, from its headers and query."""
 
     content_type: str
     kind: str  # media type of the body, normalized
@@ -101,10 +103,10 @@ class Asked:
     tops: list[str]  # values of `top`
 
     @staticmethod
-    def of(request: Request) -> "Asked":
-        """Return what a request asks; a Problem if it is not supported."""
+    def of(request: Request) -> "RequestOptions":
+        """Read a request; a Problem if it is not supported."""
         content_type = request.headers.get("content-type", "")
-        return Asked(
+        return RequestOptions(
             content_type,
             media_type(content_type),
             is_gzip(_list(request, "content-encoding")),

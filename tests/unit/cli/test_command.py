@@ -1,5 +1,7 @@
 """Options that a dataclass declares once."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -56,3 +58,20 @@ def test_a_wrong_value_is_one_line(text, capsys):
     with pytest.raises(SystemExit):
         parser.read([f"--count={text}"])
     assert f"'{text}' is not a whole number from 1 to 9" in capsys.readouterr().err
+
+
+def test_pillow_is_told_to_keep_its_pixels_before_it_is_imported():
+    """It reads the variable at its import; kd-serve set it after that."""
+    code = """
+import os, sys
+from kd.cli.serving import serve
+assert "PIL" not in sys.modules
+try:
+    serve(["--help"])
+except SystemExit:
+    pass
+from PIL import Image
+print(Image.core.get_blocks_max(), file=sys.stderr)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr.strip() == "4"

@@ -194,3 +194,20 @@ def test_the_cpu_time_of_a_process_is_that_of_its_children_too_while_they_run_an
     while time.process_time() < end:
         pass
     assert host.cpu_seconds() - running >= 0.17
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hard", "allowed", "soft"), [(300, 200, 200, 200), (150, 200, 150, 150), (50, 200, 50, 100)]
+)
+def test_open_files_are_raised_to_what_the_system_allows(wanted, hard, allowed, soft):
+    """A process of its own: a limit that was lowered cannot be raised again."""
+    code = """
+import resource, sys
+from kd.core.host import open_files
+wanted, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+print(open_files(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    argv = [sys.executable, "-c", code, str(wanted), str(hard)]
+    told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert told.split() == [str(allowed), str(soft)]
