@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kd.config.load import apply_overrides, load
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
 from kd.core.facts import FileKey
+from kd.core.keys import extra, fields_of
 from kd.core.references import written
 
 
@@ -59,13 +60,13 @@ def alternatives(override: str) -> list[str]:
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
     """Yield the keys below a section whose values name files that the run reads (see `kd.core.facts.file_key`)."""
-    for one in fields(section):
-        value, key = getattr(section, one.name), f"{where}.{one.name}".lstrip(".")
-        if "files" in one.metadata and value:
-            folder = one.metadata["files"]
-            yield FileKey(key, written(value), folder and f"{where}.{folder}", one.metadata["or_name"])
+    for name, field in fields_of(type(section)).items():
+        value, key, declared = getattr(section, name), f"{where}.{name}".lstrip("."), extra(field)
+        if "files" in declared and value:
+            folder = declared["files"]
+            yield FileKey(key, written(value), folder and f"{where}.{folder}", declared["or_name"])
         elif is_dataclass(value):
-            yield from file_keys(value, where if one.name == "options" else key)
+            yield from file_keys(value, where if name == "options" else key)
         elif isinstance(value, tuple):
             items = [(number, item) for number, item in enumerate(value) if is_dataclass(item)]
             yield from (found for number, item in items for found in file_keys(item, f"{key}.{number}"))

@@ -38,6 +38,8 @@ class _Resolver:
         return list(values.values()) if OmegaConf.is_list(node) else values
 
     def value(self, node: Any, key: Any, text: Any, where: str) -> Any:
+        if text == "???":  # OmegaConf's word for a missing value
+            self.errors.append(ConfigError(where, "is ???, which stands for a missing value", "", "Write the value"))
         if not OmegaConf.is_interpolation(node, key):
             plain = not isinstance(text, (dict, list))
             return text if plain else self.container(node[key], text, where)

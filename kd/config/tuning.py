@@ -1,140 +1,86 @@
-"""Declaration of keys and their accepted values; sections for optimizer, tuning, augmentation and fit."""
+"""The sections for the optimizer, the tuning of layers, augmentation and the fit of a teacher."""
 
-import types
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import replace
+from typing import Annotated, Literal
 
-from kd.parts import registry
+from kd.core.keys import Auto, Field, Keys, keys
 
 FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
 """Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
 examples fine-tune ViTs with AdamW; not measured here."""
 
 
-def ranged(default: Any, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """Declare a number with its range, for the check and for `kd help`."""
-    return field(default=default, metadata={"low": low, "high": high, "above": above})
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def chosen(part_folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
-    """Declare the `kind` of a part section; `only`: the allowed names."""
-    return field(default=default, metadata={"parts": part_folder, "only": only})
-
-
-def section_of(annotation: Any) -> Any:
-    """Return the dataclass of a key that holds a section (or null); None for a plain value."""
-    found = [one for one in (annotation, *get_args(annotation)) if is_dataclass(one)]
-    return found[0] if found and get_origin(annotation) is not tuple else None
-
-
-@cache
-def types_of(cls: type) -> dict[str, Any]:
-    """Return the fields a YAML may set, with their types."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in fields(cls) if f.name != "options"}
-
-
-def allows(cls: type, key: str) -> str:
-    """Describe the accepted values of a key in words."""
-    field = next(f for f in fields(cls) if f.name == key)
-    if "parts" in field.metadata:
-        return f"Allowed: {', '.join(field.metadata['only'] or registry.names(field.metadata['parts']))}"
-    text = _describe(types_of(cls)[key])
-    low, high, above, below = (field.metadata.get(name) for name in ("low", "high", "above", "below"))
-    limits = [f">= {low:g}"] if low is not None else [f"> {above:g}"] if above is not None else []
-    limits += [f"<= {high:g}"] if high is not None else [f"< {below:g}"] if below is not None else []
-    return f"Allowed: {text}{' ' if limits else ''}{' and '.join(limits)}"
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-
-
-def _describe(annotation: Any) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
-    if origin in (Union, types.UnionType):
-        if args == (int, str):
-            return "auto or a whole number"
-        return " or ".join(_describe(arg) for arg in args)
-    if origin is tuple and args[-1] is not Ellipsis:
-        return f"a list of {len(args)} values, each {_describe(args[0])}"
-    if origin in (tuple, list):
-        return f"a list of {_describe(args[0])}"
-    if origin is dict or annotation is Any or is_dataclass(annotation):
-        return "a section of key: value" if annotation is not Any else "text, a list or a section"
-    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuning:
+@keys
+class Tuning(Keys):
     """Learning rates of single layers, for a network that starts from pretrained weights."""
 
-    layer_decay: float = ranged(1.0, above=0.0, high=1.0)
+    layer_decay: float = Field(1.0, gt=0.0, le=1.0)
     """Ratio of a layer's learning rate to that of the next deeper layer (arXiv:2003.10555), in timm's layer groups;
     0.75 is usual for a ViT. 1.0: one rate for all layers."""
-    head_lr_scale: float = ranged(1.0, above=0.0)
+    head_lr_scale: float = Field(1.0, gt=0.0)
     """Factor of the classifier's learning rate."""
     freeze: tuple[str, ...] = ()
     """Name patterns of frozen parameters, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
     Batch norm whose parameters are all frozen keeps its statistics."""
-    freeze_epochs: int = ranged(0, low=0)
+    freeze_epochs: int = Field(0, ge=0)
     """Number of first epochs in which `freeze` holds. 0: the whole run; frozen layers at the input then need no
     backward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSection:
+@keys
+class OptimizerSection(Keys):
     """The student's optimizer and learning rate schedule."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
     """The optimizer; fused kernels where the device has them. muon: timm's, which orthogonalizes
     the updates of matrices and convolutions (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
-    lr: float = ranged(1e-3, above=0.0)
+    lr: float = Field(1e-3, gt=0.0)
     """Peak learning rate; not scaled with the batch size."""
-    min_lr_ratio: float = ranged(0.0, low=0.0, high=1.0)
+    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """Learning rate at the end, as a share of `lr`."""
-    warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
+    warmup_ratio: float = Field(0.05, ge=0.0, le=1.0)
     """Share of the run in which the learning rate rises linearly from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up, over the progress of the run."""
-    weight_decay: float = ranged(0.05, low=0.0)
+    weight_decay: float = Field(0.05, ge=0.0)
     """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates."""
-    momentum: float = ranged(0.9, low=0.0, high=0.9999)
+    momentum: float = Field(0.9, ge=0.0, le=0.9999)
     """SGD's momentum (Nesterov)."""
-    clip_grad_norm: float = ranged(1.0, low=0.0)
+    clip_grad_norm: float = Field(1.0, ge=0.0)
     """Largest gradient norm. 0: do not clip."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """What to do if a step's gradient is NaN or infinite; it never reaches weights or optimizer. skip: leave the step
     out and count it. More than 10 skipped steps in a row end the run; more than half of all steps are an error."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
-    ema_decay: float = ranged(0.0, low=0.0, high=0.99999)
+    ema_decay: float = Field(0.0, ge=0.0, le=0.99999)
     """Decay of the averaged weights (EMA), which are evaluated and exported. 0: no averaging."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Augment:
+@keys
+class Augment(Keys):
     """Augmentation of a training image; a pure function of (seed, view, image id)."""
 
-    crop_scale: float = ranged(0.35, above=0.0, high=1.0)
+    crop_scale: float = Field(0.35, gt=0.0, le=1.0)
     """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
-    flip: float = ranged(0.5, low=0.0, high=1.0)
+    flip: float = Field(0.5, ge=0.0, le=1.0)
     """Probability of a horizontal flip."""
-    jitter: float = ranged(0.3, low=0.0, high=1.0)
+    jitter: float = Field(0.3, ge=0.0, le=1.0)
     """Strength of the random change of brightness, contrast and saturation. 0: none."""
     policy: str = ""
     """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
-    erase: float = ranged(0.0, low=0.0, high=1.0)
+    erase: float = Field(0.0, ge=0.0, le=1.0)
     """Probability that a rectangle of 2 to 33 % of the area becomes noise (random erasing, arXiv:1708.04896)."""
-    mixup: float = ranged(0.0, low=0.0)
+    mixup: float = Field(0.0, ge=0.0)
     """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
-    cutmix: float = ranged(0.0, low=0.0)
+    cutmix: float = Field(0.0, ge=0.0)
     """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup on too, each image gets one of them."""
-    mix_probability: float = ranged(1.0, low=0.0, high=1.0)
+    mix_probability: float = Field(1.0, ge=0.0, le=1.0)
     """Probability that an image is mixed at all, where mixup or cutmix is on."""
 
     @property
@@ -142,35 +88,35 @@ class Augment:
         return (self.mixup > 0 or self.cutmix > 0) and self.mix_probability > 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+@keys
+class Fit(Keys):
     """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no checkpoint."""
 
-    epochs: int | str = ranged(0, low=0)
+    epochs: Annotated[int, Field(ge=0)] | Auto = 0
     """Passes over the labelled training images. `auto`: by their number (kd/core/recommended.py). 0: never fit, unless
     `steps` is set; a checkpoint is required."""
-    steps: int = ranged(0, low=0)
+    steps: int = Field(0, ge=0)
     """Length of the fit in optimizer steps, instead of epochs. 0: use `epochs`."""
-    lr: float = ranged(0.0, low=0.0)
+    lr: float = Field(0.0, ge=0.0)
     """Peak learning rate. 0: 1e-3 from scratch, 5e-5 from pretrained weights."""
-    weight_decay: float = ranged(0.05, low=0.0)
+    weight_decay: float = Field(0.05, ge=0.0)
     """Decoupled weight decay."""
-    batch_size: int = ranged(0, low=0)
+    batch_size: int = Field(0, ge=0)
     """Images per optimizer step. 0: as in `data.batch_size`."""
-    label_smoothing: float = ranged(0.1, low=0.0, high=0.999)
+    label_smoothing: float = Field(0.1, ge=0.0, le=0.999)
     """Label smoothing of the cross-entropy."""
-    warmup_ratio: float = ranged(0.05, low=0.0, high=1.0)
+    warmup_ratio: float = Field(0.05, ge=0.0, le=1.0)
     """Share of the fit in which the learning rate rises."""
-    evaluate: int = ranged(0, low=0)
+    evaluate: int = Field(0, ge=0)
     """Steps between evaluations, which choose the weights. 0: at the end of each epoch."""
-    patience: int = ranged(0, low=0)
+    patience: int = Field(0, ge=0)
     """End after this many evaluations in a row without a new best. 0: never."""
-    tuning: Tuning = field(default_factory=Tuning)
+    tuning: Tuning = Field(default_factory=Tuning)
     """Learning rates of single layers of the teacher, and frozen layers."""
     augment: Augment | None = None
     """Augmentation during the fit, with the keys of `data.augment`. null: `data.augment` without mixing, and a random
     crop keeps at least 0.35 of the area. Augmentation strong enough for the student makes a worse teacher."""
-    seed: int = ranged(0, low=0)
+    seed: int = Field(0, ge=0)
     """Seed of the fit. It differs from `run.seed`, so runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
     """Folder of fitted teachers, one subfolder per content hash; later runs find them there."""

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kd.config.schema import Config
-from kd.config.tuning import types_of
 from kd.core.errors import ConfigError, did_you_mean, in_short
+from kd.core.keys import fields_of
 
 _ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
 """A key that YAML may not read as text."""
@@ -47,7 +47,7 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         reason = in_short(error, 400)
         raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
     if not OmegaConf.is_dict(raw):
-        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(types_of(Config))}", "Add them")
+        raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(fields_of(Config))}", "Add them")
     return raw
 
 

@@ -1,21 +1,9 @@
 """Static capabilities of a component (`facts` of its module), and options that name files."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intervals:
-    """Intervals in optimizer steps: the section `run.every`. Each action also happens at the last step."""
-
-    log: int = field(default=20, metadata={"low": 1})
-    """Write a row of training metrics, which waits for the device."""
-    evaluate: int = field(default=0, metadata={"low": 0})
-    """Evaluate on the validation split. 0: at the end of each epoch."""
-    checkpoint: int = field(default=0, metadata={"low": 0})
-    """Write a checkpoint. 0: at each evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +104,8 @@ class ExporterFacts:
     graphs: Mapping[str, GraphFile] = field(default_factory=dict)
 
 
-def file_key(default: Any = MISSING, within: str = "", or_name: bool = False) -> Any:
-    """Declare an option that names input files, so that a launcher can upload them; see `FileKey`."""
-    metadata = {"files": within, "or_name": or_name}
-    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
-
-
 class FileKey(NamedTuple):
-    """A key of a configuration that `file_key` has declared."""
+    """A key of a configuration that `kd.core.keys.file_key` has declared."""
 
     key: str  # dotted: "teacher.also.0.model"
     value: str

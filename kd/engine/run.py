@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from kd.core.contracts import Backend, Loader, Sifter, Teacher
 from kd.core.errors import ModelError, in_short
 from kd.core.evaluation import Evaluator
-from kd.core.facts import Intervals
+from kd.core.every import Intervals
 from kd.core.types import Batch, Plan, State, TeacherOutputs
 from kd.engine.criterion import StudentWithLoss
 from kd.engine.optim import EMA, Schedule

@@ -25,7 +25,7 @@ from kd.config.schema import (
 )
 from kd.config.tuning import FROM_PRETRAINED, FROM_SCRATCH, Fit, Tuning
 from kd.core.evaluation import Task
-from kd.core.facts import Intervals
+from kd.core.every import Intervals
 from kd.engine.run import RunLength
 from kd.files.run_dir import BASELINE, RunDir
 from kd.parts.registry import default_options

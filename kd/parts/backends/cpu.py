@@ -1,19 +1,20 @@
 """Any machine: torch on the CPU, several processes over gloo."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from kd.core.facts import BackendFacts
 from kd.core.host import cores, keep_freed_memory
+from kd.core.keys import Field, Keys, keys
 from kd.parts.backends._ddp import DDPBackend
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options of the CPU backend."""
 
-    threads: int = field(default=0, metadata={"low": 0})
+    threads: int = Field(0, ge=0)
     """torch's threads per rank. 0: this machine's cores divided by its ranks. `--check` reports if fewer are faster."""
 
 

@@ -1,15 +1,14 @@
 """NVIDIA GPUs: one process per GPU over nccl."""
 
-from dataclasses import dataclass
-
 import torch
 
 from kd.core.facts import BackendFacts
+from kd.core.keys import Keys, keys
 from kd.parts.backends._ddp import DDPBackend, select_gpu
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options of the CUDA backend."""
 
     tf32: bool = True

@@ -6,7 +6,6 @@ a second process group, AVG, object collectives or barrier arguments; see `_ddp.
 
 import importlib
 import logging
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,13 +13,14 @@ import torch.distributed as dist
 
 from kd.core.errors import BackendError, MissingExtra, in_short
 from kd.core.facts import BackendFacts
+from kd.core.keys import Keys, keys
 from kd.parts.backends._ddp import DDPBackend, select_gpu
 
 LIBRARY = "smdistributed.dataparallel.torch.torch_smddp"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options of the smddp backend."""
 
     fallback: Literal["none", "nccl", "gloo"] = "none"

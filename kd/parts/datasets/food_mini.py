@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from uuid import uuid4
@@ -24,6 +24,7 @@ import numpy as np
 from kd.core.errors import DataError, NotPrepared
 from kd.core.facts import DatasetFacts
 from kd.core.host import cores
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Decoded, Label
 from kd.parts.datasets._decode import decode, read
 from kd.parts.datasets._food.menu import PAINTERS
@@ -32,29 +33,29 @@ from kd.parts.datasets._food.paint import VERSION, file_name
 SECONDS = 0.2  # seconds between two counts of painted files for the bar: counting 4,200 takes 10 ms
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: food_mini`."""
 
     root: str = "data/food_mini"
     """Folder of the rendered pictures; each combination of the other keys gets a folder of its own in it."""
-    train_images: int = field(default=250, metadata={"low": 1})
+    train_images: int = Field(250, ge=1)
     """Training pictures per dish."""
-    val_images: int = field(default=100, metadata={"low": 1})
+    val_images: int = Field(100, ge=1)
     """Validation pictures per dish."""
-    pixels: int = field(default=64, metadata={"low": 16, "high": 512})
+    pixels: int = Field(64, ge=16, le=512)
     """Side of the stored pictures."""
     art_seed: int = 0
     """Seed of the pictures; `run.seed` does not change them."""
-    label_noise: float = field(default=0.0, metadata={"low": 0.0, "high": 0.9})
+    label_noise: float = Field(0.0, ge=0.0, le=0.9)
     """Share of the training pictures with the label of another dish."""
-    redundancy: int = field(default=1, metadata={"low": 1})
+    redundancy: int = Field(1, ge=1)
     """Photographs of each plate in the largest class, which are near-duplicates. No class has more plates than another,
     so a class is large because its plates were photographed more often."""
-    imbalance: float = field(default=1.0, metadata={"low": 1.0})
+    imbalance: float = Field(1.0, ge=1.0)
     """Training pictures of the largest class (`train_images`) over those of the smallest; the sizes between fall
     geometrically (arXiv:1901.05555). Validation stays balanced."""
-    dishes: int = field(default=1, metadata={"low": 1, "high": 4})
+    dishes: int = Field(1, ge=1, le=4)
     """Most dishes on a tray; above 1, a picture has a set of labels."""
 
     def __post_init__(self) -> None:

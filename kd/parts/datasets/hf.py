@@ -5,7 +5,6 @@ Needs the extra: `pip install 'PATH/kd[hf]'`.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean, named, needed
-from kd.core.facts import DatasetFacts, file_key
+from kd.core.facts import DatasetFacts
+from kd.core.keys import Field, Keys, file_key, keys
 from kd.parts.datasets import _decode as images
 from kd.parts.datasets._splits import check_splits, grouped, part
 
@@ -26,8 +26,8 @@ def facts(options: "Options") -> DatasetFacts:
     return images.facts_of(options, "test_split", "set" if options.label_keys else "class")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Dataset, splits and columns."""
 
     path: str = file_key(or_name=True)
@@ -40,7 +40,7 @@ class Options:
     """Split to validate on; not used with `val_fraction`."""
     test_split: str = ""
     """Test split: scored once, at the end of a run, and never used for choices. Empty: no test split."""
-    val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
+    val_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
     group: str = ""
     """Column of what belongs together, such as the clip of a frame, and stays in one split if kd splits by hash."""

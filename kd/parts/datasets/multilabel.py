@@ -8,7 +8,6 @@ data.labels=some an image whose cells are empty is unlabelled; of two columns, a
 import json
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.core.facts import file_key
+from kd.core.keys import Field, Keys, file_key, keys
 from kd.core.text import class_order, nfc
 from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import facts_of, first_few, label_sets
@@ -30,8 +29,8 @@ facts = partial(facts_of, test="test_labels", label="set")
 recognizes = partial(tables, kind="multilabel")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Location of images and labels."""
 
     root: str = file_key()
@@ -42,7 +41,7 @@ class Options:
     """The same for the validation images. Empty: `val_fraction` of the training file."""
     test_labels: str = file_key("", within="root")
     """The same for the test images, scored once, at the end of a run. Empty: none."""
-    val_fraction: float = field(default=0.0, metadata={"low": 0.0, "below": 1.0})
+    val_fraction: float = Field(0.0, ge=0.0, lt=1.0)
     """Share of the images held out for validation, chosen by a hash of the path, if there is no `val_labels`."""
     group: str = ""
     """What belongs together, such as the frames of a clip, and stays in one split if kd splits by hash: `parent` (the

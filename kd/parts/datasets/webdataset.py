@@ -11,7 +11,6 @@ import tarfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
@@ -19,7 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.core.facts import DatasetFacts, file_key
+from kd.core.facts import DatasetFacts
+from kd.core.keys import Keys, file_key, keys
 from kd.core.text import class_order, nfc
 from kd.files.shards import Shard, content, find, members, origins, read
 from kd.parts.datasets import _decode as images
@@ -35,8 +35,8 @@ def facts(options: "Options") -> DatasetFacts:
     return images.facts_of(options, "test", "set" if options.label_sets else "class")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Location of the shards, and the members of a sample that are image and label."""
 
     train: str = file_key()

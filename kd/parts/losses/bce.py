@@ -14,23 +14,22 @@ Not handled: class weights, and images with labels for some classes only.
 Shape legend: B images of a batch, C classes.
 """
 
-from dataclasses import dataclass, field
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(labels=True, logits="sigmoid")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: bce`."""
 
-    label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
+    label_smoothing: float = Field(0.0, ge=0.0, le=1.0)
     """Label smoothing `s`: the share of each class's target spread evenly over yes and no, 0 to 1."""
 
 

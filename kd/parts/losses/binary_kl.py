@@ -12,23 +12,22 @@ Not handled: errors of the teacher, which the student learns too.
 Shape legend: B images of a batch, C classes.
 """
 
-from dataclasses import dataclass, field
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(teacher=True, logits="sigmoid")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: binary_kl`."""
 
-    temperature: float = field(default=1.0, metadata={"above": 0.0})
+    temperature: float = Field(1.0, gt=0.0)
     """Divides both models' logits, > 0."""
 
 

@@ -16,7 +16,6 @@ Shape legend: B images of a batch, C classes, N training images.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.nn import functional as F
 from kd.core.contracts import Loss
 from kd.core.errors import ConfigError, did_you_mean
 from kd.core.facts import LossFacts
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 KEY = "losses[].class_weights"
@@ -34,11 +34,11 @@ WEIGHTS = "class_weights must be `balanced`, a list of numbers, or a section `cl
 facts = LossFacts(labels=True, logits="softmax")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: ce`."""
 
-    label_smoothing: float = field(default=0.0, metadata={"low": 0.0, "high": 1.0})
+    label_smoothing: float = Field(0.0, ge=0.0, le=1.0)
     """Label smoothing `s`: the share of the target spread evenly over all classes, 0 to 1. With a teacher, 0 is
     usual."""
     class_weights: Any = None

@@ -17,26 +17,25 @@ student probabilities (a classifier initialized to zero) have very large gradien
 Shape legend: B images of a batch, C classes.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: dist`; the defaults are those of the authors' code."""
 
-    beta: float = field(default=1.0, metadata={"low": 0.0})
+    beta: float = Field(1.0, ge=0.0)
     """Weight of L_inter, the correlation over classes, >= 0."""
-    gamma: float = field(default=1.0, metadata={"low": 0.0})
+    gamma: float = Field(1.0, ge=0.0)
     """Weight of L_intra, the correlation over images, >= 0."""
-    temperature: float = field(default=1.0, metadata={"above": 0.0})
+    temperature: float = Field(1.0, gt=0.0)
     """Divides both models' logits, > 0."""
 
 

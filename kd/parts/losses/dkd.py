@@ -15,28 +15,27 @@ Not handled: a warm-up of the weight. The authors' code raises it linearly over 
 Shape legend: B images of a batch, C classes.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(teacher=True, labels=True, unmixed=True, logits="softmax")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: dkd`; the defaults are the authors' for CIFAR-100."""
 
-    alpha: float = field(default=1.0, metadata={"low": 0.0})
+    alpha: float = Field(1.0, ge=0.0)
     """Weight of TCKD, the term of the target class, >= 0."""
-    beta: float = field(default=8.0, metadata={"low": 0.0})
+    beta: float = Field(8.0, ge=0.0)
     """Weight of NCKD, the term of the other classes, >= 0. The authors use 0.5 to 2 on ImageNet."""
-    temperature: float = field(default=4.0, metadata={"above": 0.0})
+    temperature: float = Field(4.0, gt=0.0)
     """Divides both models' logits, > 0. The authors use 1 on ImageNet."""
 
 

@@ -15,23 +15,22 @@ Not handled: plain TTM, which has no factor U.
 Shape legend: B images of a batch, C classes.
 """
 
-from dataclasses import dataclass, field
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(teacher=True, logits="softmax")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: wttm`."""
 
-    gamma: float = field(default=0.2, metadata={"above": 0.0})
+    gamma: float = Field(0.2, gt=0.0)
     """The exponent on the teacher's probabilities, > 0. Below 1 it softens them. The default is the authors'."""
 
 

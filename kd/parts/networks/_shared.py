@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.facts import file_key
+from kd.core.keys import Field, Keys, file_key, keys
 from kd.core.text import nfc
 from kd.models.classifier import Pick
 from kd.models.load_classifier import check_classes
@@ -18,8 +17,8 @@ from kd.models.spec import Spec
 from kd.parts.registry import named_module
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options that a module or graph does not contain."""
 
     mean: tuple[float, ...] = ()
@@ -27,7 +26,7 @@ class Options:
     graph."""
     std: tuple[float, ...] = ()
     """Standard deviation per channel, likewise; [1, 1, 1] if the model normalizes its input itself."""
-    input_size: int = field(default=0, metadata={"low": 0})
+    input_size: int = Field(0, ge=0)
     """Input side of a module, or of a graph with free size, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """Kind of the model's outputs."""

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from kd.core.contracts import Source
 from kd.core.errors import ModelError
-from kd.core.facts import file_key
+from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
 from kd.core.types import Outputs
 from kd.models.answer_table import AnswerTable, below, read
@@ -29,8 +28,8 @@ from kd.parts.networks._shared import columns, named, require_logits, to_logits
 CHECKED = 64  # outputs checked at a time
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options of a table."""
 
     outputs: Literal["logits", "probabilities"] = "logits"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
+from kd.core.keys import keys
 from kd.core.types import Outputs
 from kd.models.classifier import resized
 from kd.models.examination import fails
@@ -28,7 +28,7 @@ from kd.parts.networks import _shared as shared
 DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@keys
 class Options(shared.Options):
     """Options of a graph."""
 

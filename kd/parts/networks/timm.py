@@ -1,12 +1,13 @@
 """Any timm classifier: by name, from a folder that timm or `kd-export` wrote, or from the hub."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
 from kd.core.errors import ModelError
-from kd.core.facts import NetworkFacts, file_key
+from kd.core.facts import NetworkFacts
+from kd.core.keys import Keys, file_key, keys
 from kd.models.classifier import REORDERED, Classifier
 from kd.models.load_classifier import load
 from kd.models.spec import Spec
@@ -15,8 +16,8 @@ from kd.parts.networks._shared import columns, named
 facts = NetworkFacts(trains=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options for a model with more classes than the data."""
 
     classes: str = file_key("")

@@ -1,19 +1,18 @@
 """A transformers model by folder or hub id: a classifier, a backbone, or the image tower of CLIP and SigLIP."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kd.core.errors import ModelError
-from kd.core.facts import file_key
+from kd.core.keys import Keys, file_key, keys
 from kd.models.spec import Spec
 from kd.parts.networks import _towers as towers
 from kd.parts.networks._shared import named
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Options that override the folder."""
 
     classes: str = file_key("")

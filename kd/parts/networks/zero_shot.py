@@ -7,7 +7,6 @@ out: it is equal for all classes and does not change a softmax.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.errors import ModelError, in_short
-from kd.core.facts import file_key
+from kd.core.keys import Field, Keys, file_key, keys
 from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
@@ -30,8 +29,8 @@ TOWERS = {
 }  # by model type: the class with both towers, and the class with only the image tower
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The classes as texts or as vectors."""
 
     classes: str = file_key("")
@@ -40,7 +39,7 @@ class Options:
     """Texts about a class, with `{}` for its name; their vectors are averaged."""
     vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
-    scale: float = field(default=0.0, metadata={"low": 0.0})
+    scale: float = Field(0.0, ge=0.0)
     """Factor of the cosine. 0: the learned scale. Required with `vectors` if the folder has only one tower."""
 
     def __post_init__(self) -> None:

@@ -3,28 +3,27 @@
 Legend: N images of the dataset, K images of some kind.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Plan, SiftContext
 from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 
 NEVER = -1  # in place of an epoch, which counts from 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+@keys
+class Limits(Keys):
     """Share of an epoch to keep, and its limits."""
 
-    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
+    keep: float = Field(0.6, gt=0.0, le=1.0)
     """Share of the images that a sifted epoch visits; exact up to one global batch."""
-    warmup: int = field(default=1, metadata={"low": 1})
+    warmup: int = Field(1, ge=1)
     """Number of first epochs that visit all images."""
-    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
+    anneal: float = Field(0.125, ge=0.0, le=1.0)
     """Last share of the run with full epochs."""
-    refresh: int = field(default=4, metadata={"low": 1})
+    refresh: int = Field(4, ge=1)
     """An image skipped for this many epochs is then visited, independent of its score."""
 
 

@@ -1,21 +1,21 @@
 """Skip images whose last distillation loss was low, before they are decoded."""
 
 import math
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from kd.core.keys import Field, keys
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
 from kd.parts.sifters._table import Limits, Remembering
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@keys
 class Options(Limits):
     """Share of an epoch to keep, and its limits."""
 
-    floor: float = field(default=0.15, metadata={"above": 0.0, "high": 1.0})
+    floor: float = Field(0.15, gt=0.0, le=1.0)
     """Lowest probability of keeping an easy image."""
 
     def __post_init__(self) -> None:

@@ -1,22 +1,21 @@
 """Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
 
-from dataclasses import dataclass, field
-
 import torch
 
+from kd.core.keys import Field, Keys, keys
 from kd.core.types import Plan, SiftContext
 from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """Share of an epoch to keep."""
 
-    keep: float = field(default=0.6, metadata={"above": 0.0, "high": 1.0})
+    keep: float = Field(0.6, gt=0.0, le=1.0)
     """Share of the images that a sifted epoch visits."""
-    warmup: int = field(default=1, metadata={"low": 0})
+    warmup: int = Field(1, ge=0)
     """Number of first epochs that visit all images."""
-    anneal: float = field(default=0.125, metadata={"low": 0.0, "high": 1.0})
+    anneal: float = Field(0.125, ge=0.0, le=1.0)
     """Last share of the run with full epochs."""
 
 

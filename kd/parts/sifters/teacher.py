@@ -3,7 +3,6 @@
 Legend: N images of the dataset, V views of each, K images of some kind, C classes.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kd.core.facts import SifterFacts
+from kd.core.keys import keys
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
 from kd.parts.sifters._table import NEVER, Limits, Remembering
@@ -21,7 +21,7 @@ LEAST = 0.15  # smallest probability relative to the largest, so no weight is la
 STORED = -torch.inf  # in place of the score of a stored output that was not read yet
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@keys
 class Options(Limits):
     """The score of a view, and the share of an epoch to keep."""
 

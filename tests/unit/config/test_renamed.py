@@ -8,7 +8,7 @@ import yaml
 from kd import config
 from kd.config import renamed
 from kd.config.schema import Config
-from kd.config.tuning import types_of
+from kd.config.words import keys_of
 from kd.config.yaml_text import examples
 from kd.core.errors import ConfigErrors, KdError
 from kd.parts import registry
@@ -107,7 +107,7 @@ def test_no_configuration_of_our_own_has_an_old_name(name):
 def test_new_names_are_keys_and_kinds_and_old_ones_are_not():
     sections = {"optimizer": "optimizer", "data": "data"}
     for section, names in sections.items():
-        keys = types_of(types_of(Config)[names])
+        keys = keys_of(keys_of(Config)[names].annotation)
         for old, new in renamed.KEYS[section].items():
             assert new in keys
             assert old not in keys

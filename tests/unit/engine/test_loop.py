@@ -11,7 +11,8 @@ from pieces import slow, timeless, without_clocks
 from torch.nn import functional as F
 
 from kd.core.errors import Interrupted, NonFiniteLoss, RunError
-from kd.core.facts import Intervals, LossFacts
+from kd.core.every import Intervals
+from kd.core.facts import LossFacts
 from kd.core.seeds import seed_from
 from kd.core.types import Batch, Dims, Outputs, State
 from kd.engine.criterion import Criterion

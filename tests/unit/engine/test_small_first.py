@@ -13,7 +13,7 @@ from test_loop import Stop, StopAfter, read_rows, same, weights, without_clocks
 
 from kd import config
 from kd.core.errors import ModelError
-from kd.core.facts import Intervals
+from kd.core.every import Intervals
 from kd.core.types import Plan, State
 from kd.engine.loop import train
 from kd.engine.run import RunLength

@@ -1,0 +1,101 @@
+"""The JSON Schema of a configuration, for editors that complete and check YAML while it is typed."""
+
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+
+from kd.config.explain import kinds_of
+from kd.config.renamed import KEYS, KINDS
+from kd.config.schema import Config
+from kd.config.section import PartSection
+from kd.config.words import is_list, keys_of, section_of
+from kd.core.keys import extra, fields_of
+from kd.parts import registry
+
+Schema = dict[str, Any]
+DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML extension of VS Code reads in full
+REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # `${oc.env:NAME}` in place of any value
+TEXT: Schema = {"type": ["string", "number", "null"]}  # numbers become text, and `key:` is empty
+FILE = "kd.schema.json"
+"""Name of the file beside a configuration."""
+EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
+"""First line of a configuration, by which an editor finds the schema."""
+
+
+def json_schema(config: Config | None = None) -> Schema:
+    """Return the schema of a configuration, with the parts from outside kd that `config` names."""
+    writer = _Writer(kinds_of(config) if config else {})
+    sections = {name: writer.key(name, field) for name, field in fields_of(Config).items()}
+    dotted = {f"^({'|'.join(sections)})\\.": {}}  # `optimizer.lr: 0.1` at the top of a file
+    root = {"type": "object", "properties": sections, "patternProperties": dotted, "additionalProperties": False}
+    return {"$schema": DRAFT, "title": "A configuration of kd", **root, "definitions": writer.definitions}
+
+
+class _Writer:
+    """Writes each section once, in `definitions`; `kinds`: the kinds that a configuration uses, by section."""
+
+    def __init__(self, kinds: dict[str, set[str]]) -> None:
+        self.kinds, self.definitions = kinds, dict[str, Schema]()
+
+    def key(self, name: str, field: FieldInfo) -> Schema:
+        """Return the schema of a key's value."""
+        section, meaning = section_of(field.annotation), " ".join((field.description or "").split())
+        described = {"description": meaning} if meaning else {}
+        if section is None:
+            default = {} if field.is_required() else {"default": field.get_default(call_default_factory=True)}
+            return {**_value(field), **default, **described}
+        several = is_list(field.annotation)
+        value = {"$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"}
+        if several:
+            return {"type": "array", "items": value, **described}
+        optional = [] if section is field.annotation else [{"type": "null"}]
+        return {"anyOf": [value, *optional], **described}
+
+    def section(self, name: str, cls: type) -> str:
+        """Define a section and return its name; one that names a part has an alternative for each kind."""
+        if cls.__name__ not in self.definitions:
+            self.definitions[cls.__name__] = {}  # its place
+            is_part = issubclass(cls, PartSection)
+            self.definitions[cls.__name__] = self.alternatives(name, cls) if is_part else self.keys(name, keys_of(cls))
+        return cls.__name__
+
+    def alternatives(self, name: str, cls: type[PartSection]) -> Schema:
+        """Return the schema of a section for each kind that it may name."""
+        kind = fields_of(cls)["kind"]
+        known = extra(kind)["only"] or registry.names(extra(kind)["parts"])
+        words = ["auto"] if kind.default == "auto" else []
+        outside = sorted(one for one in self.kinds.get(name, ()) if "." in one)
+        found = [self.of_kind(name, cls, one) for one in [*words, *known, *outside]]
+        others: Schema = {"pattern": r"\.", "not": {"enum": outside}}  # of a laboratory: any keys
+        return {"oneOf": [*found, {"type": "object", "properties": {"kind": others}, "required": ["kind"]}]}
+
+    def of_kind(self, name: str, cls: type[PartSection], kind: str) -> Schema:
+        """Return the schema of a section whose kind is given."""
+        found = self.keys(name, keys_of(cls, {"kind": kind}))
+        old = [word for word, new in KINDS.get(name.removesuffix("[]"), {}).items() if new == kind]
+        meaning = found["properties"]["kind"].get("description", "")
+        found["properties"]["kind"] = {"enum": [kind, *old], "description": meaning}
+        if kind != fields_of(cls)["kind"].default:
+            found["required"] = sorted({*found.get("required", []), "kind"})
+        return found
+
+    def keys(self, name: str, fields: dict[str, FieldInfo]) -> Schema:
+        """Return the schema of keys, with their old names."""
+        properties = {key: self.key(key, field) for key, field in fields.items()}
+        for old, new in KEYS.get(name, {}).items():
+            properties[old] = {**properties[new], "deprecated": True, "description": f"The old name of {new}."}
+        required = [key for key, field in fields.items() if field.is_required()]
+        named = {"required": required} if required else {}
+        return {"type": "object", "properties": properties, "additionalProperties": False, **named}
+
+
+def _value(field: FieldInfo) -> Schema:
+    """Return the schema of a plain value, or of a reference in its place."""
+    if field.annotation is str:
+        return dict(TEXT)
+    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    plain = TypeAdapter(annotation).json_schema()
+    if not plain or plain.get("type") == "object":
+        return plain
+    return {"anyOf": [*plain.get("anyOf", [plain]), REFERENCE]}

@@ -1,0 +1,69 @@
+"""A section that names a part: the part's own keys stand beside `kind`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+from pydantic_core import ArgsKwargs, InitErrorDetails
+
+from kd.core.errors import ConfigError, KdError
+from kd.core.keys import Keys, Refused, checked_class, details, extra, fields_of, keys
+from kd.parts import registry
+
+
+@keys
+class PartSection(Keys):
+    """A `kind`, the keys common to all kinds, and in `options` the checked keys of this kind."""
+
+    kind: str = ""
+    options: Any = None
+
+    @classmethod
+    def present(cls, kind: str) -> str:
+        """Return the kind that stands for a word such as `auto`."""
+        return kind
+
+    @classmethod
+    def options_class(cls, values: Mapping[str, Any]) -> type:
+        """Return the `Options` of the kind that a section's values name; KdError: there is no such part."""
+        field = fields_of(cls)["kind"]
+        kind, folder = values.get("kind", field.default), extra(field)["parts"]
+        if not isinstance(kind, str) or not kind:
+            wrong = f"is {kind!r}" if kind else "is missing"
+            raise ConfigError("kind", wrong, f"Allowed: {', '.join(registry.names(folder))}")
+        return registry.options_type(folder, cls.present(kind), "kind")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_options(cls, given: Any, check: Callable[[Any], Any]) -> Any:
+        """Check the part's keys as its `Options`, and the others as this section; report the errors of both."""
+        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(values, Mapping) or values.get("options") is not None:
+            return check(given)
+        own, errors = fields_of(cls), list[InitErrorDetails]()
+        rest, options = {key: value for key, value in values.items() if key in own}, None
+        try:
+            made = cls.options_class(values)
+            foreign = {key: value for key, value in values.items() if key not in own}
+            known = fields_of(made)
+            rest |= {key: value for key, value in foreign.items() if key not in known}
+            options = checked(made, {key: value for key, value in foreign.items() if key in known})
+        except ValidationError as error:
+            errors += details(error)
+        except KdError as error:
+            errors.append(InitErrorDetails(type="value_error", loc=(), input=values, ctx={"error": Refused(error)}))
+        try:
+            section = check(rest | {"options": options})
+        except ValidationError as error:
+            errors += details(error)
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return section
+
+
+def checked(options: type, values: Mapping[str, Any]) -> Any:
+    """Build a part's options from values; pydantic.ValidationError: they are wrong."""
+    made = checked_class(options)(**values)
+    if isinstance(made, options):
+        return made
+    return options(**{key: getattr(made, key) for key in fields_of(options)})  # a plain dataclass, from outside

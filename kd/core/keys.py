@@ -1,0 +1,132 @@
+"""Keys of a configuration: the base of its sections and of each part's `Options`, checked by Pydantic.
+
+A field is a key: its type and `Field(ge=...)` say what is allowed, the string under it says what it means.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticUndefined
+from typing_extensions import dataclass_transform
+
+from kd.core.errors import KdError
+from kd.core.options import field_docs
+from kd.core.references import Referenced
+
+T = TypeVar("T")
+Auto = Literal["auto"]
+RULES = ConfigDict(
+    extra="forbid",
+    use_attribute_docstrings=True,
+    coerce_numbers_to_str=True,
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+def keys(cls: type[T]) -> type[T]:
+    """Make a class of keys: a frozen dataclass that checks its values; pydantic.ValidationError, a ValueError."""
+    made: Any = dataclass(cls, frozen=True, kw_only=True, config=RULES)
+    inherited = {
+        name: field for base in reversed(made.__mro__[1:-1]) for name, field in base.__pydantic_fields__.items()
+    }
+    for name, field in made.__pydantic_fields__.items():
+        if name in inherited:  # Pydantic reads the strings of a class itself alone
+            field.description = field.description or inherited[name].description
+    return made
+
+
+@keys
+class Keys:
+    """The base of each class of keys."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _as_written(cls, value: Any, check: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        """Check a value as YAML read it, and keep the references of its texts."""
+        annotation = fields_of(cls)[str(info.field_name)].annotation
+        if value is None and annotation is str:  # `key:`
+            return ""
+        if isinstance(value, bool) and annotation not in (bool, Any):
+            value = _word(annotation, value)
+        if annotation is bool and not isinstance(value, bool):
+            raise ValueError("not true or false")
+        made = check(value)
+        return made if get_origin(annotation) is Literal else referenced(value, made)
+
+
+def _word(annotation: Any, value: bool) -> Any:
+    """Return the word that YAML read as a boolean: a bare `off`, `on`. ValueError: no such word is allowed."""
+    word = "on" if value else "off"
+    if word in get_args(annotation):
+        return word
+    raise ValueError("a boolean")
+
+
+def referenced(value: Any, checked: Any) -> Any:
+    """Return the checked value with the references of its texts. Numbers and enumerated words need no reference."""
+    if isinstance(value, Mapping) and isinstance(checked, dict):
+        return {key: referenced(value.get(key), item) for key, item in checked.items()}
+    if isinstance(value, (list, tuple)) and isinstance(checked, (list, tuple)):
+        return type(checked)(referenced(*pair) for pair in zip(value, checked, strict=True))
+    if isinstance(value, Referenced) and isinstance(checked, str):
+        return Referenced(checked, value.reference)
+    return checked
+
+
+def part(folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
+    """Declare the `kind` of a section that names a part of a folder; `only`: the allowed names."""
+    return Field(default, json_schema_extra={"parts": folder, "only": list(only)})
+
+
+def file_key(default: Any = PydanticUndefined, within: str = "", or_name: bool = False) -> Any:
+    """Declare a key that names input files, so that a launcher can upload them; see `kd.core.facts.FileKey`.
+
+    `within`: the key of the folder that relative paths start from. `or_name`: it may also be a name, as a model's.
+    """
+    return Field(default, json_schema_extra={"files": within, "or_name": or_name})
+
+
+def fields_of(cls: type) -> dict[str, FieldInfo]:
+    """Return the keys of a class by name, with their types, ranges, defaults and meanings."""
+    return checked_class(cls).__pydantic_fields__  # type: ignore[attr-defined]
+
+
+def extra(field: FieldInfo) -> Mapping[str, Any]:
+    """Return what `part` or `file_key` declared."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, Mapping) else {}
+
+
+@cache
+def checked_class(cls: type) -> type:
+    """Return a class of keys as it is, and the keys of a plain dataclass: a part from outside may have one."""
+    if issubclass(cls, Keys):
+        return cls
+    docs, hints, members = field_docs(cls), get_type_hints(cls, include_extras=True), {}
+    for field in dataclasses.fields(cls):
+        made = {} if field.default_factory is dataclasses.MISSING else {"default_factory": field.default_factory}
+        made |= {} if field.default is dataclasses.MISSING else {"default": field.default}
+        members[field.name] = Field(description=docs.get(field.name), **made)
+    return keys(type(cls.__name__, (Keys,), {"__annotations__": hints, "__module__": cls.__module__, **members}))
+
+
+class Refused(ValueError):
+    """A value that breaks a rule which Pydantic does not know; `error.where` is relative to the section."""
+
+    def __init__(self, error: KdError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def details(error: ValidationError) -> list[InitErrorDetails]:
+    """Return the errors of a section's part, to be raised among the section's own."""
+    return [
+        InitErrorDetails(type=one["type"], loc=one["loc"], input=one["input"], ctx=one.get("ctx", {}))
+        for one in error.errors(include_url=False)
+    ]
