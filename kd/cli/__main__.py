@@ -17,6 +17,7 @@ COMMANDS = {
     "sweep": training.sweep,
     "evaluate": training.evaluate,
     "parts": training.parts,
+    "schema": training.schema,
     "export": serving.export,
     "serve": serving.serve,
     "predict": serving.predict,
@@ -39,6 +40,7 @@ OVERVIEW = """usage: kd COMMAND ...
   verify    recompute every claim of an export's model card
   launch    jobs and endpoints on SageMaker
   parts     the losses, sifters, datasets, ... that a configuration can name
+  schema    the JSON Schema of configurations, for editors
 
 Each is a command of its own too: `kd train` is `kd-train`. `kd COMMAND -h` lists its options.
 Begin: kd train vit_food     a small example, rendered on your machine

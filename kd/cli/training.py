@@ -1,5 +1,6 @@
-"""`kd-init`, `kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-report` and `kd-parts`."""
+"""`kd-init`, `kd-train`, `kd-teach`, `kd-cache`, `kd-sweep`, `kd-evaluate`, `kd-report`, `kd-parts` and `kd-schema`."""
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -235,5 +236,22 @@ def parts(argv: Sequence[str] | None = None) -> int:
             print(f"{folder}:")
             for part, summary in registry.describe(folder):
                 print(f"  {part:14s} {summary}")
+
+    return guarded(command)
+
+
+def schema(argv: Sequence[str] | None = None) -> int:
+    """`kd-schema [CONFIG]`: print the JSON Schema of configurations."""
+    summary = "Print the JSON Schema of configurations, by which editors complete and check them."
+    parser = new_parser("kd-schema", summary, "kd-schema > kd.schema.json", with_config=False)
+    text = "a configuration whose parts from outside kd the schema describes too"
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help=text)
+    options = parser.read(argv)
+
+    def command() -> None:
+        from kd import config
+        from kd.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(config.load(options.config, here=False) if options.config else None), indent=1))
 
     return guarded(command)

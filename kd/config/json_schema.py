@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from kd.config.explain import kinds_of
 from kd.config.renamed import KEYS, KINDS
@@ -43,7 +44,8 @@ class _Writer:
         section, meaning = section_of(field.annotation), " ".join((field.description or "").split())
         described = {"description": meaning} if meaning else {}
         if section is None:
-            default = {} if field.is_required() else {"default": field.get_default(call_default_factory=True)}
+            value = None if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
+            default = {} if field.is_required() else {"default": value}
             return {**_value(field), **default, **described}
         several = is_list(field.annotation)
         value = {"$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"}
@@ -67,8 +69,14 @@ class _Writer:
         words = ["auto"] if kind.default == "auto" else []
         outside = sorted(one for one in self.kinds.get(name, ()) if "." in one)
         found = [self.of_kind(name, cls, one) for one in [*words, *known, *outside]]
-        others: Schema = {"pattern": r"\.", "not": {"enum": outside}}  # of a laboratory: any keys
-        return {"oneOf": [*found, {"type": "object", "properties": {"kind": others}, "required": ["kind"]}]}
+        old = [*KINDS.get(name.removesuffix("[]"), {})]
+        names: Schema = {"anyOf": [{"enum": [*words, *known, *outside, *old]}, {"type": "string", "pattern": r"\."}]}
+        others: Schema = {
+            "pattern": r"\.",
+            **({"not": {"enum": outside}} if outside else {}),
+        }  # of a laboratory: any keys
+        lab: Schema = {"type": "object", "properties": {"kind": others}, "required": ["kind"]}
+        return {"properties": {"kind": names}, "oneOf": [*found, lab]}
 
     def of_kind(self, name: str, cls: type[PartSection], kind: str) -> Schema:
         """Return the schema of a section whose kind is given."""
@@ -96,6 +104,8 @@ def _value(field: FieldInfo) -> Schema:
         return dict(TEXT)
     annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     plain = TypeAdapter(annotation).json_schema()
+    if pair := plain.pop("prefixItems", None):  # a word of later drafts; all of a key's values have one type
+        plain["items"] = pair[0]
     if not plain or plain.get("type") == "object":
         return plain
     return {"anyOf": [*plain.get("anyOf", [plain]), REFERENCE]}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kd.config.json_schema import EDITOR_LINE, FILE, json_schema
 from kd.config.tuning import Augment
 from kd.core import recommended
 from kd.core.errors import ConfigError
@@ -52,7 +53,8 @@ def init(
     head = f"# Written by `kd init {folder}`: keys with the reason for each choice; lines behind # are choices for you"
     try:
         with open(file, "x", encoding="utf-8") as opened:
-            opened.write("\n".join([head, *_lines(found, teacher, size, gpu, *student), ""]))
+            opened.write("\n".join([EDITOR_LINE, head, *_lines(found, teacher, size, gpu, *student), ""]))
+        file.with_name(FILE).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         wrong = f"'{file}' cannot be written ({error.strerror})"
         raise ConfigError("-o", wrong, "A new file", "Name another") from error

@@ -1,0 +1,110 @@
+"""The forty commonest mistakes in a configuration: what kd says, and which of them an editor marks by the schema."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from omegaconf import OmegaConf
+
+from kd.config import load
+from kd.config.json_schema import json_schema
+from kd.config.load import apply_overrides
+from kd.core.errors import KdError
+
+RIGHT: dict[str, Any] = {
+    "data": {"kind": "imagefolder", "root": "photos"},
+    "student": {"model": "vit_tiny_patch16_224"},
+    "losses": [{"kind": "kl"}],
+    "teacher": {"model": "vit_small_patch16_224"},
+}
+LOSSES = "bce, binary_kl, cckd, ce, cosine, dist, dkd, kl, tokens, wttm"
+DATA = "csv, food_mini, hf, imagefolder, multilabel, webdataset"
+MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
+    # mistake, sections or override, (key, words) of each error, whether the schema finds it too
+    ("a section misspelt", "optimiser.lr=1", [("optimiser", ("no such key", "'optimizer'?"))], True),
+    ("a key misspelt", "optimizer.learning_rate=0.1", [("optimizer.learning_rate", ("no such key", " lr,"))], True),
+    ("a letter missing", "run.epoks=3", [("run.epoks", ("no such key", "'epochs'?"))], True),
+    ("another section's key", "run.batch_size=32", [("run.batch_size", ("no such key", "'data.batch_size'?"))], True),
+    ("another trainer's key", "run.max_epochs=10", [("run.max_epochs", ("no such key", "'epochs'?"))], True),
+    (
+        "another loss's key",
+        "losses=[{kind: ce, temperature: 2}]",
+        [("losses[0].temperature", ("no such key", "Kinds with this key: binary_kl, dist, dkd, kl"))],
+        True,
+    ),
+    ("another dataset's key", "data.train_list=a.csv", [("data.train_list", ("no such key", "'train_split'?"))], True),
+    ("a kind misspelt", "losses=[{kind: kll}]", [("losses[0].kind", ("no part named 'kll'", LOSSES, "'kl'?"))], True),
+    ("no such kind", "data.kind=folder", [("data.kind", ("no part named", DATA, "'imagefolder'?"))], True),
+    ("no kind", {"data": {"root": "photos"}}, [("data.kind", ("is missing", DATA))], True),
+    ("no data", {"data": None}, [("data.kind", ("is missing", DATA))], False),
+    ("no root", {"data": {"kind": "imagefolder"}}, [("data.root", ("is missing", "text"))], True),
+    ("no student", {"student": {}}, [("student.model", ("is missing", "timm model name"))], False),
+    ("a loss as text", "losses=kl", [("losses", ("is 'kl'", "list of sections", "- "))], True),
+    ("losses as a section", {"losses": {"kind": "kl"}}, [("losses", ("list of sections", "- "))], True),
+    ("a loss by its name", {"losses": ["kl"]}, [("losses[0]", ("is 'kl'", "section with keys", "kind"))], True),
+    ("no losses", {"losses": []}, [("losses", ("is empty", LOSSES))], False),
+    ("a section as text", "sifter=none", [("sifter", ("is 'none'", "section with keys", "kind"))], True),
+    ("a section as a list", {"optimizer": [{"lr": 0.1}]}, [("optimizer", ("section with keys", "lr"))], True),
+    ("text for a number", "data.batch_size=many", [("data.batch_size", ("'many'", "a whole number >= 1"))], True),
+    ("a fraction", "run.epochs=2.5", [("run.epochs", ("2.5", "a whole number >= 1 or auto"))], True),
+    ("a number misspelt", "optimizer.lr=1e-3x", [("optimizer.lr", ("'1e-3x'", "a number > 0"))], True),
+    ("below its range", "optimizer.lr=-1", [("optimizer.lr", ("is -1", "a number > 0"))], True),
+    ("a share in percent", "data.augment.flip=50", [("data.augment.flip", ("is 50", ">= 0 and <= 1"))], True),
+    ("zero", "data.batch_size=0", [("data.batch_size", ("is 0", "a whole number >= 1"))], True),
+    ("not a number", "optimizer.lr=.nan", [("optimizer.lr", ("is nan", "a number > 0"))], False),
+    ("text for true", "optimizer.zero=perhaps", [("optimizer.zero", ("'perhaps'", "true or false"))], True),
+    ("a number for true", "run.baseline=1", [("run.baseline", ("is 1", "true or false"))], True),
+    ("no such word", "backend.precision=fp16", [("backend.precision", ("'fp16'", "auto, fp32, bf16"))], True),
+    ("true for a word", "student.attention=on", [("student.attention", ("True", "auto, fused, unfused"))], True),
+    ("a bare no", "run.name=no", [("run.name", ("False", "YAML reads a bare no", "Quote it"))], True),
+    ("text for a list", "run.trackers=wandb", [("run.trackers", ("'wandb'", "a list of text"))], True),
+    ("three for a pair", "optimizer.betas=[0.9,0.99,0.999]", [("optimizer.betas", ("a list of 2 values",))], True),
+    ("a pair out of range", "optimizer.betas=[0.9,1.0]", [("optimizer.betas", (">= 0 and < 1",))], True),
+    ("a rule of a part", "losses=[{kind: kl, hard: true, temperature: 4}]", [("losses[0]", ("must be 1",))], False),
+    ("a checkpoint alone", "student.checkpoint=a.pth", [("student.init", ("'scratch'", "init: pretrained"))], False),
+    ("no teacher", {"teacher": {}}, [("teacher.model", ("is missing", "losses[0]", "{kind: ce}"))], False),
+    ("divided twice", "teacher={shard: true, pipeline: 2}", [("teacher.shard", ("mutually exclusive",))], False),
+    ("tested twice", "data={test_split: a, test_fraction: 0.2}", [("data.test_fraction", ("names a test",))], False),
+    (
+        "three at once",
+        {"run": {"seed": -1}, "optimizer": {"lrr": 1}, "losses": [{"kind": "kl", "weight": -1}]},
+        [
+            ("run.seed", ("is -1", ">= 0")),
+            ("optimizer.lrr", ("no such key", "'lr'?")),
+            ("losses[0].weight", ("is -1", ">= 0")),
+        ],
+        True,
+    ),
+]
+
+
+def told(raw: dict[str, Any]) -> list[KdError]:
+    with pytest.raises(KdError) as caught:
+        load(raw)
+    return getattr(caught.value, "errors", [caught.value])
+
+
+def plain(change: Any) -> dict[str, Any]:
+    """Return the right configuration with a mistake."""
+    if isinstance(change, str):
+        node = apply_overrides(OmegaConf.create(RIGHT), [change], [])
+        return OmegaConf.to_container(node)  # type: ignore[return-value]
+    return {key: value for key, value in {**RIGHT, **change}.items() if value is not None}
+
+
+@pytest.mark.parametrize(("change", "expected"), [row[1:3] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_one_line_that_says_what_is_allowed(change, expected):
+    errors = {error.where: str(error) for error in told(plain(change))}
+    assert errors.keys() == {key for key, _ in expected}
+    for key, words in expected:
+        assert errors[key].startswith(f"{key}: ")
+        assert all(word in errors[key] for word in words), errors[key]
+        assert "\n" not in errors[key]
+
+
+@pytest.mark.parametrize(("change", "marked"), [row[1::2] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
+def test_an_editor_marks_every_mistake_of_one_key(change, marked):
+    """It does not know rules between keys, and a section that is left out."""
+    errors = [*jsonschema.Draft7Validator(json_schema()).iter_errors(plain(change))]
+    assert bool(errors) == marked, errors
+    assert not [*jsonschema.Draft7Validator(json_schema()).iter_errors(RIGHT)]
