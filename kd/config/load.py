@@ -10,19 +10,18 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from kd.config.interpolate import resolve
 from kd.config.reads import resolved_task
-from kd.config.refusals import refusals
 from kd.config.renamed import renamed, renamed_key
 from kd.config.schema import BackendSection, Config, RunSection
 from kd.config.validate import validate
-from kd.config.words import is_list
 from kd.config.yaml_text import parse_value, read_yaml
 from kd.core.errors import ConfigError, ConfigErrors, KdError
-from kd.core.keys import fields_of
 from kd.core.references import Referenced, written
+
+CHECK = TypeAdapter(Config)
 
 
 def load(
@@ -38,7 +37,11 @@ def load(
     factors = [factor for override in overrides if (factor := FACTOR.fullmatch(override))]
     others = [override for override in overrides if not FACTOR.fullmatch(override)]
     raw = resolve(apply_overrides(read_yaml(path), others, errors, say=here), errors, here)
-    config = checked(raw, errors)
+    config: Any = None
+    try:
+        config = CHECK.validate_python(raw)
+    except ConfigErrors as error:
+        errors.extend(error.errors)
     if not errors:
         stem = "run" if isinstance(path, dict) else Path(path).stem
         run = config.run if config.run.name else dataclasses.replace(config.run, name=stem)
@@ -143,20 +146,3 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
 def _other_network(before: dict[str, Any], given: dict[str, Any]) -> bool:
     kind, model = before.get("kind", "timm"), before.get("model", "")
     return (given.get("kind", kind), given.get("model", model)) != (kind, model)
-
-
-# --------------------------------------------------------------------------------------------------- checking
-
-
-def checked(raw: Any, errors: list[KdError]) -> Any:
-    """Build a `Config` from plain values; None after adding what is wrong to `errors`."""
-    sections = {name: {} for name, field in fields_of(Config).items() if not is_list(field.annotation)}
-    raw = {**sections, **raw}
-    try:
-        return CHECK.validate_python(raw)
-    except ValidationError as error:
-        errors.extend(refusals(error, Config, raw))
-        return None
-
-
-CHECK = TypeAdapter(Config)

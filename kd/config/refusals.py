@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from kd.config.schema import Config
 from kd.config.words import allowed, is_list, keys_of, section_of
 from kd.core.errors import ConfigError, KdError, did_you_mean
 from kd.core.keys import Refused, extra, fields_of
@@ -27,7 +26,7 @@ def refusals(error: ValidationError, cls: type, raw: Any) -> list[KdError]:
     """Return an error for each key that is wrong in the values `raw` of a class of keys."""
     found: dict[tuple[str, str], KdError] = {}
     for one in error.errors(include_url=False):
-        told = _told(_place(cls, raw, one["loc"]), one["type"], one.get("ctx", {}).get("error"))
+        told = _told(cls, _place(cls, raw, one["loc"]), one["type"], one.get("ctx", {}).get("error"))
         found.setdefault((told.where, told.wrong), told)  # a union tells once for each of its types
     return list(found.values())
 
@@ -49,14 +48,14 @@ def _place(cls: type, raw: Any, steps: Sequence[int | str]) -> Place:
     return place
 
 
-def _told(place: Place, kind: str, cause: Any) -> KdError:
+def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
     where, value, field = place.where, place.value, place.field
     if isinstance(cause, Refused):
         error = cause.error
         path = f"{where}.{error.where}".strip(".")
         return type(error)(path, error.wrong, error.allowed, error.remedy)
     if kind in ("unexpected_keyword_argument", "invalid_key"):
-        return ConfigError(where, "no such key", f"Allowed: {', '.join(sorted(place.known))}", _remedy(place))
+        return ConfigError(where, "no such key", f"Allowed: {', '.join(sorted(place.known))}", _remedy(root, place))
     if kind == "missing" and field:
         return ConfigError(where, "is missing", allowed(field))
     if field is not None and is_list(field.annotation) and section_of(field.annotation):
@@ -70,13 +69,13 @@ def _told(place: Place, kind: str, cause: Any) -> KdError:
     return ConfigError(where, f"is {value!r}", allowed(field))
 
 
-def _remedy(place: Place) -> str:
+def _remedy(root: type, place: Place) -> str:
     """Return the key that is meant: a similar one, the same one of another section, or that of another kind."""
     key = place.where.rpartition(".")[2]
     if similar := did_you_mean(key, place.known):
         return similar
-    sections = {name: section_of(field.annotation) for name, field in fields_of(Config).items()}
-    if elsewhere := [f"{name}.{key}" for name, cls in sections.items() if key in keys_of(cls)]:
+    sections = {name: section_of(field.annotation) for name, field in fields_of(root).items()}
+    if elsewhere := [f"{name}.{key}" for name, cls in sections.items() if cls and key in keys_of(cls)]:
         return f"Did you mean '{elsewhere[0]}'?"
     folder = extra(place.known["kind"]).get("parts") if "kind" in place.known else None
     kinds = registry.names(folder) if folder else []

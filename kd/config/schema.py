@@ -4,12 +4,19 @@ Sections that name a part (`data`, `losses`, `sifter`, `backend`) hold its `kind
 part's own keys stand beside them in the YAML; the checked values are in `options`.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
+from pydantic import ValidationError, model_validator
+from pydantic_core import ArgsKwargs
+
+from kd.config.refusals import refusals
 from kd.config.section import PartSection
 from kd.config.tuning import Augment, Fit, OptimizerSection, Tuning
+from kd.config.words import is_list
+from kd.core.errors import ConfigErrors
 from kd.core.every import Intervals
-from kd.core.keys import Auto, Field, Keys, file_key, keys, part
+from kd.core.keys import Auto, Field, Keys, fields_of, file_key, keys, part
 from kd.parts import registry
 
 RUNTIMES = ("onnxruntime", "openvino")
@@ -341,3 +348,15 @@ class Config(Keys):
     backend: BackendSection = Field(default_factory=BackendSection)
     profile: ProfileSection = Field(default_factory=ProfileSection)
     price: PriceSection = Field(default_factory=PriceSection)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _told(cls, given: Any, check: Callable[[Any], Any]) -> Any:
+        """Check the sections, also those that are left out; ConfigErrors has all that is wrong, in kd's words."""
+        values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
+        if isinstance(values, Mapping):
+            values = {**{name: {} for name, field in fields_of(cls).items() if not is_list(field.annotation)}, **values}
+        try:
+            return check(values)
+        except ValidationError as error:
+            raise ConfigErrors(refusals(error, cls, values)) from None

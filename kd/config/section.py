@@ -37,7 +37,7 @@ class PartSection(Keys):
     @classmethod
     def _with_options(cls, given: Any, check: Callable[[Any], Any]) -> Any:
         """Check the part's keys as its `Options`, and the others as this section; report the errors of both."""
-        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
         if not isinstance(values, Mapping) or values.get("options") is not None:
             return check(given)
         own, errors = fields_of(cls), list[InitErrorDetails]()
