@@ -26,14 +26,14 @@ EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
 
 def json_schema(config: Config | None = None) -> Schema:
     """Return the schema of a configuration, with the parts from outside kd that `config` names."""
-    writer = _Writer(kinds_of(config) if config else {})
-    sections = {name: writer.key(name, field) for name, field in fields_of(Config).items()}
+    made = _Definitions(kinds_of(config) if config else {})
+    sections = {name: made.key(name, field) for name, field in fields_of(Config).items()}
     dotted = {f"^({'|'.join(sections)})\\.": {}}  # `optimizer.lr: 0.1` at the top of a file
     root = {"type": "object", "properties": sections, "patternProperties": dotted, "additionalProperties": False}
-    return {"$schema": DRAFT, "title": "A configuration of kd", **root, "definitions": writer.definitions}
+    return {"$schema": DRAFT, "title": "A configuration of kd", **root, "definitions": made.definitions}
 
 
-class _Writer:
+class _Definitions:
     """Writes each section once, in `definitions`; `kinds`: the kinds that a configuration uses, by section."""
 
     def __init__(self, kinds: dict[str, set[str]]) -> None:

@@ -92,7 +92,7 @@ class Augment(Keys):
 class Fit(Keys):
     """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no checkpoint."""
 
-    epochs: Annotated[int, Field(ge=0)] | Auto = 0
+    epochs: Auto | Annotated[int, Field(ge=0)] = 0
     """Passes over the labelled training images. `auto`: by their number (kd/core/recommended.py). 0: never fit, unless
     `steps` is set; a checkpoint is required."""
     steps: int = Field(0, ge=0)

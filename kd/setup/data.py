@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kd.config.schema import Augment, DataSection
+from kd.config.schema import DataSection
+from kd.config.tuning import Augment
 from kd.core.contracts import Backend, Dataset, HasWarnings, Source
 from kd.core.errors import ConfigError, DataError
 from kd.core.host import cores, shared_memory_mib

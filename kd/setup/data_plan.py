@@ -1,12 +1,13 @@
 """The plan of a run's images: its section of the configuration, with what other sections add."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from kd.config.reads import build_task
 from kd.config.schema import Config, DataSection
+from kd.core.keys import keys
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@keys
 class DataPlan(DataSection):
     """The images of a run and their form. `views` defaults to the teacher's cache's."""
 

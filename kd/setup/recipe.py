@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kd import config as configuration
+from kd.config.data_section import Progressive
 from kd.config.reads import build_task, reads
 from kd.config.schema import (
     BackendSection,
@@ -16,7 +17,6 @@ from kd.config.schema import (
     LossSection,
     OptimizerSection,
     PriceSection,
-    Progressive,
     RunSection,
     SifterSection,
     StudentSection,

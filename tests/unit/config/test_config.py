@@ -432,10 +432,9 @@ def test_a_parts_keys_never_collide_with_those_of_its_section(folder, name):
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
 def test_defaults_lie_within_their_ranges(cls):
     for name, field in fields_of(cls).items():
-        if not field.is_required():
+        if not field.is_required() and field.default_factory is None:
             kind = typing.Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-            default = field.get_default(call_default_factory=True)
-            assert TypeAdapter(kind).validate_python(default) == default, name
+            assert TypeAdapter(kind).validate_python(field.default) == field.default, name
 
 
 def test_a_bare_off_is_a_word(settings):

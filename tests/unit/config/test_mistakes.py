@@ -46,7 +46,7 @@ MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
     ("a section as text", "sifter=none", [("sifter", ("is 'none'", "section with keys", "kind"))], True),
     ("a section as a list", {"optimizer": [{"lr": 0.1}]}, [("optimizer", ("section with keys", "lr"))], True),
     ("text for a number", "data.batch_size=many", [("data.batch_size", ("'many'", "a whole number >= 1"))], True),
-    ("a fraction", "run.epochs=2.5", [("run.epochs", ("2.5", "a whole number >= 1 or auto"))], True),
+    ("a fraction", "run.epochs=2.5", [("run.epochs", ("2.5", "auto or a whole number >= 1"))], True),
     ("a number misspelt", "optimizer.lr=1e-3x", [("optimizer.lr", ("'1e-3x'", "a number > 0"))], True),
     ("below its range", "optimizer.lr=-1", [("optimizer.lr", ("is -1", "a number > 0"))], True),
     ("a share in percent", "data.augment.flip=50", [("data.augment.flip", ("is 50", ">= 0 and <= 1"))], True),
