@@ -22,7 +22,7 @@ from kd.models.examination import FAILURES
 from kd.models.live_teacher import LiveTeacher
 from kd.setup.build_teacher import META, Teachers, load_teachers, pixels_of, readable
 from kd.setup.data import BatchSplit, Data, open_sources, split_batch, train_transform
-from kd.setup.recipe import Recipe, TeacherPlan, fit_folders, is_fitted
+from kd.setup.recipe import Recipe, fit_folders, is_fitted
 from kd.setup.student import build_distillation, require_images, student_spec
 
 LEAST_EQUAL = 0.5  # share of equal top classes below which a teacher is refused, unless `teacher.min_accuracy` is 0
@@ -46,18 +46,18 @@ def check(recipe: Recipe) -> Checked:
     Models are built on the meta device: no memory, no weights. Data is listed, and weights are located.
     Not checked here: the teacher's accuracy (`kd-train` scores it before step 1).
     """
-    section, plan = recipe.data, recipe.teacher
+    section, teacher = recipe.data, recipe.teacher
     train_transform(section.image_size, section.augment)
-    if plan.fits and plan.fit.augment is not None:
-        train_transform(section.image_size, plan.fit.augment, "teacher.fit.augment")
-    for name in recipe.record.trackers:
+    if recipe.fits and teacher.fit.augment is not None:
+        train_transform(section.image_size, teacher.fit.augment, "teacher.fit.augment")
+    for name in recipe.config.run.trackers:
         from kd.jobs.progress.trackers import find  # only if some are named
 
         find(name)
     data = listed = open_sources(section)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     split = split_batch(section, ranks, len(data.train))
-    folders = fit_folders(plan, data.fingerprint).items()
+    folders = fit_folders(recipe, data.fingerprint).items()
     fits = {f"the fit of {where}": fit for where, (fit, target) in folders if not is_fitted(target)}
     alone = [(fit.data, "teacher.fit.batch_size") for fit in fits.values()]  # these train on labelled images only
     alone += [(section, "data.batch_size")] if recipe.baseline is not None else []
@@ -68,21 +68,21 @@ def check(recipe: Recipe) -> Checked:
         if phase.student.kind == "timm":
             from kd.models.load_classifier import require_weights  # not for an own network
 
-            require_weights(student_spec(phase.student, data.classes))
-    teachers = load_teachers(plan, data, dict.fromkeys(plan.fits, META))
+            require_weights(student_spec(phase, data.classes))
+    teachers = load_teachers(recipe, data, dict.fromkeys(recipe.fits, META))
     data, untaught = teachers.data, Teachers(None, teachers.data)
     modules = {}
     for name, phase in phases.items():
         micro_batch = split_batch(phase.data, ranks, len(data.train)).micro_batch
         taught = teachers if phase is recipe else untaught
-        modules[name] = build_distillation(phase.student, taught, micro_batch, meta=True)
+        modules[name] = build_distillation(phase, taught, micro_batch, meta=True)
     require_images(split, modules["distillation"].criterion)
     cache = ""
-    if plan.needed and plan.cache.views and teachers.model is not None:
+    if recipe.read.teacher and teacher.cache.views and teachers.model is not None:
         from kd.setup.open_cache import cache_codec, price  # only if outputs are stored
 
-        codec = cache_codec(plan, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
-        cache = price(plan.cache, codec, len(data.train))
+        codec = cache_codec(recipe, len(data.classes), feature_shapes(teachers.model, data.plan.image_size))
+        cache = price(teacher.cache, codec, len(data.train))
     return Checked(listed, teachers, split, phases, modules, cache)
 
 
@@ -101,21 +101,21 @@ class Compared:
     probability share of the data's classes."""
 
 
-def compare(plan: TeacherPlan, teachers: Teachers, backend: Backend | None = None) -> list[Compared]:
+def compare(recipe: Recipe, teachers: Teachers, backend: Backend | None = None) -> list[Compared]:
     """Compare each teacher with itself under its own preprocessing, except fitted and divided teachers."""
-    if plan.shard or plan.pipeline:
+    if recipe.teacher.shard or recipe.teacher.pipeline:
         return []
     device = torch.device("cpu")
     if backend is not None and not backend.facts.compiles:  # else it would be compiled for each batch size
         device = backend.device
-    members = zip(plan.members, teachers.members, strict=False)
+    members = zip(recipe.members, teachers.members, strict=False)
     shown = teachers.data.shown(teachers.data.val, on_corrupt="error")
-    found = [_compared(where, one, plan, shown, device) for where, one in members if where not in plan.fits]
+    found = [_compared(where, one, recipe, shown, device) for where, one in members if where not in recipe.fits]
     return [one for one in found if one.values]
 
 
 @torch.inference_mode()
-def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: torch.device) -> Compared:
+def _compared(where: str, member: Any, recipe: Recipe, shown: Views, device: torch.device) -> Compared:
     own: Preprocessing | None = getattr(member, "preprocessing", None)
     if own is None and not any(isinstance(one, Pick) for one in member.modules()):
         return Compared(where, "", {})
@@ -130,7 +130,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
     views = pixels_of(pictures, shown).to(device)
     ours = model(views, torch.tensor(ids)) if member.reads_ids else model(views)
     values, texts = {"images": float(len(ids))}, []
-    if kept and plan.task.logits == "softmax":
+    if kept and recipe.task.logits == "softmax":
         values["kept"] = kept[0]
         text = f"{kept[0]:.1%} of its probability belongs to the data's {ours.logits.shape[1]} classes"
         texts.append(text if fewer else REORDERED)
@@ -145,7 +145,7 @@ def _compared(where: str, member: Any, plan: TeacherPlan, shown: Views, device: 
             values["equal"] = same.float().mean().item()
             said += f"; the top class is the same on {int(same.sum())}"
         texts.append(said)
-        if values.get("equal", 1.0) < LEAST_EQUAL and plan.min_accuracy != 0:
+        if values.get("equal", 1.0) < LEAST_EQUAL and recipe.teacher.min_accuracy != 0:
             remedy = "Set data.image_size and data.crop_pct nearer to those keys; with teacher.min_accuracy=0 it is "
             allowed = f"The same on {LEAST_EQUAL:.0%} or more. It has {own.keys}"
             raise ModelError(f"{where}.model", said, allowed, f"{remedy}taken as it is")

@@ -28,7 +28,7 @@ from kd.setup.build import sifter_alone
 from kd.setup.build_teacher import Teachers
 from kd.setup.data import split_batch
 from kd.setup.modes import made_of
-from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.recipe import Recipe
 
 
 def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
@@ -41,11 +41,11 @@ def describe(recipe: Recipe, path: str = "given", answers: bool = False) -> str:
 def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], float]:
     """Return these lines, ending with memory, and the estimated MiB of the largest phase."""
     checked = check(recipe)
-    section, plan, student_plan, loop = recipe.data, recipe.teacher, recipe.student, recipe.loop
+    section, length = recipe.data, recipe.length
     teachers, split, student = checked.teachers, checked.split, checked.modules["distillation"].student
     data, small = teachers.data, section.progressive
-    *whole, last = loop.length.planned(sifter_alone(loop, data, split))
-    steps = loop.length.steps or sum(whole) + last
+    *whole, last = length.planned(sifter_alone(recipe, data, split))
+    steps = length.steps or sum(whole) + last
     epochs, labels = len(whole) + (steps - sum(whole)) / last, data.labels()
     lines = [
         f"config    {path}: well-formed",
@@ -56,20 +56,20 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         *(f"          {note}" for note in data.notes),
         *_skew(labels),
         *_unseen(data.labels(val=True), data.classes),
-        f"student   {student_plan.model}: {_millions(student)}, images of {student.input_size} px, "
-        f"init {student_plan.init}",
-        *(_teacher(plan, where, model) for where, model in zip(plan.members, teachers.members, strict=True)),
-        *(_augmented(plan.fit, section.augment) if plan.fits else ()),
+        f"student   {recipe.student.model}: {_millions(student)}, images of {student.input_size} px, "
+        f"init {recipe.student.init}",
+        *(_teacher(recipe, where, model) for where, model in zip(recipe.members, teachers.members, strict=True)),
+        *(_augmented(recipe.teacher.fit, section.augment) if recipe.fits else ()),
         *(f"          {note}" for note in teachers.notes),
-        *(f"          {text}" for text in (_answers(plan, teachers) if answers else ())),
-        "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in student_plan.losses),
+        *(f"          {text}" for text in (_answers(recipe, teachers) if answers else ())),
+        "losses    " + " + ".join(f"{term.weight:g} x {term.kind}" for term in recipe.losses),
         f"batch     {split}",
         f"length    {steps} steps of {split.batch_size} images ({epochs:.3g} {'epoch' if epochs == 1 else 'epochs'})",
         *([f"          at {small.size} px until {small.until:.0%} of them"] if small.size else []),
         *_store(section, (len(data.train), len(data.val))),
         *([f"cache     {checked.cache}"] if checked.cache else []),
-        *(recommendations(recipe, teachers, epochs) if plan.needed else ()),
-        *(planned(recipe, data) if plan.needed else ()),
+        *(recommendations(recipe, teachers, epochs) if recipe.read.teacher else ()),
+        *(planned(recipe, data) if recipe.read.teacher else ()),
         f"backend   {recipe.backend.kind}, precision {recipe.backend.precision}, {split.world_size} process(es)",
     ]
     text, mib = _memory(checked, steps=answers)
@@ -115,9 +115,9 @@ def _store(section: DataSection, sizes: tuple[int, int]) -> list[str]:
     return [f"store     {section.store}: at most {most / 2**30:.2f} GiB; estimated from images at the start"]
 
 
-def _teacher(plan: TeacherPlan, where: str, model: TeacherModel) -> str:
-    section = plan.members[where]
-    if where in plan.fits:
+def _teacher(recipe: Recipe, where: str, model: TeacherModel) -> str:
+    section = recipe.members[where]
+    if where in recipe.fits:
         return f"teacher   {section.model}: {_millions(model)}, fitted for {section.fit.length} if not found"
     size = _millions(model) if model.runtime == "torch" else f"runs in {model.runtime}"
     return f"teacher   {section.model}: {size}; weights and classes fit; the run measures its accuracy before step 1"
@@ -131,9 +131,9 @@ def _augmented(fit: Fit, student: Augment) -> list[str]:
     return [f"          its fit augments otherwise: {'; '.join(texts)}"] if texts else []
 
 
-def _answers(plan: TeacherPlan, teachers: Teachers) -> list[str]:
+def _answers(recipe: Recipe, teachers: Teachers) -> list[str]:
     try:
-        return [one.text for one in compare(plan, teachers)]
+        return [one.text for one in compare(recipe, teachers)]
     except NotPrepared:
         return ["not run: the images do not exist yet"]
 
@@ -200,7 +200,7 @@ class Live(TorchDispatchMode):
 
 def held_bytes(recipe: Recipe, distillation: StudentWithLoss, num_ranks: int) -> int:
     """Return the bytes of a student's weights, their average and its optimizer, without gradients."""
-    section = recipe.loop.optimizer
+    section = recipe.config.optimizer
     moments = (2 if section.kind == "adamw" else 1) / (num_ranks if section.zero else 1)
     moving = sum(parameter.numel() for parameter in distillation.parameters() if parameter.requires_grad)
     average = count_parameters(distillation.student) if section.ema_decay else 0
@@ -233,7 +233,7 @@ def step_bytes(
     held = live.peak
 
     def batch_of(count: int) -> tuple[Batch, Outputs]:
-        labels = student.task.no_labels(count, distillation.student.num_classes)  # type: ignore[arg-type]
+        labels = recipe.task.no_labels(count, distillation.student.num_classes)  # type: ignore[arg-type]
         batch = Batch.of(torch.empty(count, 3, size, size, dtype=torch.uint8), labels)
         if teacher is None:
             return batch, NoTeacher()(batch)

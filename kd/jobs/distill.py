@@ -27,18 +27,16 @@ from kd.jobs.progress.console import Console
 from kd.models.classifier import Ensemble
 from kd.models.live_teacher import LiveTeacher, count_parameters, is_on_meta
 from kd.setup.build import Built, build_run
-from kd.setup.build_teacher import Setting, Teachers, spread_text
-from kd.setup.data import Data
-from kd.setup.recipe import Recipe, TeacherPlan
+from kd.setup.build_teacher import Setting, spread_text
+from kd.setup.recipe import Recipe
 
 
-def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
+def distill(setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
     """Train one student in an opened run folder, from its newest checkpoint.
 
-    `setting`: its teachers, their data and the backend; `title`: shown to the user; `final`: images for scoring the
-    chosen checkpoint at the end: "test" (validation images if there are none), "val", or "" (not scored).
+    `title`: shown to the user; `final`: images for scoring the chosen checkpoint at the end: "test" (validation images if there are none), "val", or "" (not scored).
     """
-    backend, teachers, scores = setting.backend, setting.teachers, recipe.student.task.scores
+    recipe, backend, scores = setting.recipe, setting.backend, setting.recipe.task.scores
     backend.barrier()  # rank 0 has opened the folder
     trackers, record = None, recipe.record
     if backend.rank == 0 and record.trackers:
@@ -46,17 +44,17 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
 
         trackers = Trackers(record.trackers, record.name, folder.path, record.shown)
     with Console(title, backend.rank != 0, trackers, scores, filled_at(recipe, len(setting.data.train))) as console:
-        with Observer(setting, recipe.loop, folder, console) as observer:
-            built = begin(recipe, setting, folder, console, title)
+        with Observer(setting, folder, console) as observer:
+            built = begin(setting, folder, console, title)
             run = observer.watch(built.run)
             with run.span("evaluation"):
-                folder.record(before=check_before(recipe.teacher, run, teachers, console))
+                folder.record(before=check_before(setting, run, console))
             with signals.training():
                 state = train(replace(run, stop=signals.requested))
         observer.evaluate_and_checkpoint(
-            title, timed=bool(final) and not record.path.name.startswith(BASELINE)
+            title, timed=bool(final) and not recipe.path.name.startswith(BASELINE)
         )  # one table per command
-        for line in epilogue(recipe, run, state, teachers.data, folder):
+        for line in epilogue(setting, run, state, folder):
             console.info(f"{title}: {line}")
         scored = evaluate_and_checkpoint(built, folder, final == "test") if final else None
         console.info(f"{title}: {scores.conclusion(scored)}" if scored is not None else "")
@@ -74,20 +72,20 @@ def distill(recipe: Recipe, setting: Setting, folder: RunDir, title: str, final:
 
 def filled_at(recipe: Recipe, images: int) -> dict[str, float]:
     """Return the share of the run at which each part of a step ends that only fills a cache or store; see `Console`."""
-    length = recipe.loop.length
+    length = recipe.length
     share = min(1.0, length.views / (length.steps * length.batch_size / images or length.epochs))
     return {"teacher": share * bool(recipe.teacher.cache.views), "data": share * (recipe.data.store == "views")}
 
 
-def begin(recipe: Recipe, setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
+def begin(setting: Setting, folder: RunDir, console: Console, title: str) -> Built:
     """Build the run of an opened folder, record its parts, and report the set-up's findings."""
     known = folder.manifest()
     if "teacher_home" not in known:
-        compared = compare(recipe.teacher, setting.teachers, setting.backend)
+        compared = compare(setting.recipe, setting.teachers, setting.backend)
         for one in compared:
             console.info(f"{one.where}: {one.text}")
         folder.record(teacher_home={one.where: {**one.values, "text": one.text} for one in compared})
-    built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, folder, console)
+    built = build_run(setting, folder, console)
     facts = built.facts | facts_of(built.run, setting)
     require_same("data", known, facts)
     require_same("teacher", known, facts)
@@ -155,37 +153,40 @@ def announce(
         console.info(f"teacher: {rank:.2f} of {total:.2f} MiB on this rank, divided over {setting.backend.world_size}")
 
 
-def check_before(plan: TeacherPlan, run: Run, teachers: Teachers, console: Console) -> dict[str, float]:
+def check_before(setting: Setting, run: Run, console: Console) -> dict[str, float]:
     """Score teachers and student before step 1; return the row, or {} without a teacher that can be scored."""
-    if teachers.model is None or (plan.task.logits and not plan.logits):
+    recipe, teachers = setting.recipe, setting.teachers
+    if teachers.model is None or (recipe.task.logits and not recipe.read.teacher_logits):
         return {}
-    row, scores = run.evaluator(run.distillation.student), plan.task.scores
+    row, scores = run.evaluator(run.distillation.student), recipe.task.scores
     if not run.evaluator.labelled:
         spread = spread_text(teachers)
         console.info(f"teacher: no labels to score it with{spread}; before step 1 the student has {scores.text(row)}")
         return row
-    column, several = scores.own[0], isinstance(teachers.model, Ensemble) and plan.task.logits
-    found = zip(plan.members, scores.of_teachers(row).values(), strict=False)
+    column, several = scores.own[0], isinstance(teachers.model, Ensemble) and recipe.task.logits
+    found = zip(recipe.members, scores.of_teachers(row).values(), strict=False)
     alone = {where: values[column.key] for where, values in found}
     reached = f"{column.text(alone['teacher'])} on the validation split{', averaged' if several else ''}"
     console.info(f"teacher: {column.title} {reached}; student now {column.text(row[column.key])}")
     if several:
-        require_teacher("teacher", alone["teacher"], plan, run)
-        for where, member in zip(plan.members, teachers.members, strict=True):  # one may have its own order of classes
+        require_teacher("teacher", alone["teacher"], recipe, run)
+        for where, member in zip(
+            recipe.members, teachers.members, strict=True
+        ):  # one may have its own order of classes
             live = LiveTeacher(member, run.backend.device, inference=run.backend.facts.inference).validation()
             alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.selection_metric}"]
     for where, value in alone.items():
         if len(alone) > 1:
-            console.info(f"{where}: '{plan.members[where].model}' alone {column.text(value)}")
-        require_teacher(where, value, plan, run)
+            console.info(f"{where}: '{recipe.members[where].model}' alone {column.text(value)}")
+        require_teacher(where, value, recipe, run)
     return row
 
 
-def require_teacher(where: str, reached: float, plan: TeacherPlan, run: Run) -> None:
+def require_teacher(where: str, reached: float, recipe: Recipe, run: Run) -> None:
     """Require a teacher to be better than chance."""
-    chance, column = run.evaluator.chance, plan.task.scores.own[0]
-    chosen = plan.min_accuracy >= 0
-    least = plan.min_accuracy if chosen else min(max(0.5, chance), 2 * chance)
+    chance, column, given = run.evaluator.chance, recipe.task.scores.own[0], recipe.teacher.min_accuracy
+    chosen = given >= 0
+    least = given if chosen else min(max(0.5, chance), 2 * chance)
     # Exactly twice the chance level is too little: a perfect teacher whose classes 0 to 11 are in the order of text has
     # that. 1 is enough, and a chance level of 0 is unknown.
     if reached < least or (not chosen and 0 < reached == least < 1):
@@ -208,7 +209,7 @@ def require_same(key: str, known: dict[str, Any], facts: dict[str, Any]) -> None
 # --------------------------------------------------------------------------------------------- after the last step
 
 
-def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir) -> list[str]:
+def epilogue(setting: Setting, run: Run, state: State, folder: RunDir) -> list[str]:
     """Return lines on a finished run: skipped steps, early stopping, reused outputs, memory, undecodable images."""
     known, lines = folder.manifest(), [skipped_text(state.skipped_in_all, state.step)]
     if run.length.gave_up(state):
@@ -216,13 +217,13 @@ def epilogue(recipe: Recipe, run: Run, state: State, data: Data, folder: RunDir)
         lines.append(
             f"ended after step {state.step}: {state.no_better} evaluations in a row were no better than {best}"
         )
-    lines.append(memory(recipe.loop.optimizer.zero, run, known.get("modes", {})))
+    lines.append(memory(setting.recipe.config.optimizer.zero, run, known.get("modes", {})))
     if run.backend.rank == 0 and (store := getattr(run.teacher, "store", None)) is not None:
         count = sum(int(store.whole(view, range(store.num_images)).sum()) for view in range(max(1, run.length.views)))
         found = [at_hand(count, run, state, folder), *([known["at_hand"]] if "at_hand" in known else [])]
         most = max(found, key=lambda one: one["outputs"])  # the cache may be gone on resume
         folder.record(answers={**known["answers"], "count": count}, at_hand=most)
-    broken = unreadable((data.train, data.val), run, known)
+    broken = unreadable((setting.data.train, setting.data.val), run, known)
     if broken:
         folder.record(unreadable=broken)
         count = f"{len(broken)} images" if len(broken) > 1 else "1 image"

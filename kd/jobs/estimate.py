@@ -46,8 +46,8 @@ class Bench:
         """Build teachers and student. Teachers from timm get random weights, others their own."""
         teacher = recipe.teacher
         named = data.required_classes is not None  # else only its weights have the number of classes
-        random = {where: RANDOM for where, one in teacher.members.items() if one.kind == "timm" and named}
-        teachers = load_teachers(teacher, data, random)
+        random = {where: RANDOM for where, one in recipe.members.items() if one.kind == "timm" and named}
+        teachers = load_teachers(recipe, data, random)
         module, live = untrained(recipe, teachers, backend), NoTeacher()
         mode = torch_mode(recipe.backend.precision, recipe.student.attention, False, module, backend)
         apply_mode(mode, module, backend)
@@ -64,15 +64,15 @@ class Bench:
 
     def planned(self, recipe: Recipe) -> Planned:
         """Return the length of a run with its sifter: this run, its baseline, or its teacher's fit."""
-        data, loop = replace(self.teachers.data, plan=recipe.data), recipe.loop
+        data, length = replace(self.teachers.data, plan=recipe.data), recipe.length
         split = split_batch(data.plan, 1, len(data.train))
-        sifter = sifter_alone(loop, data, split)
-        *whole, last = loop.length.planned(sifter)
-        full = last if loop.sifter.kind == "none" else len(data.train) // split.batch_size
-        part = (loop.length.steps - sum(whole)) / last if loop.length.steps else 1.0
+        sifter = sifter_alone(recipe, data, split)
+        *whole, last = length.planned(sifter)
+        full = last if recipe.config.sifter.kind == "none" else len(data.train) // split.batch_size
+        part = (length.steps - sum(whole)) / last if length.steps else 1.0
         less = max(1, full - min(*whole, last, full))
         sifted = sum((full - one) / less for one in whole) + part * (full - last) / less
-        steps = loop.length.steps or sum(whole) + last
+        steps = length.steps or sum(whole) + last
         return Planned(sifter, full * split.batch_size, len(whole) + part, sifted, steps)
 
     def costs(self, ms: Mapping[str, float], teacher: float = 0.0, wall: bool = True) -> Costs:
@@ -86,8 +86,8 @@ class Bench:
 
     def asked(self, run: Planned) -> float:
         """Share of image visits with a teacher forward: with a cache, once per view."""
-        teacher, stored = self.recipe.teacher, self.recipe.teacher.cache.num_views * len(self.teachers.data.train)
-        return (min(1.0, stored / run.cost(TEACHER)) if stored else 1.0) if teacher.needed else 0.0
+        stored = self.recipe.teacher.cache.num_views * len(self.teachers.data.train)
+        return (min(1.0, stored / run.cost(TEACHER)) if stored else 1.0) if self.recipe.read.teacher else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class Planned:
 
 def untrained(recipe: Recipe, teachers: Teachers, backend: Backend) -> StudentWithLoss:
     """Build the student of a recipe, or the teacher of a fit, with random weights."""
-    plan = replace(recipe.student, init="scratch", checkpoint="")
+    recipe = recipe.with_(student=replace(recipe.student, init="scratch", checkpoint=""))
     micro_batch = split_batch(recipe.data, 1, len(teachers.data.train)).micro_batch
-    return build_distillation(plan, teachers, micro_batch).to(backend.device)
+    return build_distillation(recipe, teachers, micro_batch).to(backend.device)
 
 
 def repeated(teacher: Teacher, batch: Batch) -> Outputs:
@@ -140,7 +140,7 @@ def measure(bench: Bench) -> dict[str, Timed]:
             makes["teacher"] = lambda images: bench.trial(images, bench.distillation, bench.live).ask
         if size:
             makes["small step"] = stepping(bench.distillation, None, size)
-        for fit, _ in fit_folders(bench.recipe.teacher, data.fingerprint).values():
+        for fit, _ in fit_folders(bench.recipe, data.fingerprint).values():
             makes["fit"] = stepping(untrained(fit, Teachers(None, data), bench.backend), NoTeacher())
         micro = bench.split.micro_batch
         smallest = min(FEWEST, micro) if bench.backend.facts.cpu else micro
@@ -158,7 +158,7 @@ def phases(
     mean = {**ms, "step": step, "load": load + until * bench.asked(run) * ms["load"]}  # the teacher reads whole views
     fits = {
         target: bench.planned(fit).cost(costs({**ms, "step": ms["fit"]})) / 1000
-        for fit, target in fit_folders(bench.recipe.teacher, bench.teachers.data.fingerprint).values()
+        for fit, target in fit_folders(bench.recipe, bench.teachers.data.fingerprint).values()
     }
     alone = baseline.cost(costs(mean)) / 1000 if baseline is not None else 0.0
     return run.cost(costs(mean, bench.asked(run) * ms["teacher"])) / 1000, fits, alone, step
@@ -167,7 +167,7 @@ def phases(
 def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     """Return lines: duration in one process, speed and cost of the run."""
     recipe, data, on_cpu = bench.recipe, bench.teachers.data, bench.backend.facts.cpu
-    run, length, progressive = bench.planned(recipe), recipe.loop.length, recipe.data.progressive
+    run, length, progressive = bench.planned(recipe), recipe.length, recipe.data.progressive
     baseline = bench.planned(resolve(recipe.baseline)) if recipe.baseline is not None else None
     ms = {name: part.ms for name, part in parts.items()}
     load, asking = ms["load"], bench.asked(run) * ms["teacher"]
@@ -176,7 +176,7 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     if baseline is not None:
         costs = {name: part.cpu_ms if on_cpu else part.ms for name, part in parts.items()}
         taught, fitting, labelled, _ = phases(bench, run, baseline, costs, wall=not on_cpu)
-        longer, line = same_cost(taught + sum(fitting.values()), labelled, recipe.record.keys["run.baseline_steps"] > 0)
+        longer, line = same_cost(taught + sum(fitting.values()), labelled, recipe.config.run.baseline_steps > 0)
         alone *= longer
         alone_lines = [line]
     every = length.every.evaluate or run.steps / run.epochs
@@ -207,16 +207,16 @@ def estimate(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
         f"{device}{notes}; another load of this machine changes it",
     ]
     lines += alone_lines
-    name, machine = instances.find(recipe.price.instance) or ("", None)
+    name, machine = instances.find(recipe.config.price.instance) or ("", None)
     accelerated = machine is not None and machine.accelerators > 0
-    if hourly := recipe.price.per_hour or instances.price_per_hour(recipe.price.instance):
+    if hourly := recipe.config.price.per_hour or instances.price_per_hour(recipe.config.price.instance):
         known = f"about USD {money(hourly * total / 3600)}"
         if accelerated and on_cpu:
             known = "not known: the times are those of this machine's CPU, not of an accelerator,"
         lines.append(f"cost      {known} at USD {hourly:g} an hour")
     if load and accelerated:
         rate = 1000 / (step + asking) if bench.backend.facts.cuda else 0.0  # a CPU says nothing about an accelerator
-        lines += instances.plan(name, 1, round(load, 2), rate, usd=recipe.price.per_hour)
+        lines += instances.plan(name, 1, round(load, 2), rate, usd=recipe.config.price.per_hour)
     return lines
 
 

@@ -44,7 +44,7 @@ def evaluate(
     require_files(path, stored.data)
     recipe = resolve(config.load(config.to_dict(stored), overrides))
     vouched = Trust.of(trust, overrides, recipe.data)
-    vouched.check_models({**recipe.teacher.members, "student": recipe.student})
+    vouched.check_models({**recipe.members, "student": recipe.student})
     vouched.check_folder(recipe.data)
     state, best, _ = folder.best()
 
@@ -55,7 +55,7 @@ def evaluate(
             raise RunError("--split", "is test, but the data of the run names no test split", "val", remedy)
 
     with opened(recipe, obtain_teachers, fill=False, examine=examine) as (setting, _):
-        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, folder, Console("", quiet=True))
+        built = build_run(setting, folder, Console("", quiet=True))
         load_distillation(built.run.distillation, best)
         scored = score(built, state.step, len(folder.metrics("val")), split == "test")
         if audit:
@@ -69,8 +69,8 @@ def audited(run: Run, recipe: Recipe, data: Data, folder: Path) -> list[str]:
 
     For training images the cached outputs are used (mean over views); the teacher runs on the rest.
     """
-    answering = recipe.teacher.members and recipe.teacher.needed and recipe.teacher.logits
-    if recipe.student.task.logits != "softmax" or not answering or not data.labelled:
+    answering = recipe.members and recipe.read.teacher and recipe.read.teacher_logits
+    if recipe.task.logits != "softmax" or not answering or not data.labelled:
         wrong = "the run has no teacher of one class per image, or its images have no labels"
         raise RunError("--audit", wrong, "A teacher whose logits the losses read, and one label per image", "")
     if run.backend.world_size > 1:

@@ -23,7 +23,7 @@ from kd.setup.build import shown_split
 from kd.setup.build_teacher import Setting, choose_teacher
 from kd.setup.data import loaders
 from kd.setup.open_cache import open_cache
-from kd.setup.recipe import TeacherPlan, resolve
+from kd.setup.recipe import resolve
 
 ROWS = 1024  # records read at once
 
@@ -51,20 +51,20 @@ def cache(settings: Config, export: str = "") -> Cached:
     if export and (file.suffix != ".safetensors" or not file.parent.is_dir()):  # refuse before minutes of work
         raise RunError("--export", f"'{export}' cannot be written", "A .safetensors file in a folder that exists", "")
     with opened(recipe, obtain_teachers) as (setting, _):
-        backend, data, plan = setting.backend, setting.data, recipe.teacher
-        report = choose_teacher(setting, plan)
+        backend, data = setting.backend, setting.data
+        report = choose_teacher(setting)
         if report.line and backend.rank == 0:
             log.info("teacher: %s", report.line)
         once = replace(data.plan, views=0)  # each view is used once here, so none is kept in memory
-        loader, _ = loaders(data.views(), once, setting.split, backend, setting.machine.timeout_seconds)
-        cached = open_cache(plan, report, setting)
+        loader, _ = loaders(data.views(), once, setting.split, backend, recipe.backend.timeout_seconds)
+        cached = open_cache(report, setting)
         store, start, before = cached.store, time.perf_counter(), cached.images
         _require_writable(store)
         for view in range(count):
             _fill(cached, view, loader, setting)
         missing = sum(len(store.missing(view)) for view in range(count))
         if export:
-            _export(file, plan, cached, setting)
+            _export(file, cached, setting)
         return Cached(
             folder=str(store.folder),
             records=count * store.num_images - missing,
@@ -106,9 +106,10 @@ def _require_writable(store: Store) -> None:
 # ------------------------------------------------------------------------------------------------ export as a table
 
 
-def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setting) -> None:
+def _export(path: Path, cached: CachedTeacher, setting: Setting) -> None:
     """Write the records of all views, and the outputs for validation and test images; memory holds all of them."""
-    backend, data, store, views = setting.backend, setting.data, cached.store, range(plan.cache.num_views)
+    recipe, backend, data, store = setting.recipe, setting.backend, setting.data, cached.store
+    views = range(recipe.teacher.cache.num_views)
     if missing := sum(len(store.missing(view)) for view in views):
         wrong = f"{missing} of the records of {len(data.train)} images are missing: those images cannot be decoded"
         raise RunError("--export", wrong, "Outputs for every image", "Drop them from the data")
@@ -133,7 +134,7 @@ def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setti
 
     values = torch.stack([torch.cat(list(stored(view))) for view in views])
     held = [source for source in (data.val, data.test) if source is not None]
-    classes = list(data.classes) if plan.logits else []
+    classes = list(data.classes) if recipe.read.teacher_logits else []
     table = AnswerTable(
         meaning="logits" if arrays == ["logits"] else "embeddings",
         names=_names(data.train),
@@ -142,7 +143,7 @@ def _export(path: Path, plan: TeacherPlan, cached: CachedTeacher, setting: Setti
         val_names=[name for source in held for name in _names(source)],
         val_values=torch.cat([answers(source) for source in held]).to(values.dtype),
         made_for=data.images().shown(),
-        problem_type=plan.task.problem_type if classes else "",
+        problem_type=recipe.task.problem_type if classes else "",
     )
     try:
         write(path, table)

@@ -50,7 +50,7 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
     """Check a recipe, search for damaged and repeated images (all if `everything`), and time a few steps."""
     (checked, counted), data = described(recipe, path, answers=True), open_sources(recipe.data)
     most = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
-    lines = [*checked, *scan(data.splits, most, recipe.record.path, everything, data.plan.bits)]
+    lines = [*checked, *scan(data.splits, most, recipe.path, everything, data.plan.bits)]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "\n".join([*lines, "time      not measured: only one process measures"])
     with distributed(recipe.backend) as backend:
@@ -119,11 +119,11 @@ def compare_teachers(bench: Bench, seconds: float, images: int) -> Found:
 
 def compare_students(bench: Bench, seconds: float, images: int, stack: ExitStack) -> Found:
     """Time the student's training step of `images` in other modes; `seconds`: its time in the run."""
-    plan, distillation, backend = bench.recipe.student, bench.distillation, bench.backend
+    section, distillation, backend = bench.recipe.student, bench.distillation, bench.backend
     precision = bench.recipe.backend.precision
-    rule = torch_mode(precision, plan.attention, False, distillation, backend)
-    stages = torch_stages(precision, plan.attention, count_attention(distillation))
-    stages += [[{"compiled": True}]] if plan.compile == "off" else []
+    rule = torch_mode(precision, section.attention, False, distillation, backend)
+    stages = torch_stages(precision, section.attention, count_attention(distillation))
+    stages += [[{"compiled": True}]] if section.compile == "off" else []
     stack.callback(apply_mode, rule, distillation, backend)
 
     def work(mode: ExecutionMode) -> Work:
@@ -224,5 +224,5 @@ def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
         f"teacher {warm.teacher:.2f}, student forward {warm.forward:.2f}, step {warm.step:.2f}, "
         f"loading {warm.load:.2f} ms per image"
     )
-    kind, ratio = bench.recipe.loop.sifter.kind, run.sifter.cost(warm) / warm.per_image()
+    kind, ratio = bench.recipe.config.sifter.kind, run.sifter.cost(warm) / warm.per_image()
     return f"'{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"

@@ -21,7 +21,6 @@ from kd.files.storage import LAST, log, read_rows, write_json
 from kd.models.live_teacher import LiveTeacher
 from kd.setup.build_teacher import Setting
 from kd.setup.modes import made_of
-from kd.setup.recipe import LoopPlan
 
 if TYPE_CHECKING:
     from kd.engine.monitor.evidence import Facts, Finding
@@ -53,18 +52,18 @@ def clock_of(facts: BackendFacts) -> str:
 class Observer:
     """Observes a run from the opened run folder to the end of the loop. A context."""
 
-    def __init__(self, setting: Setting, loop: LoopPlan, folder: RunDir, logger: Logger) -> None:
-        backend = setting.backend
+    def __init__(self, setting: Setting, folder: RunDir, logger: Logger) -> None:
+        backend, traced = setting.backend, setting.recipe.config.profile.steps
         self.setting, self.backend, self.folder, self.logger = setting, backend, folder, logger
         folder.path.mkdir(parents=True, exist_ok=True)  # the host does not share the run folder
         start, own = folder.step(), folder.path / f"timeline_{backend.rank}.jsonl"
         clock = clock_of(backend.facts)
         since, profiler = _reached[0] if _reached else time.perf_counter(), None
         self.timeline = Timeline(clock, own, start, backend.communication_ms, since=since)
-        if loop.profile and backend.rank == 0:
+        if traced and backend.rank == 0:
             from kd.engine.monitor.profiler import Profiler  # imports torch.profiler: only if steps are named
 
-            profiler = Profiler(loop.profile, folder.path / "profile", backend.facts.cuda, self.timeline.span)
+            profiler = Profiler(traced, folder.path / "profile", backend.facts.cuda, self.timeline.span)
             self.timeline.on_step = profiler.step
         self._profiler = profiler
         self.monitor: Monitor | None = None
@@ -169,7 +168,7 @@ def facts_of(setting: Setting, run: Run) -> Facts:
 def _needless_float32(setting: Setting, run: Run) -> bool:
     """Return whether the configuration asks for float32 where the rule for `auto` would choose bfloat16."""
     backend = setting.backend
-    if setting.machine.precision != "fp32" or not backend.auto_mode.startswith("bf16"):
+    if setting.recipe.backend.precision != "fp32" or not backend.auto_mode.startswith("bf16"):
         return False
     return backend.bf16_pays(partial(made_of, run.distillation.student), True)
 

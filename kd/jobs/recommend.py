@@ -40,7 +40,7 @@ def measured(recipe: Recipe, data: Data) -> list[Measured]:
     """Return the comparable measured runs; [] if there are none."""
     labelled = 0 if recipe.data.labels == "none" else len(data.with_labels().train)
     pretrained = recipe.student.init == "pretrained"
-    task = recipe.student.task.logits
+    task = recipe.task.logits
     return comparable(Situation(len(data.train), labelled, max(1, len(data.classes)), pretrained, task))
 
 
@@ -64,7 +64,7 @@ def _views(recipe: Recipe, epochs: float, longer: float, table: list[Measured]) 
     if not views or views >= ENOUGH * recommended.stored_views(epochs):  # a live teacher predicts fresh views
         return []
     evidence = told(contrast(table, "views", views, better), "views")
-    key = "data.views" if recipe.record.keys["data.views"] else "teacher.cache.views"
+    key = "data.views" if recipe.config.data.views else "teacher.cache.views"
     return [f"{views} views in {epochs:.3g} epochs, recommended {key}={better}: {evidence}"]
 
 
@@ -72,7 +72,7 @@ def _label_weight(recipe: Recipe, data: Data) -> list[str]:
     """Compare the weight of the labels where few images have one."""
     if recipe.data.labels != "some" or len(data.with_labels().train) > len(data.train) / 2:
         return []
-    losses, lines = recipe.student.losses, list[str]()
+    losses, lines = recipe.losses, list[str]()
     for i, (term, facts) in enumerate(zip(losses, loss_facts(losses), strict=True)):
         if facts.labels and not facts.teacher and term.weight > recommended.MOST_LABEL_WEIGHT:
             line = f"losses[{i}].weight is {term.weight:g}, recommended {recommended.LABEL_WEIGHT:g}"
@@ -82,7 +82,7 @@ def _label_weight(recipe: Recipe, data: Data) -> list[str]:
 
 def _fit(recipe: Recipe, data: Data) -> list[str]:
     lines = []
-    for where, fit in recipe.teacher.fits.items():
+    for where, fit in recipe.fits.items():
         if fit.student.init != "pretrained":
             continue
         labelled = len(data.with_labels().train)
@@ -97,8 +97,8 @@ def _fit(recipe: Recipe, data: Data) -> list[str]:
 
 def _teacher_size(recipe: Recipe, teachers: Teachers) -> list[str]:
     """Compare the input size of a fitted, pretrained teacher."""
-    lines, fits = [], recipe.teacher.fits
-    for where, member in zip(recipe.teacher.members, teachers.members, strict=False):
+    lines, fits = [], recipe.fits
+    for where, member in zip(recipe.members, teachers.members, strict=False):
         side = getattr(member, "input_size", 0)
         fitted = where in fits and fits[where].student.init == "pretrained"
         if fitted and 0 < side < recommended.TEACHER_SIDE:

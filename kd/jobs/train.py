@@ -23,7 +23,7 @@ from kd.jobs.observe import accounted
 from kd.setup.build import distributed
 from kd.setup.build_teacher import META, Setting, Teachers, load_teachers
 from kd.setup.data import Data, open_data
-from kd.setup.recipe import Recipe, Record, TeacherPlan, as_long, fit_folders, flatten, is_fitted, is_free, resolve
+from kd.setup.recipe import Recipe, Record, as_long, fit_folders, flatten, is_fitted, is_free, resolve
 from kd.setup.same_data import same_contents
 
 POLL = 0.5  # seconds between two checks of the folder
@@ -40,25 +40,25 @@ def train(settings: Config, before: float = 0.0, final: str = "test") -> Trained
     recipe = resolve(settings)
     record = recipe.record
     with accounted(started), opened(recipe, obtain_teachers, started, checked=True) as (setting, folder):
-        result = distill(recipe, setting, folder, record.name, final)
+        result = distill(setting, folder, record.name, final)
         if recipe.baseline is not None:
             record_length(recipe, folder, setting.backend)
             alone, title = as_long(recipe.baseline, folder), f"{record.name} (labels only)"
-            folder.record(baseline=alone.record.path.name)
+            folder.record(baseline=alone.path.name)
             with open_run(alone.record, setting.backend.rank) as inner:
                 data = replace(setting.data, plan=alone.data).with_labels()
-                unaided = replace(setting, teachers=Teachers(None, data))
-                result = replace(result, baseline=distill(alone, unaided, inner, title, final))
+                unaided = replace(setting, recipe=alone, teachers=Teachers(None, data))
+                result = replace(result, baseline=distill(unaided, inner, title, final))
         if setting.backend.rank == 0:
             from kd.study.report.record import record_of  # imports for the end of a run
             from kd.study.report.summary import described
 
-            path = record.path
+            path = recipe.path
             following = f"Next: `kd-export {path}` checks the student and writes what timm and onnxruntime load; "
             following += f"`kd-serve {path}/export` serves it on a CPU. `kd-report {path}` writes a page about the run."
             lines = [f"# {record.name}", "", *described(record_of(folder, recipe)), following, ""]
             result = replace(result, report=redact("\n".join(lines)))
-            write_text(record.path / "report.md", result.report)
+            write_text(path / "report.md", result.report)
     return result
 
 
@@ -75,7 +75,7 @@ def record_length(recipe: Recipe, folder: RunDir, backend: Backend) -> None:
 @contextmanager
 def opened(
     recipe: Recipe,
-    obtain: Callable[[TeacherPlan, Data, Backend], Teachers],
+    obtain: Callable[[Recipe, Data, Backend], Teachers],
     started: float | None = None,
     fill: bool = True,
     examine: Callable[[Data], None] = lambda data: None,
@@ -96,12 +96,12 @@ def opened(
         examine(data)
         data = replace(data, contents=same_contents(data.splits, backend))
         with ExitStack() as stack:
-            folder = RunDir(recipe.record.path, backend.rank)
+            folder = RunDir(recipe.path, backend.rank)
             if started is not None:
                 folder = stack.enter_context(open_run(recipe.record, backend.rank))
-                fits = fit_folders(recipe.teacher, data.fingerprint).values()
-                stack.enter_context(billed(folder, started, [fit.record.path for fit, _ in fits]))
-            yield Setting(obtain(recipe.teacher, data, backend), backend, recipe.backend), folder
+                fits = fit_folders(recipe, data.fingerprint).values()
+                stack.enter_context(billed(folder, started, [fit.path for fit, _ in fits]))
+            yield Setting(recipe, obtain(recipe, data, backend), backend), folder
 
 
 @contextmanager
@@ -152,23 +152,24 @@ def teach(settings: Config, before: float = 0.0) -> list[Path]:
         raise ConfigError("teacher.fit.epochs", "is 0", "At least 1", remedy)
     started = time.perf_counter() - before
     recipe = resolve(settings)
-    with accounted(started), opened(recipe, lambda plan, data, backend: Teachers(None, data)) as (setting, _):
+    with accounted(started), opened(recipe, lambda recipe, data, backend: Teachers(None, data)) as (setting, _):
         data = setting.data
-        fits = fit_folders(recipe.teacher, data.fingerprint).values()
+        fits = fit_folders(recipe, data.fingerprint).values()
         return [fit_teacher(*fit, data, setting.backend) for fit in fits]
 
 
-def obtain_teachers(plan: TeacherPlan, data: Data, backend: Backend) -> Teachers:
+def obtain_teachers(recipe: Recipe, data: Data, backend: Backend) -> Teachers:
     """Load all teachers; fit those without a checkpoint first. All ranks must call it."""
-    if plan.shard or plan.pipeline:
-        backend.check_divided(plan.pipeline)  # refuse before minutes of fitting
+    divided = recipe.teacher
+    if divided.shard or divided.pipeline:
+        backend.check_divided(divided.pipeline)  # refuse before minutes of fitting
     weights: dict[str, str | Path] = {}
-    for where, (fit, target) in fit_folders(plan, data.fingerprint).items():
+    for where, (fit, target) in fit_folders(recipe, data.fingerprint).items():
         weights[where] = fit_teacher(fit, target, data, backend)
-    if plan.shard and backend.rank != 0:
-        weights = dict.fromkeys(plan.members, META)
-    teachers = load_teachers(plan, data, weights)
-    if plan.shard:
+    if divided.shard and backend.rank != 0:
+        weights = dict.fromkeys(recipe.members, META)
+    teachers = load_teachers(recipe, data, weights)
+    if divided.shard:
         size = getattr(teachers.model, "input_size", 0)
         first = int(of_rank_0(backend, [size])[0])
         if first != size:  # what its trainer wrote, which other ranks do not read
@@ -187,16 +188,16 @@ def fit_teacher(recipe: Recipe, target: Path, data: Data, backend: Backend) -> P
             return target
         if backend.rank == 0:
             weights = {"scratch": "random", "pretrained": "pretrained"}[recipe.student.init]
-            log.info("teacher: learning rate %g, from %s weights", recipe.loop.optimizer.lr, weights)
+            log.info("teacher: learning rate %g, from %s weights", recipe.config.optimizer.lr, weights)
         data = _own(data, recipe, backend).with_labels()
-        distill(recipe, Setting(Teachers(None, data), backend, recipe.backend), folder, "teacher", final="")
+        distill(Setting(recipe, Teachers(None, data), backend), folder, "teacher", final="")
         if backend.rank == 0:
             from kd.deploy.export.package import write_folder  # imports needed only after a fit
             from kd.models.timm_folder import export_files
             from kd.setup.student import best_student
 
-            student, provenance = best_student(folder, recipe.student, data.plan, data.classes)
-            problem_type = recipe.student.task.problem_type
+            student, provenance = best_student(folder, recipe, data.classes)
+            problem_type = recipe.task.problem_type
             content, weights = export_files(student, data.classes, data.plan.crop_pct, problem_type)
             write_folder(target, content, weights, provenance)
         backend.barrier()

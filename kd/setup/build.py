@@ -10,7 +10,7 @@ import torch
 
 from kd.config.schema import BackendSection
 from kd.core.contracts import Backend, Sifter, Source, Teacher
-from kd.core.evaluation import Evaluation, Evaluator, Split, Task
+from kd.core.evaluation import Evaluation, Evaluator, Split
 from kd.core.seeds import evenly_spaced
 from kd.core.types import SiftContext
 from kd.data.loader import evaluation_plan
@@ -25,7 +25,7 @@ from kd.parts import registry
 from kd.setup.build_teacher import Setting, TeacherReport, choose_teacher
 from kd.setup.data import BatchSplit, Data, evaluation_loader, loaders
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import LoopPlan, StudentPlan, TeacherPlan
+from kd.setup.recipe import Recipe
 from kd.setup.student import apply_mode, build_distillation, choose_student, parameter_groups
 
 BANK = 10_000  # most training images in the k-NN index that scores an embedding student; shown without augmentation
@@ -56,10 +56,10 @@ def build_backend(section: BackendSection) -> Backend:
     return made
 
 
-def build_optimizer(plan: LoopPlan, module: StudentWithLoss, backend: Backend) -> torch.optim.Optimizer:
+def build_optimizer(recipe: Recipe, module: StudentWithLoss, backend: Backend) -> torch.optim.Optimizer:
     """Build the optimizer, with fused kernels if the device has them."""
-    section = plan.optimizer
-    parameters = parameter_groups(plan.tuning, section.weight_decay, module)
+    section = recipe.config.optimizer
+    parameters = parameter_groups(recipe.student.tuning, section.weight_decay, module)
     fused, betas = backend.facts.complete, tuple(section.betas)
     cls: type[torch.optim.Optimizer]
     if section.kind == "muon":
@@ -73,17 +73,17 @@ def build_optimizer(plan: LoopPlan, module: StudentWithLoss, backend: Backend) -
     return backend.optimizer(parameters, cls, section.zero, lr=section.lr, **options)
 
 
-def settings_of(plan: LoopPlan, distillation: StudentWithLoss, backend: Backend) -> dict[str, Any]:
-    """Return the fields of a `Run` that follow from its plan; `module` is on the device, and the backend is set up."""
-    section = plan.optimizer
+def settings_of(recipe: Recipe, distillation: StudentWithLoss, backend: Backend) -> dict[str, Any]:
+    """Return the fields of a `Run` that follow from its recipe; the module is on the device, the backend set up."""
+    section = recipe.config.optimizer
     return {
-        "seed": plan.seed,
-        "length": plan.length,
+        "seed": recipe.seed,
+        "length": recipe.length,
         "max_norm": section.clip_grad_norm,
         "backend": backend,
         "module": backend.wrap(distillation),
         "distillation": distillation,
-        "optimizer": build_optimizer(plan, distillation, backend),
+        "optimizer": build_optimizer(recipe, distillation, backend),
         "schedule": Schedule(section.lr, section.warmup_ratio, section.min_lr_ratio, section.schedule),
         "average": EMA(distillation.student, section.ema_decay) if section.ema_decay else None,
         "skip_nonfinite": section.on_nonfinite == "skip",
@@ -101,33 +101,32 @@ class Built:
     test_evaluator: Callable[[], Evaluator]  # builds the test split's evaluator, if there is one
 
 
-def build_run(
-    teacher: TeacherPlan, student: StudentPlan, loop: LoopPlan, setting: Setting, store: RunStore, logger: Logger
-) -> Built:
-    """Build the run of a recipe; without a teacher model it trains on labels alone."""
-    backend, model, data, split = setting.backend, setting.teachers.model, setting.teachers.data, setting.split
-    distillation = build_distillation(student, setting.teachers, split.micro_batch)
-    teachers = dict(zip(teacher.members, setting.teachers.members, strict=False))
+def build_run(setting: Setting, store: RunStore, logger: Logger) -> Built:
+    """Build the run of a setting; without a teacher model it trains on labels alone."""
+    recipe, backend, data, split = setting.recipe, setting.backend, setting.data, setting.split
+    model, task = setting.teachers.model, recipe.task
+    distillation = build_distillation(recipe, setting.teachers, split.micro_batch)
+    teachers = dict(zip(recipe.members, setting.teachers.members, strict=False))
     require_apart(distillation.student, teachers, "student.model")  # type: ignore[arg-type]
     distillation.to(backend.device)
 
     with region("choose teacher"):
-        report = choose_teacher(setting, teacher)
+        report = choose_teacher(setting)
     logger.info(f"teacher: {report.line}" if report.line else "")
     with region("open cache"):
-        answering: Teacher = report.live if teacher.needed else NoTeacher()
-        if model is not None and teacher.needed and teacher.cache.views:
+        answering: Teacher = report.live if recipe.read.teacher else NoTeacher()
+        if model is not None and recipe.read.teacher and recipe.teacher.cache.views:
             from kd.setup.open_cache import open_cache  # only if outputs are stored
 
-            answering = open_cache(teacher, report, setting)
+            answering = open_cache(report, setting)
     with region("choose student"):
-        mode = choose_student(setting, distillation, student, report.live)
+        mode = choose_student(setting, distillation, report.live)
         apply_mode(mode, distillation, backend)
-    loader, val_loader = loaders(data.views(), data.plan, split, backend, setting.machine.timeout_seconds)
-    sifter, line = build_sifter(setting, loop, getattr(answering, "stored", None))
+    loader, val_loader = loaders(data.views(), data.plan, split, backend, recipe.backend.timeout_seconds)
+    sifter, line = build_sifter(setting, getattr(answering, "stored", None))
     logger.info(line)
     bank = data.stored[0] if data.stored else data.train
-    scored = model is not None and (teacher.logits or not student.task.logits)
+    scored = model is not None and (recipe.read.teacher_logits or not task.logits)
     evaluation = Evaluation(
         backend=backend,
         val=Split(val_loader, evaluation_plan(len(data.val), split.eval_batch * backend.world_size)),
@@ -146,23 +145,23 @@ def build_run(
         teacher=answering,
         loader=loader,
         sifter=sifter,
-        evaluator=student.task.evaluator(evaluation),
+        evaluator=task.evaluator(evaluation),
         store=store,
         logger=logger,
-        **settings_of(loop, distillation, backend),
+        **settings_of(recipe, distillation, backend),
     )
-    test = partial(test_evaluator, setting, student.task, evaluation, report.live)
+    test = partial(test_evaluator, setting, evaluation, report.live)
     backend.end_step()  # on XLA the set-up would otherwise be part of the first step's graph
-    facts = found_out(setting, student.task, report, mode, run)
+    facts = found_out(setting, report, mode, run)
     return Built(run, facts, data.val, data.test, test)
 
 
-def found_out(setting: Setting, task: Task, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
+def found_out(setting: Setting, report: TeacherReport, mode: ExecutionMode, run: Run) -> dict[str, Any]:
     """Return the findings of a set-up for the manifest: models and execution modes; `mode` is the student's."""
     facts = {
         "decides": run.evaluator.selection_metric,
-        "task": task.name,
-        "scores": task.scores.record(),
+        "task": setting.recipe.task.name,
+        "scores": setting.recipe.task.scores.record(),
         "modes": {**({"teacher": str(report.mode)} if report.mode else {}), "student": str(mode)},
         "threads": torch.get_num_threads() if run.backend.facts.cpu else 0,
         "batch": str(setting.split),
@@ -175,18 +174,18 @@ def found_out(setting: Setting, task: Task, report: TeacherReport, mode: Executi
     return facts
 
 
-def test_evaluator(setting: Setting, task: Task, evaluation: Evaluation, live: LiveTeacher | NoTeacher) -> Evaluator:
+def test_evaluator(setting: Setting, evaluation: Evaluation, live: LiveTeacher | NoTeacher) -> Evaluator:
     """Return the evaluator of the test split, built at the end of a run."""
     source = setting.data.test
     assert source is not None
     split = replace(shown_split(setting, source, torch.arange(len(source))), name="test")
     teacher = live.validation(test=True) if evaluation.teacher is not None else None
-    return task.evaluator(replace(evaluation, val=split, teacher=teacher))
+    return setting.recipe.task.evaluator(replace(evaluation, val=split, teacher=teacher))
 
 
 def shown_split(setting: Setting, source: Source, ids: torch.Tensor) -> Split:
     """Return evaluation's view of a source's images, by their ids [N]."""
-    data, split, seconds = setting.data, setting.split, setting.machine.timeout_seconds
+    data, split, seconds = setting.data, setting.split, setting.recipe.backend.timeout_seconds
     loader = evaluation_loader(data.shown(source), data.plan, split, setting.backend, seconds)
     plan = evaluation_plan(len(ids), split.eval_batch * split.world_size)
     return Split(loader, replace(plan, ids=ids[plan.ids]))
@@ -209,23 +208,25 @@ def sift_context(
     )
 
 
-def build_sifter(setting: Setting, loop: LoopPlan, answers: Any = None) -> tuple[Sifter, str]:
+def build_sifter(setting: Setting, answers: Any = None) -> tuple[Sifter, str]:
     """Build the sifter, with stored outputs (`answers`) or None; also return a warning if its delay exceeds the run."""
     data = setting.data
-    context = sift_context(len(data.train), data.labels, setting.backend, setting.split, loop.seed)
-    return sifter_of(loop, replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers))
+    context = sift_context(len(data.train), data.labels, setting.backend, setting.split, setting.recipe.seed)
+    return sifter_of(
+        setting.recipe, replace(context, views=data.plan.views, balance=data.plan.balance, answers=answers)
+    )
 
 
-def sifter_alone(loop: LoopPlan, data: Data, split: BatchSplit) -> Sifter:
+def sifter_alone(recipe: Recipe, data: Data, split: BatchSplit) -> Sifter:
     """Build the sifter for an estimate: one process, nothing stored."""
-    context = SiftContext.alone(data.labels(), split.batch_size, loop.seed)
+    context = SiftContext.alone(data.labels(), split.batch_size, recipe.seed)
     context = replace(context, micro_batch=split.micro_batch, views=data.plan.views, balance=data.plan.balance)
-    return sifter_of(loop, context)[0]
+    return sifter_of(recipe, context)[0]
 
 
-def sifter_of(loop: LoopPlan, context: SiftContext) -> tuple[Sifter, str]:
+def sifter_of(recipe: Recipe, context: SiftContext) -> tuple[Sifter, str]:
     """Build the sifter of a context; also return a warning if its delay exceeds the run."""
-    section, length, line = loop.sifter, loop.length, ""
+    section, length, line = recipe.config.sifter, recipe.length, ""
     facts = registry.facts("sifters", section.kind, section.options, "sifter.kind")
     in_epoch, delay = context.num_images // length.batch_size, facts.delay
     steps, where = length.steps or length.epochs * in_epoch, "the run"

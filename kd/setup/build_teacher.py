@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from kd.config.schema import BackendSection, TeacherSection
+from kd.config.schema import TeacherSection
 from kd.core.contracts import Backend, HasWarnings, Source, TeacherModel
 from kd.core.errors import CorruptImage, ModelError, NotPrepared, RunError, named
 from kd.core.ranks import of_rank_0
@@ -29,7 +29,7 @@ from kd.models.spec import Spec
 from kd.parts import registry
 from kd.setup.data import BatchSplit, Data, split_batch
 from kd.setup.modes import ExecutionMode, noise, require, torch_mode
-from kd.setup.recipe import TeacherPlan, fit_folders, is_fitted
+from kd.setup.recipe import Recipe, fit_folders, is_fitted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PLAIN = ExecutionMode("fp32", "unfused")  # reference mode for comparisons
@@ -67,11 +67,11 @@ class Teachers:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The session of a run: its teachers with their data, and the backend after setup."""
+    """The session of a run: its recipe, its teachers with their data, and the backend after setup."""
 
+    recipe: Recipe
     teachers: Teachers
     backend: Backend
-    machine: BackendSection
 
     @property
     def data(self) -> Data:
@@ -82,34 +82,34 @@ class Setting:
         return split_batch(self.data.plan, self.backend.world_size, len(self.data.train))
 
 
-def load_teachers(plan: TeacherPlan, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
+def load_teachers(recipe: Recipe, data: Data, weights: Mapping[str, str | Path]) -> Teachers:
     """Load all teachers of a run. Their classes must equal the data's, or define them for unlabelled images.
 
     `weights` of each teacher, by its config path: `REAL`, `RANDOM`, `META`, or the export folder of a fitted one.
     """
     models: list[TeacherModel] = []
-    for where, section in plan.members.items():
-        models.append(_load(where, section, plan, data, weights.get(where, REAL)))
+    for where, section in recipe.members.items():
+        models.append(_load(where, section, recipe, data, weights.get(where, REAL)))
         if not data.labelled:
             data = replace(data, teacher_classes=tuple(models[0].classes))  # other teachers must have the same classes
     if len(models) < 2:
         return Teachers(models[0] if models else None, data, models)
-    weights_of = [1.0, *(one.weight for one in plan.also)]
-    return Teachers(Ensemble(models, weights_of, plan.task.average), data, models)
+    weights_of = [1.0, *(one.weight for one in recipe.teacher.also)]
+    return Teachers(Ensemble(models, weights_of, recipe.task.average), data, models)
 
 
-def load_fitted(plan: TeacherPlan, data: Data) -> Teachers:
+def load_fitted(recipe: Recipe, data: Data) -> Teachers:
     """Load the teachers of a finished run, which are not fitted again."""
     weights: dict[str, str | Path] = {}
-    for where, (_, target) in fit_folders(plan, data.fingerprint).items():
+    for where, (_, target) in fit_folders(recipe, data.fingerprint).items():
         weights[where] = target
         if not is_fitted(target):
             raise RunError(where, f"the fitted teacher is not at '{target}'", "", "Run in the folder of kd-train")
-    return load_teachers(plan, data, weights)
+    return load_teachers(recipe, data, weights)
 
 
-def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, weights: str | Path) -> TeacherModel:
-    classes = data.required_classes if plan.logits else ()
+def _load(where: str, section: TeacherSection, recipe: Recipe, data: Data, weights: str | Path) -> TeacherModel:
+    classes = data.required_classes if recipe.read.teacher_logits else ()
     spec = Spec(
         where=where,
         model=section.model,
@@ -120,16 +120,16 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         pretrained=not section.checkpoint,
         exact_head=True,
         images=data.images(),
-        task=plan.task,
+        task=recipe.task,
     )
     if isinstance(weights, Path):
         own = section.kind != "timm"  # for such a network the folder has only the weights
         found = {"checkpoint": str(weights)} if own else {"model": str(weights), "args": {}, "checkpoint": ""}
         spec = replace(spec, **found, pretrained=True, weights="by_name")
     elif weights != REAL:
-        free = where in plan.fits and not section.pretrained
+        free = where in recipe.fits and not section.pretrained
         spec = replace(spec, checkpoint="", pretrained=False, exact_head=False, free_size=free)
-    made: Any = {"spec": spec, "image_size": data.plan.image_size, "features": plan.features}
+    made: Any = {"spec": spec, "image_size": data.plan.image_size, "features": recipe.read.features}
     with torch.device("meta") if weights == META else torch.device("cpu"):
         model = registry.build("networks", section.kind, section.options, f"{where}.kind", **made)
     if weights == REAL:
@@ -137,7 +137,7 @@ def _load(where: str, section: TeacherSection, plan: TeacherPlan, data: Data, we
         if not model.reads_ids:
             size = getattr(model, "input_size", 0) or data.plan.image_size
             explain = partial(fails, where, section.model, size)
-            examine(model, f"{where}.model", sample(data), plan.logits, explain=explain)  # type: ignore[arg-type]
+            examine(model, f"{where}.model", sample(data), recipe.read.teacher_logits, explain=explain)  # type: ignore[arg-type]
     return model
 
 
@@ -171,13 +171,14 @@ class TeacherReport:
     line: str = ""  # decision and measured values as text
 
 
-def choose_teacher(setting: Setting, section: TeacherSection) -> TeacherReport:
+def choose_teacher(setting: Setting) -> TeacherReport:
     """Build the live teacher as configured. All ranks must call this.
 
     `precision: auto` is the machine's (`Backend.auto_mode`), or float32 if the teacher's logits would differ by more
     than `LARGEST_ERROR` or cannot be compared.
     """
-    backend, model, size = setting.backend, setting.teachers.model, setting.data.plan.image_size
+    section, backend, model = setting.recipe.teacher, setting.backend, setting.teachers.model
+    size = setting.data.plan.image_size
     if model is None:
         return TeacherReport(NoTeacher())
     factory, mode = TeacherFactory(section, model, backend, size), teacher_mode(section, model, backend)

@@ -22,7 +22,7 @@ from kd.models.classifier import feature_shapes
 from kd.setup.build_teacher import Setting, TeacherReport
 from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
-from kd.setup.recipe import TeacherPlan
+from kd.setup.recipe import Recipe
 
 CHECKED = 16  # records recomputed whenever a cache is opened
 SEARCHED = 4096  # ids searched first for these records: a large cache is not read as a whole
@@ -37,7 +37,7 @@ QUANTIZED_TOLERANCE = 0.1
 
 
 def cache_identity(
-    plan: TeacherPlan, model: dict[str, Any], mode: ExecutionMode, data: Data, codec: Codec
+    recipe: Recipe, model: dict[str, Any], mode: ExecutionMode, data: Data, codec: Codec
 ) -> dict[str, Any]:
     """Return everything that the stored outputs depend on, by name; JSON values."""
     made_from: dict[str, Any] = {
@@ -48,22 +48,22 @@ def cache_identity(
         "images": len(data.train),
         "classes": list(data.classes),
         "seed": data.plan.seed,
-        "dtype": plan.cache.dtype,
+        "dtype": recipe.teacher.cache.dtype,
         "topk": codec.topk,
     }
     if codec.features:
         made_from["features"] = {name: list(shape) for name, shape in codec.features.items()}
-    if plan.task.logits not in ("", "softmax"):
-        made_from["outputs"] = plan.task.logits
+    if recipe.task.logits not in ("", "softmax"):
+        made_from["outputs"] = recipe.task.logits
     if not codec.num_classes:  # labels and class names do not matter
         del made_from["classes"]
     return made_from
 
 
-def cache_codec(plan: TeacherPlan, num_classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
+def cache_codec(recipe: Recipe, num_classes: int, features: Mapping[str, tuple[int, ...]] | None = None) -> Codec:
     """Return the codec for logits of `num_classes` classes and features of these shapes."""
-    cache, classes = plan.cache, num_classes if plan.logits else 0
-    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and plan.task.keeps_topk else 0)
+    cache, classes = recipe.teacher.cache, num_classes if recipe.read.teacher_logits else 0
+    topk = cache.topk if cache.topk >= 0 else (TOPK if classes > DENSE_CLASSES and recipe.task.keeps_topk else 0)
     return Codec(classes, cache.dtype, topk if topk < classes else 0, features)
 
 
@@ -92,15 +92,16 @@ def tolerance(mode: ExecutionMode, dtype: str, cuda: bool) -> float:
     return max(TF32_TOLERANCE if rounded else 0.0, TOLERANCE[dtype])
 
 
-def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> CachedTeacher:
+def open_cache(report: TeacherReport, setting: Setting) -> CachedTeacher:
     """Put the cache before the live teacher. The first run to open it writes; others read and compute the rest."""
-    backend, data, mode, model = setting.backend, setting.data, report.mode, setting.teachers.model
+    recipe, backend, data, mode = setting.recipe, setting.backend, setting.data, report.mode
+    cache, model = recipe.teacher.cache, setting.teachers.model
     assert mode is not None
     assert model is not None
-    codec = cache_codec(plan, len(data.classes), feature_shapes(model, data.plan.image_size))
-    size = price(plan.cache, codec, len(data.train))
-    made_from = cache_identity(plan, model.identity(), mode, data, codec)
-    name, path = Path(plan.model).name.replace(":", "_"), plan.cache.path
+    codec = cache_codec(recipe, len(data.classes), feature_shapes(model, data.plan.image_size))
+    size = price(cache, codec, len(data.train))
+    made_from = cache_identity(recipe, model.identity(), mode, data, codec)
+    name, path = Path(recipe.teacher.model).name.replace(":", "_"), cache.path
     folder = Path(path) if path else hashed_folder(Path(data.plan.folder) / "caches", name, made_from)
     [writable] = of_rank_0(backend, [backend.rank == 0 and owned(folder)])
     if backend.rank == 0 and not writable:
@@ -114,7 +115,7 @@ def open_cache(plan: TeacherPlan, report: TeacherReport, setting: Setting) -> Ca
         backend.barrier()
     assert store is not None
     cached = CachedTeacher(report.live, store, backend.facts.compiles or mode.compiled, backend.facts.cpu)
-    check_records(cached, setting, tolerance(mode, plan.cache.dtype, backend.facts.cuda))
+    check_records(cached, setting, tolerance(mode, cache.dtype, backend.facts.cuda))
     return cached
 
 

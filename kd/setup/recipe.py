@@ -1,29 +1,31 @@
-"""Recipe: the resolved configuration, with one plan per room."""
+"""A run's recipe: its configuration with numbers in place of `auto`, and what follows from it."""
+
+from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kd import config as configuration
 from kd.config.data_section import Progressive
-from kd.config.reads import build_task, reads
+from kd.config.reads import Reads, build_task, reads
 from kd.config.schema import (
     BackendSection,
     Config,
     DataSection,
     LossSection,
     OptimizerSection,
-    PriceSection,
     RunSection,
     SifterSection,
     StudentSection,
     TaskSection,
     TeacherSection,
 )
-from kd.config.tuning import FROM_PRETRAINED, FROM_SCRATCH, Fit, Tuning
+from kd.config.tuning import FROM_PRETRAINED, FROM_SCRATCH, Fit
 from kd.core.evaluation import Task
 from kd.core.every import Intervals
 from kd.engine.run import RunLength
@@ -48,108 +50,93 @@ class Record:
     shown: Mapping[str, Any]  # the same with the references, for display
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherPlan(TeacherSection):
-    """The teachers, their execution, and the outputs that losses read. `kind`, `model` etc. are the first teacher's."""
-
-    members: Mapping[str, TeacherSection]  # the single teachers by config path; empty without a teacher
-    fits: Mapping[str, Config]  # runs that fit teachers without a checkpoint, by the same path
-    task: Task
-    needed: bool  # whether a loss reads a teacher
-    logits: bool  # whether a loss reads its logits; if not, it is loaded without a classifier
-    features: tuple[str, ...]  # names of the features that a loss reads
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudentPlan(StudentSection):
-    """The student and its losses."""
-
-    losses: tuple[LossSection, ...]
-    task: Task
-    features: tuple[str, ...]  # names of the features that a loss reads
-    seed: int
-    where: str = "student"  # config path of its section for messages; in a fit the teacher's
-    small: int = 0  # smaller image size that it must accept too, pixels; 0: none
-
-
-@dataclass(frozen=True, slots=True)
-class LoopPlan:
-    """Length, optimizer and sifter of a run."""
-
-    length: RunLength
-    optimizer: OptimizerSection
-    tuning: Tuning  # learning rates of single layers
-    sifter: SifterSection
-    profile: tuple[int, ...]  # first and last traced step; empty: none
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
-    """The training of one student. Rooms below kd/jobs use some of its plans."""
+    """The training of one network: a configuration with numbers in place of `auto`, and what follows from it."""
 
-    record: Record
-    backend: BackendSection
-    data: DataPlan
-    teacher: TeacherPlan
-    student: StudentPlan
-    loop: LoopPlan
-    price: PriceSection
-    baseline: Config | None  # the requested baseline on labels alone; see `as_long`
+    config: Config
+    path: Path  # the run folder
+    where: str = "student"  # config path of the trained network's section, for messages; in a fit the teacher's
+
+    @property
+    def teacher(self) -> TeacherSection:
+        return self.config.teacher
+
+    @property
+    def student(self) -> StudentSection:
+        return self.config.student
+
+    @property
+    def losses(self) -> tuple[LossSection, ...]:
+        return self.config.losses
+
+    @property
+    def backend(self) -> BackendSection:
+        return self.config.backend
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @cached_property
+    def data(self) -> DataPlan:
+        return plan_of(self.config)
+
+    @cached_property
+    def task(self) -> Task:
+        return build_task(self.config.task)
+
+    @cached_property
+    def read(self) -> Reads:
+        return reads(self.losses)
+
+    @cached_property
+    def members(self) -> Mapping[str, TeacherSection]:
+        """The single teachers by config path; empty without a teacher."""
+        return split_teachers(self.teacher)
+
+    @cached_property
+    def fits(self) -> Mapping[str, Config]:
+        """The runs that fit teachers without a checkpoint, by the same path."""
+        return {where: teacher_fit(self.config, one) for where, one in self.members.items() if one.fitted}
+
+    @cached_property
+    def length(self) -> RunLength:
+        run, data = self.config.run, self.data
+        until = data.progressive.until
+        return RunLength(int(run.epochs), run.steps, data.batch_size, data.views, run.every, run.patience, until)
+
+    @cached_property
+    def baseline(self) -> Config | None:
+        """The requested baseline on labels alone; see `as_long`."""
+        return labels_only(self.config) if self.config.run.baseline else None
+
+    @cached_property
+    def record(self) -> Record:
+        run = self.config.run
+        return Record(
+            name=run.name,
+            path=self.path,
+            keep=run.keep,
+            trackers=run.trackers,
+            yaml=configuration.dump(self.config),
+            keys=flatten(configuration.to_dict(self.config, values=True)),
+            shown=flatten(configuration.to_dict(self.config)),
+        )
+
+    def with_(self, **sections: Any) -> Recipe:
+        """Return the recipe with other sections."""
+        return replace(self, config=replace(self.config, **sections))
 
 
 def resolve(config: Config, path: Path | None = None) -> Recipe:
     """Resolve a configuration; `path`: the run folder, if it is not `run.folder`/`run.name`."""
     config = completed(config)
-    run, read, task = config.run, reads(config.losses), build_task(config.task)
-    data = plan_of(config)
-    path, members = path or Path(run.folder) / run.name, split_teachers(config.teacher)
-    keys = flatten(configuration.to_dict(config, values=True))
-    record = Record(
-        name=run.name,
-        path=path,
-        keep=run.keep,
-        trackers=run.trackers,
-        yaml=configuration.dump(config),
-        keys=keys,
-        shown=flatten(configuration.to_dict(config)),
-    )
-    teacher = TeacherPlan(
-        **values_of(config.teacher),
-        members=members,
-        fits={w: teacher_fit(config, one) for w, one in members.items() if one.fitted},
-        task=task,
-        needed=read.teacher,
-        logits=read.teacher_logits,
-        features=read.features,
-    )
-    loop = LoopPlan(
-        length=RunLength(
-            int(run.epochs), run.steps, data.batch_size, data.views, run.every, run.patience, data.progressive.until
-        ),
-        optimizer=config.optimizer,
-        tuning=config.student.tuning,
-        sifter=config.sifter,
-        profile=config.profile.steps,
-        seed=run.seed,
-    )
-    return Recipe(
-        record=record,
-        backend=config.backend,
-        data=data,
-        teacher=teacher,
-        student=StudentPlan(
-            **values_of(config.student),
-            losses=config.losses,
-            task=task,
-            features=read.features,
-            seed=run.seed,
-            small=data.progressive.size,
-        ),
-        loop=loop,
-        price=config.price,
-        baseline=labels_only(config) if run.baseline else None,
-    )
+    return Recipe(config, path or Path(config.run.folder) / config.run.name)
 
 
 # -------------------------------------------------------------------------------- runs derived from another
@@ -238,11 +225,6 @@ def on_labels(section: TaskSection, **options: Any) -> tuple[LossSection, ...]:
     return (LossSection(kind=kind, options=default_options("losses", kind, **options)),)
 
 
-def values_of(section: Any) -> dict[str, Any]:
-    """Return the values of a section by key, for a plan that extends them."""
-    return {one.name: getattr(section, one.name) for one in fields(section)}
-
-
 def split_teachers(section: TeacherSection) -> dict[str, TeacherSection]:
     """Return each teacher by its config path; a repeated entry gets another seed."""
     found: dict[str, TeacherSection] = {}
@@ -303,10 +285,10 @@ def is_free(key: str, *more: str) -> bool:
     return key.startswith((*FREE, *more)) or (key.startswith("teacher.also") and key.endswith(".license"))
 
 
-def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
+def fit_folders(recipe: Recipe, fingerprint: str) -> dict[str, tuple[Recipe, Path]]:
     """Return for each teacher to fit its recipe, with run folder, and its export folder."""
     found = {}
-    for where, fit in plan.fits.items():
+    for where, fit in recipe.fits.items():
         # The evaluation interval is included, because it decides which weights are kept as the best.
         keys = flatten(configuration.to_dict(fit, values=True))
         # `module:function` names the kind; a fit has full-size views and no teacher
@@ -317,9 +299,8 @@ def fit_folders(plan: TeacherPlan, fingerprint: str) -> dict[str, tuple[Recipe, 
         content = json.dumps({"keys": counts, "data": fingerprint}, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:12]
         name = f"{Path(fit.student.model).name.replace(':', '_')}-{key}"
-        recipe = resolve(replace(fit, run=replace(fit.run, name=name)))
-        recipe = replace(recipe, student=replace(recipe.student, where=where))
-        found[where] = recipe, recipe.record.path / "export"
+        own = replace(resolve(replace(fit, run=replace(fit.run, name=name))), where=where)
+        found[where] = own, own.path / "export"
     return found
 
 

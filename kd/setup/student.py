@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kd.config.reads import loss_facts
-from kd.config.schema import DataSection, LossSection
+from kd.config.schema import LossSection
 from kd.config.tuning import Tuning
 from kd.core.contracts import Backend, Teacher
 from kd.core.errors import ConfigError, ModelError, raised
@@ -40,32 +40,33 @@ from kd.parts import registry
 from kd.setup.build_teacher import Setting, Teachers, sample
 from kd.setup.data import BatchSplit
 from kd.setup.modes import ExecutionMode, Trial, require, torch_mode
-from kd.setup.recipe import StudentPlan
+from kd.setup.recipe import Recipe
 
 
 def build_student(
-    plan: StudentPlan, classes: Sequence[str], image_size: int, weights: bool = True, any_size: bool = False
+    recipe: Recipe, classes: Sequence[str], weights: bool = True, features: Sequence[str] = (), any_size: bool = False
 ) -> Classifier:
     """Build the student with random weights from the seed, or with its pretrained ones if `weights`."""
-    torch.manual_seed(seed_from(plan.seed, "student"))
-    spec = replace(student_spec(plan, classes), any_size=any_size)
+    torch.manual_seed(seed_from(recipe.seed, "student"))
+    section, spec = recipe.student, replace(student_spec(recipe, classes), any_size=any_size)
     spec = spec if weights else replace(spec, checkpoint="", pretrained=False)
-    made = {"spec": spec, "image_size": image_size, "features": plan.features}
-    return registry.build("networks", plan.kind, plan.options, "student.kind", **made)
+    made = {"spec": spec, "image_size": recipe.data.image_size, "features": features}
+    return registry.build("networks", section.kind, section.options, "student.kind", **made)
 
 
-def student_spec(plan: StudentPlan, classes: Sequence[str]) -> Spec:
+def student_spec(recipe: Recipe, classes: Sequence[str]) -> Spec:
     """Return a student's specification: model and weights."""
+    section, task = recipe.student, recipe.task
     return Spec(
-        where=plan.where,
-        model=plan.model,
-        args=plan.args,
-        classes=classes if plan.task.logits else (),
-        checkpoint=plan.checkpoint,
-        weights=plan.weights,
-        pretrained=plan.init == "pretrained",
-        free_size=plan.init == "scratch",
-        task=None if plan.kind == "timm" else plan.task,
+        where=recipe.where,
+        model=section.model,
+        args=section.args,
+        classes=classes if task.logits else (),
+        checkpoint=section.checkpoint,
+        weights=section.weights,
+        pretrained=section.init == "pretrained",
+        free_size=section.init == "scratch",
+        task=None if section.kind == "timm" else task,
     )
 
 
@@ -131,21 +132,23 @@ def require_images(split: BatchSplit, criterion: Criterion) -> None:
                 raise ConfigError(key, wrong, f"{term.facts.images} or more on each rank", "Raise it")
 
 
-def build_distillation(plan: StudentPlan, teachers: Teachers, micro_batch: int, meta: bool = False) -> StudentWithLoss:
+def build_distillation(recipe: Recipe, teachers: Teachers, micro_batch: int, meta: bool = False) -> StudentWithLoss:
     """Build student and criterion as one nn.Module; `meta`: the student without values, except a file's."""
-    data, size = teachers.data, teachers.data.plan.image_size
+    data, size, where = teachers.data, recipe.data.image_size, recipe.where
     with torch.device("meta") if meta else nullcontext():
-        weights = not meta or bool(plan.checkpoint)  # a file may not fit; other weights always do
-        student = build_student(plan, data.classes, size, weights, any_size=plan.small > 0)
+        weights = not meta or bool(recipe.student.checkpoint)  # a file may not fit; other weights always do
+        small = recipe.data.progressive.size
+        student = build_student(recipe, data.classes, weights, recipe.read.features, any_size=small > 0)
         images = torch.zeros(IMAGES, 3, size, size, dtype=torch.uint8) if meta else sample(data)
-        explain = partial(fails, plan.where, plan.model, student.input_size or size)
-        examine(student, f"{plan.where}.model", images, bool(plan.task.logits), micro_batch, explain)
-        require_size(plan, student, size)
-    frozen = tune(plan, student)
+        explain = partial(fails, where, recipe.student.model, student.input_size or size)
+        examine(student, f"{where}.model", images, bool(recipe.task.logits), micro_batch, explain)
+        if small:
+            require_size(student, recipe.student.model, small, size)
+    frozen = tune(recipe, student)
     dims = dims_of(student, teachers)
     shares = getattr(teachers.model, "shares", (1.0,))
-    criterion = build_criterion(plan.losses, dims, plan.seed, shares, data.labelled_share())
-    module = StudentWithLoss(student, criterion, plan.task, frozen, size)
+    criterion = build_criterion(recipe.losses, dims, recipe.seed, shares, data.labelled_share())
+    module = StudentWithLoss(student, criterion, recipe.task, frozen, size)
     if not meta:
         note_unused(module, images, dims)
     return module
@@ -180,7 +183,7 @@ def random_outputs(dims: Sequence[Dims], images: int, device: torch.device) -> O
     return Outputs(drawn(dims[0].num_classes), features)
 
 
-def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> None:
+def require_size(student: Classifier, model: str, small: int, image_size: int) -> None:
     """Require a student to accept images of `data.progressive.size`; the error lists accepted sizes."""
 
     @torch.no_grad()
@@ -195,21 +198,19 @@ def require_size(plan: StudentPlan, student: Classifier, image_size: int) -> Non
 
     training = student.training
     student.eval()
-    if plan.small and not takes(plan.small):
+    if not takes(small):
         sides = ", ".join(str(side) for side in range(8, image_size) if takes(side))
-        wrong = f"is {plan.small}, but '{plan.model}' takes no images of {plan.small} px"
+        wrong = f"is {small}, but '{model}' takes no images of {small} px"
         allowed = f"Sizes that it takes: {sides}" if sides else f"It takes {image_size} px alone"
         remedy = "Choose one of them" if sides else "Leave data.progressive out, or choose another student"
         raise ModelError("data.progressive.size", wrong, allowed, remedy)
     student.train(training)
 
 
-def choose_student(
-    setting: Setting, distillation: StudentWithLoss, plan: StudentPlan, teacher: Teacher
-) -> ExecutionMode:
+def choose_student(setting: Setting, distillation: StudentWithLoss, teacher: Teacher) -> ExecutionMode:
     """Return the student's execution mode. `distillation` is on the device and not wrapped yet."""
-    backend = setting.backend
-    mode = torch_mode(setting.machine.precision, plan.attention, plan.compile == "on", distillation, backend)
+    backend, section, precision = setting.backend, setting.recipe.student, setting.recipe.backend.precision
+    mode = torch_mode(precision, section.attention, section.compile == "on", distillation, backend)
     if mode.compiled:
         copied = copy.deepcopy(distillation)  # compiling cannot be undone
         apply_mode(mode, copied, backend)
@@ -231,26 +232,26 @@ def apply_mode(mode: ExecutionMode, module: StudentWithLoss, backend: Backend) -
 # ----------------------------------------------------------------------------------------------------- fine-tuning
 
 
-def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
+def tune(recipe: Recipe, student: nn.Module) -> Frozen | None:
     """Check that a student has the layers named in `tuning`, and freeze those to be frozen."""
-    tuning, network = plan.tuning, trained_network(student)
-    where = "student.tuning" if plan.where == "student" else "teacher.fit.tuning"  # all fits have a `tuning` section
+    tuning, model, network = recipe.student.tuning, recipe.student.model, trained_network(student)
+    where = "student.tuning" if recipe.where == "student" else "teacher.fit.tuning"  # all fits have a `tuning` section
     if tuning.layer_decay < 1:
         key, wrong = f"{where}.layer_decay", "does not declare its layers"
         if hasattr(network, "group_matcher"):
-            with _asked(key, plan.model, "group_matcher"):
+            with _asked(key, model, "group_matcher"):
                 rates = {group["lr_scale"] for group in layer_groups(network, 0.0, tuning.layer_decay)}
             wrong = "" if len(rates) > 1 else "has one layer by its group_matcher"
         if wrong:
             allowed = "A network of timm, or one with a method group_matcher as timm's"
-            wrong = f"is {tuning.layer_decay:g}, but '{plan.model}' {wrong}"
+            wrong = f"is {tuning.layer_decay:g}, but '{model}' {wrong}"
             raise ModelError(key, wrong, allowed, f"Set {key}=1")
     if tuning.head_lr_scale != 1:
         key = f"{where}.head_lr_scale"
-        with _asked(key, plan.model, "get_classifier"):
+        with _asked(key, model, "get_classifier"):
             head = head_parameters(network)
         if not head:
-            wrong = f"is {tuning.head_lr_scale:g}, but '{plan.model}' names no classifier with parameters"
+            wrong = f"is {tuning.head_lr_scale:g}, but '{model}' names no classifier with parameters"
             raise ModelError(key, wrong, "A classifier of timm, or a method get_classifier as timm's", f"Set {key}=1")
     if not tuning.freeze:
         return None
@@ -258,12 +259,12 @@ def tune(plan: StudentPlan, student: nn.Module) -> Frozen | None:
     for pattern in tuning.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-            wrong = f"'{pattern}' is the name of no parameter of '{plan.model}'"
+            wrong = f"'{pattern}' is the name of no parameter of '{model}'"
             raise ModelError(f"{where}.freeze", wrong, f"Names begin with {shown}", "Correct the pattern")
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     frozen = Frozen(network, tuning.freeze, tuning.freeze_epochs)
     if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in frozen.parameters}:
-        wrong = f"freezes all parameters of '{plan.model}'"
+        wrong = f"freezes all parameters of '{model}'"
         raise ModelError(f"{where}.freeze", wrong, "Something must learn", "Leave the classifier out")
     return frozen
 
@@ -291,12 +292,10 @@ def parameter_groups(tuning: Tuning, weight_decay: float, module: StudentWithLos
     return scaled(found, dict.fromkeys(head_parameters(trained_network(module.student)), tuning.head_lr_scale))
 
 
-def best_student(
-    folder: RunDir, plan: StudentPlan, data: DataSection, classes: Sequence[str]
-) -> tuple[Classifier, dict[str, Any]]:
+def best_student(folder: RunDir, recipe: Recipe, classes: Sequence[str]) -> tuple[Classifier, dict[str, Any]]:
     """Return the chosen checkpoint's student and its origin, without the losses' learned parameters."""
     state, tensors, _ = folder.best()
-    student = build_student(replace(plan, features=()), classes, data.image_size, weights=False)
+    student = build_student(recipe, classes, weights=False)
     load_student(student, tensors)
     rows = [row for row in folder.metrics("val") if row["step"] == state.step]
     provenance = {
@@ -305,6 +304,6 @@ def best_student(
         "metrics": rows[-1] if rows else {},
         "run": folder.path.name,
         "digest": digest(student.network),
-        "eval_crop": data.crop_pct,
+        "eval_crop": recipe.data.crop_pct,
     }
     return student, provenance

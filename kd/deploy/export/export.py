@@ -73,7 +73,7 @@ def export(
     recipe = resolve(config.load(config.to_dict(stored), overrides) if overrides else stored)
     target = target or path / ("export-teacher" if teacher else "export")
     refuse_other(target)  # refuse before minutes of work
-    options.require(recipe.student.task)
+    options.require(recipe.task)
     vouched = Trust.of(trust, overrides, recipe.data)
     vouched.check_models({"student": recipe.student})
     if options.any_graph:  # graphs are compared on images
@@ -89,9 +89,9 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
         raise RunError("run", f"'{folder.path}' has no manifest.json", "", "Train it first: `kd-train CONFIG`")
     classes, data = manifest["classes"], manifest.get("data", "not recorded")
     expected = manifest.get("data") or ("" if vouched.images else "not recorded")
-    student, provenance = best_student(folder, recipe.student, recipe.data, classes)
+    student, provenance = best_student(folder, recipe, classes)
     if index:
-        student.project = best_projector(folder, recipe.student.losses, len(recipe.teacher.members))
+        student.project = best_projector(folder, recipe.losses, len(recipe.members))
     alone = folder.alone()
     return Subject(
         recipe=recipe,
@@ -110,8 +110,8 @@ def subject_of(folder: RunDir, recipe: Recipe, vouched: Trust, index: bool) -> S
 
 def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     """Return the source of the teacher's export, given the student's."""
-    recipe, task = subject.recipe, subject.recipe.student.task
-    plan, kinds = recipe.teacher, [one.kind for one in recipe.teacher.members.values()]
+    recipe, task = subject.recipe, subject.recipe.task
+    kinds = [one.kind for one in recipe.members.values()]
     if not kinds:
         raise ModelError("--teacher", "the run has no teacher: it learned labels alone", "", "Name another run")
     if len(kinds) > 1:
@@ -120,8 +120,8 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
             "--teacher", f"the run averages {len(kinds)} teachers, which do not make one graph", "", remedy
         )
     vouched.check_folder(recipe.data)
-    vouched.check_models(plan.members)
-    model = load_fitted(plan, open_sources(recipe.data)).model
+    vouched.check_models(recipe.members)
+    model = load_fitted(recipe, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         wrong = f"a teacher of kind '{kinds[0]}' is no network of torch, which an export is written from"
         raise ModelError("--teacher", wrong, "Kinds timm, torch and zero_shot", "Run it with its own library")
@@ -131,13 +131,13 @@ def teacher_of(subject: Subject, folder: RunDir, vouched: Trust) -> Subject:
     last = subject.scored[0]
     own = task.scores.of_teachers(folder.best_row() if last is None else last.row).get("teacher", {})
     scored = replace(last, row=own, samples=last.of("teacher")) if last is not None else None
-    alone = replace(
-        recipe,
-        record=replace(recipe.record, name=f"{recipe.record.name}-teacher"),
-        student=replace(recipe.student, model=plan.model, losses=()),
-        teacher=replace(plan, model=""),
+    alone = recipe.with_(
+        run=replace(recipe.config.run, name=f"{recipe.name}-teacher"),
+        student=replace(recipe.student, model=recipe.teacher.model),
+        teacher=replace(recipe.teacher, model=""),
+        losses=(),
     )
-    fitted = "fitted on the labels of the same data" if plan.fits else f"as `teacher.kind={kinds[0]}` loads it"
+    fitted = "fitted on the labels of the same data" if recipe.fits else f"as `teacher.kind={kinds[0]}` loads it"
     provenance = {**subject.provenance, "step": 0, "metrics": own, "digest": digest(model.network)}
     origin = f"the teacher of the run {subject.provenance['run']}, {fitted}"
     stated = {"data": subject.licences["data"], "teacher's weights": subject.licences["teacher"]}
@@ -158,7 +158,7 @@ def _images(plan: DataPlan, section: BackendSection, classes: Sequence[str], exp
 
 def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExport:
     """Write a student with its graphs, manifest and card; if one of them is refused, nothing is left."""
-    options.require(subject.recipe.student.task)
+    options.require(subject.recipe.task)
     with new_export(target) as draft:
         made = graphs.write(subject, draft, options, partial(_write_weights, subject, draft))
         facts = _write_weights(subject, draft, made)
@@ -174,7 +174,7 @@ def write(subject: Subject, target: Path, options: ExportOptions) -> WrittenExpo
 def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
     """Write weights, config.json and kd.json, which serving needs; return the facts for manifest.json."""
     student, recipe = subject.student, subject.recipe
-    task, section = recipe.student.task, recipe.data
+    task, section = recipe.task, recipe.data
     provenance = {**subject.provenance, "digest": digest(student.network)}
     if made.calibration:
         provenance["calibration"] = made.calibration
@@ -182,7 +182,7 @@ def _write_weights(subject: Subject, draft: Path, made: Made) -> Manifest:
     content, weights = export_files(student, classes, section.crop_pct, task.problem_type)
     facts: Manifest = {
         "format": FORMAT,
-        "name": recipe.record.name,
+        "name": recipe.name,
         "version": provenance["digest"][:DIGITS] + ("-index" if student.project is not None else ""),
         "input": input_of(student, section),
         "output": output_of(student, made),

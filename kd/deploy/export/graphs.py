@@ -78,7 +78,7 @@ class Made:
 
 def write(subject: Subject, folder: Path, options: ExportOptions, seal: Callable[[Made], object]) -> Made:
     """Write the requested graphs and compare each with PyTorch. `seal` completes a folder that `kd-serve` can serve."""
-    task, student, classes = subject.recipe.student.task, subject.student, subject.classes
+    task, student, classes = subject.recipe.task, subject.student, subject.classes
     if not options.any_graph:
         examine(student, "student", noise(subject.recipe.data.image_size), bool(task.logits))
         none = torch.zeros(0, len(classes))
@@ -123,7 +123,7 @@ def _self_check(subject: Subject, folder: Path, names: Sequence[str]) -> dict[st
     data, engines = subject.recipe.data, {name: open_graph(folder / name) for name in names}
     if not engines:
         return {}
-    labels = subject.classes if subject.recipe.student.task.logits else ()
+    labels = subject.classes if subject.recipe.task.logits else ()
     entries = self_check.write(folder, engines, labels, data.image_size, data.crop_pct, data.bits)
     return {name: entry | registry.exporter(name).least(folder / name) for name, entry in entries.items()}
 
@@ -150,7 +150,7 @@ class _Workbench:
 
     @property
     def task(self) -> Task:
-        return self.subject.recipe.student.task
+        return self.subject.recipe.task
 
     def add_first(self) -> None:
         """Write torch's graphs and those requested by flags or `--compare`, and time all in turns."""

@@ -45,9 +45,9 @@ def plain_name(text: str) -> str:
 
 def licences(recipe: Recipe) -> dict[str, str]:
     """Return the licences of a run's data and weights; `UNKNOWN` if undeclared."""
-    teachers, student, found = recipe.teacher.members, recipe.student, dict[str, str]()
+    teachers, student, found = recipe.members, recipe.student, dict[str, str]()
     for where, one in teachers.items():
-        fitted = where in recipe.teacher.fits
+        fitted = where in recipe.fits
         own = licence_of(one.model, one.checkpoint, one.pretrained or not fitted)
         scratch = NONE if fitted and not one.pretrained else ""
         found[where] = own or one.license or scratch or UNKNOWN
@@ -77,16 +77,16 @@ def about(subject: Subject) -> AboutClaims:
         "model": plain_name(written(recipe.student.model)),
         "parameters": count_parameters(student.network),  # those of model.safetensors
         "library": "timm" if is_timm(student.network) else "pytorch",
-        "losses": [loss.kind for loss in recipe.student.losses],
+        "losses": [loss.kind for loss in recipe.losses],
         "data": {"kind": recipe.data.kind, "hash": subject.data},
-        "labels": list(subject.classes) if recipe.student.task.logits else [],
+        "labels": list(subject.classes) if recipe.task.logits else [],
         "weights": subject.origin,
     }
 
 
 def scores_of(subject: Subject) -> ScoreClaims:
     """Return manifest.json's entry on scores: of each model, and of the student against the others."""
-    scores, (scored, alone) = subject.recipe.student.task.scores, subject.scored
+    scores, (scored, alone) = subject.recipe.task.scores, subject.scored
     row = subject.provenance["metrics"] if scored is None else scored.row
     decides, teachers = scores.own[0].key, scores.of_teachers(row)
     baseline = max(subject.baseline, key=lambda one: one[decides], default={}) if alone is None else alone.row
@@ -132,17 +132,17 @@ def chain_of(subject: Subject) -> ChainClaims:
     """Return the chain from the teacher to the exported weights, without the graphs."""
     recipe, found, own = subject.recipe, subject.made_from, subject.provenance
     student: ChainStudent = {
-        "is": "student" if recipe.student.losses else "teacher",
+        "is": "student" if recipe.losses else "teacher",
         "run": own["run"],
         "step": own["step"],
         "weights": own["digest"],
         "exported": digest(subject.student.network),
     }
     chain: ChainClaims = {"student": student}
-    if recipe.teacher.members and subject.recipe.student.losses:
+    if recipe.members and recipe.losses:
         members = {
             where: {"name": plain_name(written(one.model)), "source": _source(recipe, where)}
-            for where, one in recipe.teacher.members.items()
+            for where, one in recipe.members.items()
         }
         chain["teacher"] = {"members": members, "weights": found.get("teacher") or ""}
         chain["answers"] = found.get("answers") or {}
@@ -150,10 +150,10 @@ def chain_of(subject: Subject) -> ChainClaims:
 
 
 def _source(recipe: Recipe, where: str) -> str:
-    one = recipe.teacher.members[where]
+    one = recipe.members[where]
     if recipe.data.kind == MAP_DATASET:
         return "a module that was passed to kd.distill"
-    if where in recipe.teacher.fits:
+    if where in recipe.fits:
         return "fitted on the labels" + (" from pretrained weights" if one.pretrained else "")
     if one.checkpoint:
         return f"the {packages.title(one.checkpoint)}"

@@ -35,11 +35,11 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
         subject = teacher_of(subject, folder, vouched)
     if by := told.get("calibration", {}).get("temperature"):
         divide_logits(subject.student.network, by)
-    recipe, task, chain = subject.recipe, subject.recipe.student.task, chain_of(subject)
+    recipe, task, chain = subject.recipe, subject.recipe.task, chain_of(subject)
     labels = subject.classes if task.logits else ()
     own = {**subject.provenance, "digest": chain["student"]["exported"]}
     found = {
-        "name": recipe.record.name,
+        "name": recipe.name,
         "chain": chain,
         "licences": {key: one for key, one in subject.licences.items() if one != UNKNOWN},
         "input": input_of(subject.student, recipe.data),
@@ -60,7 +60,7 @@ def show_run(known: Claims, path: Path, trust: bool, lines: Sequence[Line] | Non
 def _show_choice(known: Claims, subject: Subject, vouched: Trust, lines: Sequence[Line]) -> None:
     """Compare the list of images and their labels with the run's own validation images."""
     claimed = _named([(encoded, names) for encoded, _, names in lines])
-    classes = subject.classes if subject.recipe.student.task.logits else ()
+    classes = subject.classes if subject.recipe.task.logits else ()
     known.claimed["images.csv"]["choice"] = claimed
     try:
         vouched.check_folder(subject.recipe.data)

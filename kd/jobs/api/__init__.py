@@ -144,7 +144,7 @@ def distill(
         raise ConfigError("folder", "is set, but a DataLoader shuffles anew when it resumes", "", remedy)
     with (
         distributed(recipe.backend) as world,
-        Console("distill", not progress or world.rank != 0, scores=recipe.student.task.scores) as console,
+        Console("distill", not progress or world.rank != 0, scores=recipe.task.scores) as console,
         _opened(recipe.record, folder, world.rank) as sink,
     ):
         run, classes = _run(recipe, arguments, images, world, sink, console)
@@ -173,7 +173,7 @@ def _criterion(recipe: Recipe, arguments: Arguments, dims: Dims) -> Criterion:
     assert dims.labels is not None
     labelled = (dims.labels() >= 0).float().mean().item() if arguments.labels == "some" else 1.0
     if not isinstance(arguments.losses, Criterion):
-        return build_criterion(recipe.student.losses, [dims], recipe.loop.seed, labelled=labelled)
+        return build_criterion(recipe.losses, [dims], recipe.seed, labelled=labelled)
     criterion = copy.copy(arguments.losses)
     criterion.labelled = min(criterion.labelled, labelled)
     return criterion
@@ -183,7 +183,7 @@ def _run(
     recipe: Recipe, arguments: Arguments, images: Tensor, world: Backend, sink: Memory | RunDir, console: Console
 ) -> tuple[Run, list[str]]:
     """Assemble a run and return it with the class names; the examination on `images` gives their number."""
-    section, task, seed = recipe.data, recipe.student.task, recipe.loop.seed
+    section, task, seed = recipe.data, recipe.task, recipe.seed
     micro_batch, images = section.batch_size // world.world_size, images.to(world.device)
     models, num_classes = examined(arguments, images, micro_batch, world.device)
     classes = arguments.classes(num_classes)
@@ -204,7 +204,7 @@ def _run(
     if isinstance(sifter, (str, Mapping)):
         known = known if labels != "none" else partial(torch.full, (num_images,), -1)
         context = sift_context(num_images, known, world, split, seed)
-        sifter, line = sifter_of(recipe.loop, context)
+        sifter, line = sifter_of(recipe, context)
         console.info(in_own_words(line))
     val = Split(val_loader, evaluation_plan(num_val, batch_size))
     evaluation = Evaluation(world, val, live, num_classes, labelled=labels != "none", partly=labels == "some")
@@ -237,6 +237,6 @@ def _run(
         evaluator=task.evaluator(evaluation),
         store=sink,
         logger=console,
-        **settings_of(recipe.loop, distillation, world),
+        **settings_of(recipe, distillation, world),
     )
     return run, classes

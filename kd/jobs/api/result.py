@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from kd.data.map_dataset import MapDataset
 from kd.files.run_dir import RunDir
 from kd.jobs.api.arguments import Arguments, map_style
 from kd.models.classifier import Classifier, Network, digest, resized
-from kd.setup.recipe import Recipe, resolve, values_of
+from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import best_student
 from kd.study.finished import opened_run
 from kd.study.report.summary import samples_of
@@ -44,7 +44,8 @@ class Result(Trained):
     @classmethod
     def of(cls, trained: Trained) -> Result:
         baseline = cls.of(trained.baseline) if trained.baseline is not None else None
-        return cls(**{**values_of(trained), "baseline": baseline})
+        values = {field.name: getattr(trained, field.name) for field in fields(trained)}
+        return cls(**{**values, "baseline": baseline})
 
     def export(self, target: str | Path | None = None, **options: Any) -> WrittenExport:
         """Export the best student like `kd-export`; code named by the run is executed.
@@ -59,8 +60,7 @@ class Result(Trained):
     def student(self) -> nn.Module:
         """The best student, loaded from the run folder; code named by the run is executed."""
         folder, stored = opened_run(self.folder, trust=True)
-        plan = resolve(stored)
-        return best_student(folder, plan.student, plan.data, folder.manifest()["classes"])[0]
+        return best_student(folder, resolve(stored), folder.manifest()["classes"])[0]
 
     def __repr__(self) -> str:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float))
@@ -123,15 +123,14 @@ class Distilled:
         network = Network(copy.deepcopy(self.student).cpu().eval())
         name = type(self.student).__qualname__
         student = Classifier(network, len(names), size, mean, std, architecture={"module": name}, classes=names)
-        plan = replace(recipe.data, image_size=size)
-        named = replace(recipe.record, name=Path(folder).resolve().name)
+        run = replace(recipe.config.run, name=Path(folder).resolve().name)
         provenance = {"kd": environment()["packages"]["kd"], "step": self.state.step, "metrics": self.metrics}
         subject = Subject(
-            recipe=replace(recipe, data=plan, record=named),
+            recipe=recipe.with_(run=run, data=replace(recipe.config.data, image_size=size)),
             student=student,
             classes=names,
             data=self.data or "not recorded",
-            provenance={**provenance, "run": named.name, "digest": digest(network), "eval_crop": 1.0},
+            provenance={**provenance, "run": run.name, "digest": digest(network), "eval_crop": 1.0},
             origin="those of the module that was passed to kd.distill",
             images=lambda: nullcontext(pixels.batches),
         )
@@ -143,7 +142,7 @@ class Distilled:
         return f"Distilled(folder={where}, steps={self.state.step}, metrics: {scores})"
 
     def _repr_html_(self) -> str:
-        scores = self.recipe.student.task.scores
+        scores = self.recipe.task.scores
         rows = scores.table({**scores.of_teachers(self.metrics), "student": self.metrics})
         shown = html_table(rows) if scores.own[0].key in self.metrics else ""
         return f"{shown}<p>{scores.against_teacher(self.metrics)}</p>"

@@ -21,8 +21,7 @@ from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
-from kd.setup.data_plan import DataPlan
-from kd.setup.recipe import StudentPlan, TeacherPlan
+from kd.setup.recipe import Recipe
 from kd.setup.student import best_student
 from kd.study.audit.lists import FOLDER, read_repeats, thumbnail, with_ids
 from kd.study.finished import Trust
@@ -32,30 +31,28 @@ FILE = "answers.json"
 MOST_PICTURES = 24  # most pictures on which the models differ, 6 kB each in the page
 
 
-def answers(
-    folder: RunDir, plan: DataPlan, teacher: TeacherPlan, student: StudentPlan, images: int, vouched: Trust
-) -> tuple[Predictions | None, str]:
+def answers(folder: RunDir, recipe: Recipe, images: int, vouched: Trust) -> tuple[Predictions | None, str]:
     """Return the predictions of the best student and its teacher (or None), and a note if some are missing.
 
     They are read from the run folder, or computed now on one device, for `images` of the validation split, evenly
     spaced; 0: all. A teacher is loaded, never fitted. `vouched`: the permissions of `--trust`.
     """
-    if student.task.logits != "softmax" or not teacher.logits:
+    if recipe.task.logits != "softmax" or not recipe.read.teacher_logits:
         return None, ""  # embeddings and sets of labels cannot be counted as predictions
     try:
-        vouched.check_folder(plan)
-        data = open_sources(plan)
+        vouched.check_folder(recipe.data)
+        data = open_sources(recipe.data)
         vouched.check_images(data, folder.manifest())
         data.val.prepare()
         belongs = {"weights": folder.best_weights(), "data": data.val.fingerprint, "images": images, "form": 2}
         stored = _stored(folder, belongs)
         if stored is None:
-            vouched.check_models({**teacher.members, "student": student})
-            model = load_fitted(teacher, data).model
+            vouched.check_models({**recipe.members, "student": recipe.student})
+            model = load_fitted(recipe, data).model
             if not data.labelled:
                 raise RunError("data.labels", "has no label: predictions are counted by label", "Labelled images", "")
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            best, _ = best_student(folder, student, data.plan, data.classes)
+            best, _ = best_student(folder, recipe, data.classes)
             models: dict[str, Any] = {"student": best.to(device).eval()}
             models |= {} if model is None else {"teacher": LiveTeacher(model, device).validation()}
             stored = {**ask_all(models, data.views()[1], images, device), "belongs": belongs}

@@ -232,17 +232,17 @@ def record_of(folder: RunDir, recipe: Recipe) -> RunRecord:
     """Read the scores of a run and of its baseline, without timings and predictions."""
     manifest, findings, alone = folder.manifest(), folder.path / "findings.json", folder.alone()
     trained = recipe.baseline if alone.config_file.is_file() else None
-    folders = fit_folders(recipe.teacher, manifest.get("data", "")).values()
-    fits = [rows for one, _ in folders if (rows := RunDir(one.record.path).metrics("train"))]
+    folders = fit_folders(recipe, manifest.get("data", "")).values()
+    fits = [rows for one, _ in folders if (rows := RunDir(one.path).metrics("train"))]
     return RunRecord(
-        name=recipe.record.name,
+        name=recipe.name,
         keys=recipe.record.shown,
         manifest=manifest,
         train=folder.metrics("train"),
         val=folder.metrics("val"),
         chosen=folder.best_row().get("step", -1),
         epochs=folder.metrics("epoch"),
-        scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.student.task.scores,
+        scores=Scores.read(manifest["scores"]) if "scores" in manifest else recipe.task.scores,
         findings=read_json(findings, "run", "Remove the file", list) if findings.is_file() else (),
         scored=folder.scored(),
         fitting=sum(float(rows[-1]["seconds"]) for rows in fits),

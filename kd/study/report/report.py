@@ -86,7 +86,7 @@ def read(path: Path, images: int, overrides: Sequence[str] = (), trust: bool = F
     exported, profiled = path / "export" / "manifest.json", path / "profile" / "operators.json"
     if images >= 0 and folder.best_row():
         vouched = Trust.of(trust, overrides, recipe.data)
-        counted, note = answers(folder, recipe.data, recipe.teacher, recipe.student, images, vouched)
+        counted, note = answers(folder, recipe, images, vouched)
     return replace(
         record_of(folder, recipe),
         timeline={int(file.stem.rpartition("_")[2]): read_rows(file) for file in sorted(path.glob("timeline_*.jsonl"))},

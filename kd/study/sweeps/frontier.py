@@ -168,13 +168,13 @@ def timed(loads: Mapping[str, Callable[[], Classifier]], sides: Mapping[str, int
 
 def _student(tried: Trials, trial: Trial) -> Classifier:
     folder, recipe = RunDir(tried.folder / trial.name), resolve(trial.config)
-    return best_student(folder, recipe.student, recipe.data, folder.manifest()["classes"])[0]
+    return best_student(folder, recipe, folder.manifest()["classes"])[0]
 
 
 def _teacher(trial: Trial) -> Classifier:
     recipe = resolve(trial.config)
     spread = recipe.teacher.shard or recipe.teacher.pipeline  # the teacher may not fit into one process's memory
-    model = None if spread else load_fitted(recipe.teacher, open_sources(recipe.data)).model
+    model = None if spread else load_fitted(recipe, open_sources(recipe.data)).model
     if not isinstance(model, Classifier):
         raise ModelError("teacher", "is not a single torch network in one process, so it has no graph")
     return model
