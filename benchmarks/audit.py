@@ -243,7 +243,7 @@ def labels(run: Path) -> list[dict[str, Any]]:
     wrong = {name for name in names if not Path(name).name.startswith(Path(name).parent.name + "_")}
     with (run / FOLDER / "labels.csv").open() as file:
         teacher = [row["name"] for row in csv.DictReader(file) if row["split"] == "train"]
-    student = best_student(folder, recipe.student, data.plan, data.classes)[0].eval()
+    student = best_student(folder, recipe, data.classes)[0].eval()
     losses, crop = [], data.evaluate()
     for start in range(0, len(names), BATCH):
         ids = range(start, min(start + BATCH, len(names)))

@@ -53,13 +53,13 @@ def asked(path: Path, test: bool) -> Predictions:
     folder, settings = opened_run(path)
     assert isinstance(folder, RunDir)
     recipe = resolve(settings)
-    student, _ = best_student(folder, recipe.student, recipe.data, folder.manifest()["classes"])
+    student, _ = best_student(folder, recipe, folder.manifest()["classes"])
     with distributed(recipe.backend) as backend:
         data = open_data(recipe.data, backend, fill=False)
         if test:
             assert data.test is not None, "no test split"
             data = replace(data, val=data.test, stored=None)
-        teacher = load_fitted(recipe.teacher, data).model
+        teacher = load_fitted(recipe, data).model
         assert teacher is not None
         device = torch.device("cpu")
         models: dict[str, Any] = {"student": student.eval(), "teacher": LiveTeacher(teacher, device).validation()}

@@ -71,8 +71,8 @@ def of_a_seed(
     name = {"": f"seed{seed}", "all labels": f"seed{seed}_full"}.get(arm, arm)
     keys = [*{"all labels": FULL, "scratch": SCRATCH}.get(arm, []), f"run.seed={seed}", *shared]
     folder, settings = train(name, work, keys, file)
-    fits = fit_folders(resolve(settings).teacher, folder.manifest()["data"]).values()
-    fit = sum(RunDir(one.record.path).metrics("train")[-1]["cpu_seconds"] for one, _ in fits)
+    fits = fit_folders(resolve(settings), folder.manifest()["data"]).values()
+    fit = sum(RunDir(one.path).metrics("train")[-1]["cpu_seconds"] for one, _ in fits)
     end = f", {arm}" if arm else ""
     rows = [row(seed, f"distilled{end}", folder, None, fit), row(seed, f"smoothing{end}", folder.alone(), folder)]
     steps = settings.run.baseline_steps

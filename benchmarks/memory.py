@@ -55,7 +55,7 @@ def models(plan: Any, classes: int, small: bool = False) -> tuple[Any, Any]:
     depth = {"depth": 1} if small else {}
     teacher = load(Spec("teacher", plan.teacher.model, depth, names), 224)
     student = load(Spec("student", plan.student.model, depth, names), 224)
-    return StudentWithLoss(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher  # pyright: ignore[reportArgumentType]
+    return StudentWithLoss(student, build_criterion(plan.losses, [None], 0), plan.task), teacher  # pyright: ignore[reportArgumentType]
 
 
 def status(name: str) -> int:

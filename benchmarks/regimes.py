@@ -168,7 +168,7 @@ def per_class(folder: Path, loaded: config.Config) -> list[float]:
     """Return the accuracy of each class on the validation split, percent."""
     recipe = resolve(loaded)
     data = open_sources(recipe.data)
-    student = best_student(RunDir(folder), recipe.student, recipe.data, data.classes)[0].eval()
+    student = best_student(RunDir(folder), recipe, data.classes)[0].eval()
     shown = data.views()[1]
     hits: dict[int, list[bool]] = {}
     for start in range(0, len(data.val), 100):

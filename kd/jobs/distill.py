@@ -34,7 +34,8 @@ from kd.setup.recipe import Recipe
 def distill(setting: Setting, folder: RunDir, title: str, final: str = "test") -> Trained:
     """Train one student in an opened run folder, from its newest checkpoint.
 
-    `title`: shown to the user; `final`: images for scoring the chosen checkpoint at the end: "test" (validation images if there are none), "val", or "" (not scored).
+    `title`: shown to the user; `final`: images for scoring the chosen checkpoint at the end: "test" (validation images
+    if there are none), "val", or "" (not scored).
     """
     recipe, backend, scores = setting.recipe, setting.backend, setting.recipe.task.scores
     backend.barrier()  # rank 0 has opened the folder

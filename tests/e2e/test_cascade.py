@@ -27,6 +27,7 @@ from subjects import CLASSES, PIXELS, small_subject
 
 import kd
 from kd import config
+from kd.config.schema import TaskSection
 from kd.core.errors import ModelError
 from kd.deploy.export import package
 from kd.deploy.export.export import ExportOptions, export, write
@@ -36,7 +37,6 @@ from kd.deploy.serve.limits import Limits, Problem
 from kd.deploy.serve.self_check import SelfCheckError
 from kd.files.pixels import BRANCHES, planes
 from kd.jobs.train import train
-from kd.parts.tasks import label_sets
 
 COUNT = 200
 SHARE = 0.5
@@ -185,7 +185,6 @@ def test_a_cascade_is_opened_again_in_another_process(cascade, pictures):
 
 
 def test_an_image_of_several_labels_is_passed_on_if_one_is_unsure(tmp_path):
-    task = label_sets.build(label_sets.Options())
     exports = []
     for name, options in (("first", ExportOptions(defer_share=SHARE)), ("second", ExportOptions())):
         made = small_subject(tmp_path / "runs")
@@ -194,9 +193,8 @@ def test_an_image_of_several_labels_is_passed_on_if_one_is_unsure(tmp_path):
         if name == "second":
             with torch.no_grad():
                 made.student.network.head.weight *= -1
-        plan = replace(made.recipe.student, task=task)
         opened = lambda batches=batches: nullcontext(lambda limit, training=False: batches)  # noqa: E731
-        made = replace(made, recipe=replace(made.recipe, student=plan), images=opened)
+        made = replace(made, recipe=made.recipe.with_(task=TaskSection(kind="label_sets")), images=opened)
         exports.append(write(made, tmp_path / name, options).folder)
     first, second, pair = (kd.load(exports[0]), kd.load(exports[1]), kd.load(exports[0], second=exports[1]))
     for image in PIXELS.transpose(0, 2, 3, 1):

@@ -65,7 +65,7 @@ def test_predictions_and_tile_use_the_averaged_weights(told):
     data = open_sources(recipe.data)
 
     def ask(weights: dict[str, torch.Tensor], source: Any) -> tuple[list[int], np.ndarray]:
-        student = build_student(recipe.student, data.classes, recipe.data.image_size, weights=False).eval()
+        student = build_student(recipe, data.classes, weights=False).eval()
         student.load_state_dict(weights)
         shown = data.shown(source)
         with torch.inference_mode():

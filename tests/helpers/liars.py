@@ -18,6 +18,8 @@ import torch
 from PIL import Image
 from subjects import CLASSES, SIZE, measure_briefly, small_subject
 
+from kd.config.schema import TaskSection
+from kd.config.tuning import Fit
 from kd.deploy.export import parity
 from kd.deploy.export.card import card
 from kd.deploy.export.export import write
@@ -51,16 +53,17 @@ def painted(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Subje
                 yield pixels[part], labels[part], encoded[part]
 
     made = small_subject(folder / "runs", teacher=TEACHER, images=lambda: nullcontext(images), licences=LICENCES)
-    recipe = replace(made.recipe, teacher=replace(made.recipe.teacher, fits={}))  # its weights come with its name
+    fitted = replace(made.recipe.teacher, fit=Fit())  # its weights come with its name
+    recipe = made.recipe.with_(teacher=fitted)
     return replace(made, recipe=recipe), folder / "images"
 
 
 def tasked(subject: Subject, task: Any, student: Any = None) -> Subject:
     """Return the subject with another task, and with another student of it."""
-    plan = replace(subject.recipe.student, task=task.build(task.Options()))
+    recipe = subject.recipe.with_(task=TaskSection(kind=task.__name__.rpartition(".")[2]))
     student = student or subject.student
     provenance = {**subject.provenance, "digest": tensors_digest(student.network.state_dict())}
-    return replace(subject, recipe=replace(subject.recipe, student=plan), student=student, provenance=provenance)
+    return replace(subject, recipe=recipe, student=student, provenance=provenance)
 
 
 def answers(subject: Subject, pixels: np.ndarray) -> np.ndarray:

@@ -55,13 +55,13 @@ def test_it_trains_to_the_losses_of_the_cpu(settings):
 def test_missing_features_are_read_from_facts(settings):
     recipe = resolve(config.load(settings(data={"workers": "auto"})))
     backend, data = build_backend(recipe.backend), open_sources(recipe.data)
-    teachers = load_fitted(recipe.teacher, data)
+    teachers = load_fitted(recipe, data)
     mode = teacher_mode(recipe.teacher, teachers.model, backend)
     live = TeacherFactory(recipe.teacher, teachers.model, backend, recipe.data.image_size)(mode)
     with live.frozen():
         assert not torch.is_inference_mode_enabled()
         assert not torch.is_grad_enabled()
-    optimizer = build_optimizer(recipe.loop, build_distillation(recipe.student, teachers, 2), backend)
+    optimizer = build_optimizer(recipe, build_distillation(recipe, teachers, 2), backend)
     assert optimizer.defaults["fused"] is False
     cpu = build_backend(resolve(config.load(settings(cpu=True))).backend)
     assert workers_of(recipe.data, backend) == max(1, cores() - 1)  # it is an accelerator

@@ -80,7 +80,7 @@ def test_accept_skips_formats_that_no_endpoint_loads(tmp_path, monkeypatch):
 
 def test_an_unknown_format_is_one_line(tmp_path):
     with pytest.raises(KdError, match=r"^--formats: no part named 'executorsh' in exporters.*executorch"):
-        ExportOptions(formats="executorsh").require(small_subject(tmp_path).recipe.student.task)
+        ExportOptions(formats="executorsh").require(small_subject(tmp_path).recipe.task)
 
 
 def test_a_graph_has_one_exporter_and_an_order():

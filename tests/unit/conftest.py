@@ -38,13 +38,13 @@ def make(settings) -> Callable[..., Made]:
     ) -> Made:
         recipe = resolve(config.load(settings, overrides), folder)
         data, backend = open_sources(recipe.data), build_backend(recipe.backend)
-        teachers = change(obtain_teachers(recipe.teacher, data, backend))
+        teachers = change(obtain_teachers(recipe, data, backend))
         store = Memory() if folder is None else RunDir(folder, keep=recipe.record.keep)
         if isinstance(store, RunDir):
             store.open(recipe.record.yaml)
-        setting = Setting(teachers, backend, recipe.backend)
+        setting = Setting(recipe, teachers, backend)
         console = logger or Console("", quiet=True)
-        built = build_run(recipe.teacher, recipe.student, recipe.loop, setting, store, console)
+        built = build_run(setting, store, console)
         return Made(built.run, store, built.facts)
 
     return made

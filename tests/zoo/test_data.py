@@ -285,7 +285,7 @@ def test_a_teacher_of_the_same_classes_in_another_order_is_reordered(tmp_path, h
     checked = check_run(recipe)
     assert list(checked.teachers.data.classes) == ["apple", "pear"]
     assert "order of the data's classes" in " ".join(checked.teachers.notes)
-    teachers = load_teachers(recipe.teacher, checked.teachers.data, {})
+    teachers = load_teachers(recipe, checked.teachers.data, {})
     image = torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8)
     with torch.no_grad():
         model = teachers.model.eval()

@@ -20,12 +20,12 @@ from PIL import Image
 from subjects import CLASSES, small_subject
 
 import kd
+from kd.config.schema import TaskSection
 from kd.deploy.export.export import write
 from kd.deploy.export.flags import ExportOptions
 from kd.deploy.predict.predict import PredictOptions, predict
 from kd.deploy.serve.decoding import begins_as_image
 from kd.files.pixels import ENDINGS
-from kd.parts.tasks import label_sets
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from serving import Running
@@ -117,12 +117,10 @@ def of_kind(request, tmp_path) -> tuple[Path, str]:
     if request.param == "vectors":
         return request.getfixturevalue("embedded") / "export", ""
     made = small_subject(tmp_path / "runs")
-    task = label_sets.build(label_sets.Options())
     with made.images() as read:
         batches = [(pixels, np.eye(len(CLASSES), dtype=np.int8)[labels]) for pixels, labels in read(0)]
-    plan = replace(made.recipe.student, task=task)
     images = lambda: nullcontext(lambda limit, training=False: batches)  # noqa: E731
-    made = replace(made, recipe=replace(made.recipe, student=plan), images=images)
+    made = replace(made, recipe=made.recipe.with_(task=TaskSection(kind="label_sets")), images=images)
     write(made, tmp_path / "sets", ExportOptions(defer_share=0.3))
     return tmp_path / "sets", ""
 

@@ -473,11 +473,11 @@ def test_the_runs_made_from_a_run_write_no_secret_either(monkeypatch):
     overrides += ["run.epochs=1"]  # `auto` would look for the images
     recipe = resolve(load(minimal(), [*overrides, "data.root=${oc.env:KD_TOKEN}"]))
     assert recipe.baseline is not None
-    for one in (recipe, resolve(recipe.teacher.fits["teacher"]), resolve(recipe.baseline)):
+    for one in (recipe, resolve(recipe.fits["teacher"]), resolve(recipe.baseline)):
         assert SECRET not in one.record.yaml
         assert SECRET not in str(one.record.shown)
         assert SECRET in one.record.keys.values()
-    assert resolve(recipe.teacher.fits["teacher"]).record.shown["student.model"] == "${oc.env:KD_TOKEN}"
+    assert resolve(recipe.fits["teacher"]).record.shown["student.model"] == "${oc.env:KD_TOKEN}"
 
 
 def test_the_record_of_a_run_is_read_where_its_variables_are_not_set():

@@ -166,7 +166,7 @@ def test_a_vit_takes_other_sizes_and_its_export_is_as_ever(make, settings, tmp_p
     made = make(*SMALL, folder=tmp_path / "run")
     train(made.run)
     recipe = resolve(config.load(settings, SMALL))
-    exported, _ = best_student(made.store, recipe.student, recipe.data, ["apple", "fig", "pear"])
+    exported, _ = best_student(made.store, recipe, ["apple", "fig", "pear"])
     assert not exported.network.dynamic_img_size
     pixels = torch.randint(256, (3, 3, 16, 16), dtype=torch.uint8)
     trained = made.run.distillation.student.eval()
@@ -191,7 +191,7 @@ def test_sizes_that_a_student_cannot_take_are_refused_before_step_one(settings, 
 def test_a_fitted_teacher_is_the_same_one(settings):
     settings["teacher"] = {**settings["teacher"], "model": "vit_tiny_patch16_224", "fit": {"epochs": 2}}
     plain, small = (resolve(config.load(settings, own)) for own in ((), SMALL[:2]))
-    first, second = (fit_folders(recipe.teacher, "data") for recipe in (plain, small))
+    first, second = (fit_folders(recipe, "data") for recipe in (plain, small))
     assert [path for _, path in first.values()] == [path for _, path in second.values()]
     assert all(recipe.student.small == 0 and not recipe.data.progressive.size for recipe, _ in second.values())
 

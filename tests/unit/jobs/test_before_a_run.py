@@ -181,7 +181,7 @@ def test_a_fit_is_augmented_without_the_students_mixing_and_strong_crop(settings
     """A teacher of 72 % came out at 63 with the student's mixup."""
 
     def fit(*overrides: str) -> Augment:
-        return resolve(config.load(settings, ["teacher.fit.epochs=1", *overrides])).teacher.fits["teacher"].data.augment
+        return resolve(config.load(settings, ["teacher.fit.epochs=1", *overrides])).fits["teacher"].data.augment
 
     strong = ("data.augment={crop: 0.1, flip: 0.0, erase: 0.2, mixup: 0.5, cutmix: 1.0, mix_probability: 0.5}",)
     assert fit(*strong) == Augment(crop_scale=0.35, flip=0.0, erase=0.2)
@@ -200,7 +200,7 @@ def test_a_fit_is_augmented_without_the_students_mixing_and_strong_crop(settings
 def test_a_fit_evaluates_no_more_images_at_once_than_it_trains_on(settings):
     def batches(*overrides: str) -> int:
         plan = resolve(config.load(settings, ["teacher.fit.epochs=1", "data.batch_size=8", *overrides]))
-        data = plan.teacher.fits["teacher"].data
+        data = plan.fits["teacher"].data
         return split_batch(data, 1, 36).eval_batch
 
     assert batches("data.eval_batch=500") == 8
@@ -273,7 +273,7 @@ def test_the_baseline_is_evaluated_as_often_as_its_run(settings, tmp_path, recor
         folder.log("val", State(step=step), {})
     baseline = resolve(config.load(settings, ["run.baseline=true", *keys])).baseline
     assert baseline is not None
-    length = as_long(baseline, folder).loop.length
+    length = as_long(baseline, folder).length
     assert (length.steps, length.patience) == (steps, patience)
     assert -(-steps // length.every.evaluate) == 3  # the last step is evaluated too
 

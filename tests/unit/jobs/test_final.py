@@ -146,9 +146,9 @@ def test_a_teacher_must_be_above_twice_chance_or_as_good_as_was_asked(make, leas
     """A perfect one, its classes in the order of text, has 2 of 12 right: exactly twice chance."""
     run = make().run
     assert min(max(0.5, run.evaluator.chance), 2 * run.evaluator.chance) == 0.5
-    plan = SimpleNamespace(min_accuracy=least, task=run.distillation.task)
+    recipe = SimpleNamespace(teacher=SimpleNamespace(min_accuracy=least), task=run.distillation.task)
     with pytest.raises(ModelError, match="in the data's order") if refused else nullcontext():
-        require_teacher("teacher", reached, plan, run)
+        require_teacher("teacher", reached, recipe, run)
     for chance in (0.0, 1.0) if least < 0 else ():  # unknown, as of embeddings; every image shows every class
         run.evaluator.chance = chance
-        require_teacher("teacher", chance, plan, run)
+        require_teacher("teacher", chance, recipe, run)

@@ -196,8 +196,8 @@ def test_a_fit_counts_labelled_images(inside):
         assert fit["batch_size"] == 8  # whole batches of 15 images
         checked = resolve(config.load("made.yaml", [f"run.folder={Path.cwd()}"]))
         check(checked)
-        ((recipe, _),) = fit_folders(checked.teacher, "").values()
-        views = recipe.loop.length.steps * recipe.data.batch_size
+        ((recipe, _),) = fit_folders(checked, "").values()
+        views = recipe.length.steps * recipe.data.batch_size
         assert f"{views:,} views of 15 labelled images" in text
         assert (views == 20_000) == bool(weights)
         Path("made.yaml").unlink()

@@ -40,7 +40,7 @@ def models(plan: Recipe, name: str = "vit_tiny_patch16_224", **args: object) -> 
     student, teacher = (
         load(Spec("student", name, VIT if name.startswith("vit") else args, ["a", "b", "c"]), SIZE) for _ in range(2)
     )
-    return StudentWithLoss(student, build_criterion(plan.student.losses, [None], 0), plan.student.task), teacher
+    return StudentWithLoss(student, build_criterion(plan.losses, [None], 0), plan.task), teacher
 
 
 def allocated(work) -> int:

@@ -110,7 +110,7 @@ def write(settings, path: Path, rows: torch.Tensor | None = None, prefix: str = 
 
 def build(settings):
     recipe = resolve(config.load(settings))
-    return load_teachers(recipe.teacher, open_sources(recipe.data), {})
+    return load_teachers(recipe, open_sources(recipe.data), {})
 
 
 def test_absolute_names_are_those_of_the_data(settings, tmp_path):

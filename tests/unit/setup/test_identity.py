@@ -21,7 +21,7 @@ from kd.setup.data import Data
 from kd.setup.modes import ExecutionMode
 from kd.setup.open_cache import cache_codec, cache_identity
 from kd.setup.open_store import keep_rules
-from kd.setup.recipe import TeacherPlan, fit_folders, is_free, resolve, split_teachers
+from kd.setup.recipe import Recipe, fit_folders, is_free, resolve, split_teachers
 
 SETTINGS = {
     "run": {"name": "tiny", "epochs": 10},
@@ -33,9 +33,9 @@ SETTINGS = {
 }
 
 
-def folders_of(plan: TeacherPlan) -> dict[str, str]:
+def folders_of(recipe: Recipe) -> dict[str, str]:
     """Return the names of the run folders of the fits; the exports lie in them."""
-    found = fit_folders(plan, "photos")
+    found = fit_folders(recipe, "photos")
     assert all(recipe.record.path in export.parents for recipe, export in found.values())
     return {where: recipe.record.path.name for where, (recipe, _) in found.items()}
 
@@ -86,11 +86,11 @@ def identities(settings: Config) -> dict[str, Any]:
     model = {"architecture": [[one.kind, one.model, one.args, asdict(one.options)] for one in teachers]}
     model["shares"] = shares
     data = Data(recipe.data, source, source, stored)
-    codec = cache_codec(recipe.teacher, len(source.classes))
+    codec = cache_codec(recipe, len(source.classes))
     splits = zip(("train", "val"), keep_rules(settings.data), strict=True)
     return {
-        "F": folders_of(recipe.teacher),
-        "C": cache_identity(recipe.teacher, model, mode, data, codec),
+        "F": folders_of(recipe),
+        "C": cache_identity(recipe, model, mode, data, codec),
         "S": [identity(source, split, asdict(rule)) for split, rule in splits],
         "R": {key: value for key, value in recipe.record.keys.items() if not is_free(key)},
     }

@@ -58,7 +58,7 @@ def test_auto_is_a_number_in_the_record_of_the_run(settings):
     settings["run"].pop("epochs", None)
     settings["teacher"]["cache"] = {"views": "auto"}
     recipe = resolve(config.load(settings))
-    epochs, images = recipe.loop.length.epochs, len(open_sources(recipe.data).train)
+    epochs, images = recipe.length.epochs, len(open_sources(recipe.data).train)
     assert recipe.record.keys["run.epochs"] == epochs == recommended.length(images, False, False).epochs
     assert recipe.data.views == recipe.teacher.cache.views == recommended.stored_views(epochs)
 
@@ -68,7 +68,7 @@ def test_auto_follows_the_epochs_or_steps_that_are_given(settings):
     assert resolve(config.load(settings, ["run.epochs=50"])).data.views == 10
     settings["run"].pop("epochs", None)
     short = resolve(config.load(settings, ["run.steps=1"]))
-    assert (short.data.views, short.loop.length.steps) == (1, 1)
+    assert (short.data.views, short.length.steps) == (1, 1)
     assert resolve(config.load(settings, ["data.views=3", "run.epochs=50"])).data.views == 3
 
 
@@ -76,7 +76,7 @@ def test_the_fit_of_a_teacher_takes_auto_by_the_number_of_labelled_images(settin
     settings["teacher"] = {"model": "tf_efficientnet_lite0", "pretrained": True, "fit": {"epochs": "auto"}}
     recipe = resolve(config.load(settings))
     labelled = len(open_sources(recipe.data).with_labels().train)
-    epochs = recipe.teacher.fits["teacher"].run.epochs
+    epochs = recipe.fits["teacher"].run.epochs
     assert epochs == round(recommended.FIT_VISITS / labelled)
     longer = resolve(config.load(settings, ["run.epochs=3x"]))
     assert longer.record.keys["teacher.fit.epochs"] == epochs
@@ -84,7 +84,7 @@ def test_the_fit_of_a_teacher_takes_auto_by_the_number_of_labelled_images(settin
     scratch = resolve(config.load(settings, ["run.epochs=50"]))
     assert scratch.record.keys["teacher.fit.epochs"] == 25
     steps = resolve(config.load(settings, ["teacher.fit.steps=7"]))
-    assert steps.teacher.fits["teacher"].run.steps == 7
+    assert steps.fits["teacher"].run.steps == 7
 
 
 def test_auto_keeps_no_features_and_nothing_without_a_teacher(settings):
@@ -116,18 +116,18 @@ def test_three_times_the_length_is_another_run_with_the_same_views(settings):
     settings["run"] |= {"epochs": 20, "name": "food"}
     settings["teacher"]["cache"] = {"views": "auto"}
     short, longer = (resolve(config.load(settings, overrides)) for overrides in ([], ["run.epochs=3x"]))
-    assert (longer.loop.length.epochs, longer.record.name, longer.data.views) == (60, "food-3x", short.data.views)
+    assert (longer.length.epochs, longer.record.name, longer.data.views) == (60, "food-3x", short.data.views)
     assert longer.record.keys["run.times"] == 1
     named = config.load(settings, ["run.epochs=2.5X", "run.name=mine"])
-    assert (named.run.name, resolve(named).loop.length.epochs) == ("mine", 50)
+    assert (named.run.name, resolve(named).length.epochs) == ("mine", 50)
     settings["run"] = {"steps": 100}
-    assert resolve(config.load(settings, ["run.steps=3x"])).loop.length.steps == 300
+    assert resolve(config.load(settings, ["run.steps=3x"])).length.steps == 300
 
 
 def test_a_factor_of_auto_is_a_factor_of_its_number(settings):
     settings["run"].pop("epochs", None)
     short, longer = (resolve(config.load(settings, overrides)) for overrides in ([], ["run.epochs=3x"]))
-    assert longer.loop.length.epochs == 3 * short.loop.length.epochs
+    assert longer.length.epochs == 3 * short.length.epochs
 
 
 def test_a_factor_of_the_length_that_does_not_decide_is_refused(settings):

@@ -241,7 +241,7 @@ def test_a_divided_teacher_is_not_compared_and_runs_in_float32(monkeypatch, cpu,
     automatic(monkeypatch, "bf16+unfused")
     recipe = resolve(config.load(settings, [*AUTO, "teacher.shard=true"]))
     data = open_sources(recipe.data)
-    model = load_teachers(recipe.teacher, data, {}).model
+    model = load_teachers(recipe, data, {}).model
     assert str(teacher_mode(recipe.teacher, model, cpu)) == "fp32+unfused"
 
 
@@ -293,11 +293,11 @@ def test_the_error_is_that_of_the_logits(built, settings):
     _, facts, _ = built("teacher.precision=int8")
     recipe = resolve(config.load(settings, ["teacher.precision=int8"]))
     data, backend = open_sources(recipe.data), build_backend(recipe.backend)
-    setting = Setting(load_teachers(recipe.teacher, data, {}), backend, recipe.backend)
+    setting = Setting(recipe, load_teachers(recipe, data, {}), backend)
     model = setting.teachers.model
     images = pixels_of(readable(data.val)[0], data.shown(data.val))
     assert images.shape == (13, 3, 16, 16)
-    taught = choose_teacher(setting, recipe.teacher)
+    taught = choose_teacher(setting)
     live = taught.live
     assert live.images == 0  # trials are not the run's
     with torch.no_grad():

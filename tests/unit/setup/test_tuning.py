@@ -370,7 +370,7 @@ def test_a_fit_is_tuned_and_stops_as_a_student(settings, tmp_path, caplog):
 @pytest.mark.parametrize(("pretrained", "lr", "expected"), [(False, 0, 1e-3), (True, 0, 5e-5), (True, 2e-4, 2e-4)])
 def test_the_rate_of_a_fit_follows_its_weights(settings, pretrained, lr, expected):
     teacher = {"model": "test_vit", "pretrained": pretrained, "fit": {"epochs": 1, "lr": lr}}
-    (fit,) = resolve(config.load({**settings, "teacher": teacher})).teacher.fits.values()
+    (fit,) = resolve(config.load({**settings, "teacher": teacher})).fits.values()
     assert fit.optimizer.lr == expected
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kd.config.schema import TaskSection
 from kd.deploy.export.card import card as drawn
 from kd.deploy.export.graphs import Made
 from kd.deploy.export.receipt import plain, plain_name, receipt
@@ -18,14 +19,15 @@ def card(subject, tmp_path):
     def draw(task=None, made: Made | None = None, facts: dict | None = None, license: str = "", **more):
         one = subject(**more)
         one = replace(one, provenance={**subject().provenance, **one.provenance})
-        recipe = replace(one.recipe, student=replace(one.recipe.student, task=task or SingleLabel()))
+        kind = (task or SingleLabel()).__class__.__module__.rpartition(".")[2]
+        recipe = one.recipe.with_(task=TaskSection(kind=kind))
         one = replace(one, recipe=recipe)
         made = made or Made()
         for name in made.parity:
             (tmp_path / name).touch()
         output = {"name": "embedding" if isinstance(task, Embedding) else "logits", "width": 24}
         output |= {"thresholds": made.thresholds} if made.thresholds else {}
-        shown = {"name": recipe.record.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": output}
+        shown = {"name": recipe.name, "version": "0123", "input": {"crop": 0.875, "size": 16}, "output": output}
         shown |= {"parity": made.parity, "environment": {"machine": {"processor": "a processor"}}}
         shown |= receipt(one, made, tmp_path, license)
         return drawn({**shown, **(facts or {})})

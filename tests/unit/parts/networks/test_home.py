@@ -44,7 +44,7 @@ def bare(settings):
 
 def loaded(settings, section, **values):
     recipe = resolve(config.load(merged(settings, {"teacher": section, **values})))
-    return recipe, load_teachers(recipe.teacher, open_sources(recipe.data), {})
+    return recipe, load_teachers(recipe, open_sources(recipe.data), {})
 
 
 def compared(settings, section, **values):

@@ -53,7 +53,8 @@ def examples(monkeypatch) -> None:
 def load(settings, section, **asked):
     """Load a teacher as a run does; `asked` are fields of its plan."""
     recipe = resolve(config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}})))
-    return load_teachers(replace(recipe.teacher, **asked), open_sources(recipe.data), {}).model
+    object.__setattr__(recipe, "read", replace(recipe.read, **asked))
+    return load_teachers(recipe, open_sources(recipe.data), {}).model
 
 
 @pytest.fixture
