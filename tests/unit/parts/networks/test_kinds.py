@@ -51,7 +51,7 @@ def examples(monkeypatch) -> None:
 
 
 def load(settings, section, **asked):
-    """Load a teacher as a run does; `asked` are fields of its plan."""
+    """Load a teacher as a run does; `asked`: outputs that the losses read, in place of theirs."""
     recipe = resolve(config.load(merged(settings, {"teacher": {**section, "min_accuracy": 0.0}})))
     object.__setattr__(recipe, "read", replace(recipe.read, **asked))
     return load_teachers(recipe, open_sources(recipe.data), {}).model
@@ -132,7 +132,7 @@ def test_features_of_transformers(made, bare):
     model = load(bare, made["transformers"], features=features).eval()
     alone = AutoModelForImageClassification.from_pretrained(made["transformers"]["model"]).eval()
     clip = {"kind": "transformers", "model": made["zero_shot"]["model"]}
-    tower = load(bare, clip, features=features, logits=False)
+    tower = load(bare, clip, features=features, teacher_logits=False)
     other = CLIPModel.from_pretrained(clip["model"]).eval()
     with torch.no_grad():
         found, said = model(image), alone.vit(model.normalize(image)).last_hidden_state
