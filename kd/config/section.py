@@ -7,7 +7,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import ArgsKwargs, InitErrorDetails
 
 from kd.core.errors import ConfigError, KdError
-from kd.core.keys import Keys, Refused, checked_class, details, extra, fields_of, keys
+from kd.core.keys import Keys, Refused, checked, details, extra, fields_of, keys
 from kd.parts import registry
 
 
@@ -59,11 +59,3 @@ class PartSection(Keys):
         if errors:
             raise ValidationError.from_exception_data(cls.__name__, errors)
         return section
-
-
-def checked(options: type, values: Mapping[str, Any]) -> Any:
-    """Build a part's options from values; pydantic.ValidationError: they are wrong."""
-    made = checked_class(options)(**values)
-    if isinstance(made, options):
-        return made
-    return options(**{key: getattr(made, key) for key in fields_of(options)})  # a plain dataclass, from outside

@@ -106,14 +106,21 @@ def extra(field: FieldInfo) -> Mapping[str, Any]:
 @cache
 def checked_class(cls: type) -> type:
     """Return a class of keys as it is, and the keys of a plain dataclass: a part from outside may have one."""
-    if issubclass(cls, Keys):
+    if "__pydantic_fields__" in cls.__dict__:
         return cls
     docs, hints, members = field_docs(cls), get_type_hints(cls, include_extras=True), {}
     for field in dataclasses.fields(cls):
         made = {} if field.default_factory is dataclasses.MISSING else {"default_factory": field.default_factory}
         made |= {} if field.default is dataclasses.MISSING else {"default": field.default}
-        members[field.name] = Field(description=docs.get(field.name), **made)
+        own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
+        members[field.name] = field.default if own else Field(description=docs.get(field.name), **made)
     return keys(type(cls.__name__, (Keys,), {"__annotations__": hints, "__module__": cls.__module__, **members}))
+
+
+def checked(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build a class of keys, or a plain dataclass, from values; pydantic.ValidationError: they are wrong."""
+    made = checked_class(cls)(**values)
+    return made if isinstance(made, cls) else cls(**{key: getattr(made, key) for key in fields_of(cls)})
 
 
 class Refused(ValueError):

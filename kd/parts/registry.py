@@ -96,7 +96,9 @@ def options_type(folder: str, kind: str, where: str) -> type[Any]:
 
 def default_options(folder: str, kind: str, /, **changes: Any) -> Any:
     """Return default Options of one of kd's parts, with `changes`, for derived runs."""
-    return options_type(folder, kind, folder)(**changes)
+    from kd.core.keys import checked  # kd-serve lists the exporters without Pydantic
+
+    return checked(options_type(folder, kind, folder), changes)
 
 
 def build(folder: str, kind: str, options: Any, where: str, **context: Any) -> Any:

@@ -260,7 +260,7 @@ def test_an_own_part_is_explained(outside, command):
         ("dims: Dims)", "sizes: Dims)", r"^losses\[0\]: the function build .*build\(options, dims\)"),
         ("from torch import Tensor, nn", "from torch import Tensor", r"raises NameError: .*'nn'.*part\.py, line \d+"),
         ("class MSE(nn.Module):", "class MSE(nn.Module)", r"raises SyntaxError: .*part\.py"),
-        ("from torch import Tensor, nn", "import absent", r"raises ModuleNotFoundError: .*absent.*part\.py, line 5"),
+        ("from torch import Tensor, nn", "import absent", r"raises ModuleNotFoundError: .*absent.*part\.py, line 3"),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_one_line(outside, settings, old: str, new: str, message: str):
