@@ -82,6 +82,14 @@ class Arm:
     over: Row = field(default_factory=dict)  # sections that are merged
 
 
+def merged(base: Row, over: Row) -> Row:
+    """Return `base` with the values of `over`, section by section; None takes a key away."""
+    both = {
+        key: merged(base[key], one) for key, one in over.items() if isinstance(base.get(key), dict) and one is not None
+    }
+    return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
+
+
 def alone(share: float = 1.0, **augment: float) -> Arm:
     """Return an arm without a teacher on the labelled pictures alone."""
     return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
@@ -131,6 +139,17 @@ def vit(*losses: Row, share: float = 1.0, views: int = 6, side: int = 112, **aug
     }
     over = {"teacher": teacher, "data": {"augment": augment}}
     return Arm([*losses], share, own=f"vit{side}", over=over)
+
+
+def sharp(arm: Arm, model: str = "tf_efficientnet_lite0", views: int = 6) -> Arm:
+    """Return an arm of grocery whose photographs have 168 pixels a side, for the teacher and for the student."""
+    over: Row = {
+        "data": {"image_size": 168},
+        "student": {"model": model, "args": {"pretrained_cfg_overlay": {"input_size": [3, 168, 168]}}},
+    }
+    if arm.teacher:
+        over["teacher"] = {"cache": {"views": views}}
+    return replace(arm, own=arm.own and f"{arm.own}_sharp", over=merged(arm.over, over))
 
 
 def aged(steps: int) -> Arm:
@@ -201,6 +220,9 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "vit at 168 px, soft": vit(side=168),
         "vit at 168 px, soft and labels": vit({"kind": "kl", "temperature": 2.0}, CE, side=168),
         "vit at 168 px, soft, mixup": vit({"kind": "kl", "temperature": 2.0}, views=30, side=168, mixup=1.0),
+        "168 px, soft": sharp(vit(side=168)),
+        "labels only, 168 px": sharp(alone()),
+        "168 px, Lite2, soft": sharp(vit(side=168), "tf_efficientnet_lite2"),
     },
     "wrong_labels": {"soft": SOFT, "labels only": alone(), "labels only, a third": alone(1 / 3), "hard": PSEUDO},
     "tiny_imagenet": {
@@ -248,14 +270,6 @@ WRONG = 0.4
 """Share of wrong labels."""
 
 
-def merged(base: Row, over: Row) -> Row:
-    """Return `base` with the values of `over`, section by section; None takes a key away."""
-    both = {
-        key: merged(base[key], one) for key, one in over.items() if isinstance(base.get(key), dict) and one is not None
-    }
-    return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
-
-
 def configured(experiment: str) -> str:
     """Return the name of an experiment's configuration."""
     return experiment.removesuffix("_200").removesuffix("_half")
@@ -286,13 +300,14 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     content["losses"] = own.losses or content["losses"]
     if few:
         content["student"]["args"]["classes"] = 200 if experiment.endswith("_200") else 50
-    if "checkpoint" in content["student"]:
-        content["student"]["checkpoint"] = pretrained(options, "efficientnet-lite0.pth")
     if own.teacher:
         content["teacher"] = answering(options, experiment, arm, seed, content)
     else:
         del content["teacher"]
     content = merged(content, own.over)
+    if "checkpoint" in content["student"]:
+        weights = content["student"]["model"].removeprefix("tf_").replace("_", "-")
+        content["student"]["checkpoint"] = pretrained(options, f"{weights}.pth")
     if own.own.startswith("vit"):
         content["teacher"]["checkpoint"] = pretrained(options, "vit_small.safetensors")
     if own.teacher and options.steps and "fit" in content["teacher"]:
