@@ -18,7 +18,8 @@ ImageNet's weights and is not fitted, so that "soft" and "hard" need no label. "
 picture. "patient": four times the steps. "small first": 32 px for 60 % of the steps. Nothing is chosen by a label there
 but the best arm of "labels only". In "few_pictures_200" there are all 200 classes. "grocery_half": 20 photographs of
 each of 28 kinds of fruit have a label, the other half has none; the teacher is fitted on the labels, for 600 steps or
-fewer.
+fewer. "grocery_ten": ten of each kind have a label; everything at 168 px, the teacher a ViT-S/14 of 22 M parameters;
+"as dear" trains on the labels for as long as fitting the teacher, predicting and distilling take together.
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
@@ -157,6 +158,13 @@ def aged(steps: int) -> Arm:
     return Arm(share=0.5, own=f"fit{steps}", over={"teacher": {"fit": {"steps": steps}}})
 
 
+def fruit(arm: Arm, steps: int = 360) -> Arm:
+    """Return an arm of grocery_ten at 168 pixels; a teacher is fitted for so many steps."""
+    fit: Row = {"teacher": {"fit": {"steps": steps, "evaluate": steps // 4}}} if arm.teacher else {}
+    made = sharp(arm)
+    return replace(made, over=merged(made.over, fit))
+
+
 SOFT, PSEUDO = Arm(), Arm([HARD])
 FEW: dict[str, Arm] = {
     "soft": SOFT,
@@ -241,6 +249,12 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "soft, half the fit": aged(300),
         "soft, a quarter of the fit": aged(150),
     },
+    "grocery_ten": {
+        "soft": fruit(vit(side=168)),
+        "labels only": fruit(alone()),
+        "labels only, a third": fruit(alone(1 / 3)),
+        "labels only, strong, as dear": fruit(alone(2.4, **STRONG)),
+    },
     "few_pictures": FEW,
     "few_pictures_200": {arm: FEW[arm] for arm in ("soft", "labels only", "hard", "whole, hard", "soft and labels")},
 }
@@ -249,6 +263,7 @@ FILES = {
     "few_labels": ("cifar10", "efficientnet-lite0.pth"),
     "grocery": ("grocery-fruit", "efficientnet-lite2.pth"),
     "grocery_half": ("grocery-fruit", "efficientnet-lite2.pth"),
+    "grocery_ten": ("grocery-fruit", "efficientnet-lite2.pth"),
     "wrong_labels": ("wrong", "efficientnet-lite0.pth"),
     "tiny_imagenet": ("tiny-imagenet", "efficientnet-lite2.pth"),
     "few_pictures": ("fifty", "efficientnet-lite0.pth"),
@@ -258,6 +273,7 @@ FILES = {
 NUMBERS = {
     "few_labels": (100, 25, 400),
     "grocery_half": (20,),
+    "grocery_ten": (10,),
     "few_pictures": (50, 10, 200),
     "few_pictures_200": (50,),
 }
@@ -272,7 +288,7 @@ WRONG = 0.4
 
 def configured(experiment: str) -> str:
     """Return the name of an experiment's configuration."""
-    return experiment.removesuffix("_200").removesuffix("_half")
+    return experiment.removesuffix("_200").removesuffix("_half").removesuffix("_ten")
 
 
 def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
