@@ -158,7 +158,7 @@ def aged(steps: int) -> Arm:
     return Arm(share=0.5, own=f"fit{steps}", over={"teacher": {"fit": {"steps": steps}}})
 
 
-def fruit(arm: Arm, steps: int = 360) -> Arm:
+def fruit(arm: Arm, steps: int = 240) -> Arm:
     """Return an arm of grocery_ten at 168 pixels; a teacher is fitted for so many steps."""
     fit: Row = {"teacher": {"fit": {"steps": steps, "evaluate": steps // 4}}} if arm.teacher else {}
     made = sharp(arm)
@@ -253,7 +253,7 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "soft": fruit(vit(side=168)),
         "labels only": fruit(alone()),
         "labels only, a third": fruit(alone(1 / 3)),
-        "labels only, strong, as dear": fruit(alone(2.4, **STRONG)),
+        "labels only, strong, as dear": fruit(alone(2.0, **STRONG)),
     },
     "few_pictures": FEW,
     "few_pictures_200": {arm: FEW[arm] for arm in ("soft", "labels only", "hard", "whole, hard", "soft and labels")},
