@@ -142,12 +142,17 @@ def vit(*losses: Row, share: float = 1.0, views: int = 6, side: int = 112, **aug
     return Arm([*losses], share, own=f"vit{side}", over=over)
 
 
+def untrained(arm: Arm) -> Arm:
+    """Return an arm of grocery with the student and the length of `scratch`."""
+    random = scratch()
+    return replace(arm, share=random.share, over=merged(random.over, arm.over))
+
+
 def sharp(arm: Arm, model: str = "tf_efficientnet_lite0", views: int = 6) -> Arm:
     """Return an arm of grocery whose photographs have 168 pixels a side, for the teacher and for the student."""
-    over: Row = {
-        "data": {"image_size": 168},
-        "student": {"model": model, "args": {"pretrained_cfg_overlay": {"input_size": [3, 168, 168]}}},
-    }
+    over: Row = {"data": {"image_size": 168}}
+    if model:
+        over["student"] = {"model": model, "args": {"pretrained_cfg_overlay": {"input_size": [3, 168, 168]}}}
     if arm.teacher:
         over["teacher"] = {"cache": {"views": views}}
     return replace(arm, own=arm.own and f"{arm.own}_sharp", over=merged(arm.over, over))
@@ -231,6 +236,7 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "168 px, soft": sharp(vit(side=168)),
         "labels only, 168 px": sharp(alone()),
         "168 px, Lite2, soft": sharp(vit(side=168), "tf_efficientnet_lite2"),
+        "168 px, scratch, soft": sharp(untrained(vit(side=168)), ""),
     },
     "wrong_labels": {"soft": SOFT, "labels only": alone(), "labels only, a third": alone(1 / 3), "hard": PSEUDO},
     "tiny_imagenet": {
