@@ -235,6 +235,7 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "vit at 168 px, soft, mixup": vit({"kind": "kl", "temperature": 2.0}, views=30, side=168, mixup=1.0),
         "168 px, soft": sharp(vit(side=168)),
         "labels only, 168 px": sharp(alone()),
+        "168 px, soft, 30 views": sharp(vit(side=168), views=30),
         "168 px, Lite2, soft": sharp(vit(side=168), "tf_efficientnet_lite2"),
         "168 px, scratch, soft": sharp(untrained(vit(side=168)), ""),
     },
