@@ -419,9 +419,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"the student {float(folder['student']):.1f} % "
         f"({float(folder['low']):.1f} to {float(folder['high']):.1f}) and its {float(folder['mb']):.1f} MB file "
         f"{float(folder['file_right']):.1f} %",
-        f"({install['disk_gb']} GB of disk, {float(install['cpu_seconds']):.0f} s of CPU time; ",
+        f"{install['disk_gb']} GB of disk, {float(install['cpu_seconds']):.0f} s of CPU time",
         f"from random weights: {float(scratch['test']):.1f} % on the fruit",
-        f"Of {folder['images'][0]},{folder['images'][1:]} test photographs",
+        f"of {folder['images'][0]},{folder['images'][1:]} test photographs",
     ):
         assert words in text, words
 
