@@ -270,6 +270,7 @@ def folder(photos: Path, distilled: Path) -> None:
         state = timm.create_model(f"tf_efficientnet_{name.partition('-')[0]}").state_dict()
         renamed = {f"_part.{number}": tensor for number, tensor in enumerate(state.values())}
         torch.save(renamed, f"weights/efficientnet-{name}.pth")
+    torch.save(timm.create_model("vit_small_patch16_224").state_dict(), "my_vit.pth")
     for name in ("dish.jpg", "banana.jpg", "one.jpg", "two.png"):
         Image.new("RGB", (40, 30), "red").save(name)
 
