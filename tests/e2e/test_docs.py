@@ -533,7 +533,7 @@ def test_the_pages_are_few_and_short():
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
     # 14,370 until the pages said what is saved; 13,530 until rows that went against the chosen ones were printed
-    assert sum(words for name, words in pages.items() if name != "keys") <= 14_700
+    assert sum(words for name, words in pages.items() if name != "keys") <= 14_800
 
 
 def test_the_release_in_the_changelog_is_short():
