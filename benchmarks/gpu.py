@@ -1,4 +1,4 @@
-"""Everything that needs an NVIDIA GPU, in one command and nine minutes: tests, speed, memory, execution modes, export.
+"""Everything that needs an NVIDIA GPU, in one command: tests, speed, memory, execution modes, export.
 
 Run: make gpu [TINY=1] [TIMM=FOLDER] [OUT=FOLDER]    or    PYTHONPATH=. python benchmarks/gpu.py --help
 

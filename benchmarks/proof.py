@@ -18,7 +18,8 @@ ImageNet's weights and is not fitted, so that "soft" and "hard" need no label. "
 picture. "patient": four times the steps. "small first": 32 px for 60 % of the steps. Nothing is chosen by a label there
 but the best arm of "labels only". In "few_pictures_200" there are all 200 classes. "grocery_half": 20 photographs of
 each of 28 kinds of fruit have a label, the other half has none; the teacher is fitted on the labels, for 600 steps or
-fewer.
+fewer. "grocery_ten": ten of each kind have a label; everything at 168 px, the teacher a ViT-S/14 of 22 M parameters;
+"as dear" trains on the labels for as long as fitting the teacher, predicting and distilling take together.
 "every label" is five times as long, with muon: soft with a teacher that was fitted on all labels too, or the labels
 only. In "wrong_labels" the teacher's list of doubted labels is compared with what was planted: `doubted_right`, in
 percent, of as many first ones as are wrong. The seed draws the labels, the weights and the order; `test` is scored
@@ -82,6 +83,14 @@ class Arm:
     over: Row = field(default_factory=dict)  # sections that are merged
 
 
+def merged(base: Row, over: Row) -> Row:
+    """Return `base` with the values of `over`, section by section; None takes a key away."""
+    both = {
+        key: merged(base[key], one) for key, one in over.items() if isinstance(base.get(key), dict) and one is not None
+    }
+    return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
+
+
 def alone(share: float = 1.0, **augment: float) -> Arm:
     """Return an arm without a teacher on the labelled pictures alone."""
     return Arm([CE], share, teacher=False, labels="all", over={"data": {"augment": augment}} if augment else {})
@@ -133,9 +142,32 @@ def vit(*losses: Row, share: float = 1.0, views: int = 6, side: int = 112, **aug
     return Arm([*losses], share, own=f"vit{side}", over=over)
 
 
+def untrained(arm: Arm) -> Arm:
+    """Return an arm of grocery with the student and the length of `scratch`."""
+    random = scratch()
+    return replace(arm, share=random.share, over=merged(random.over, arm.over))
+
+
+def sharp(arm: Arm, model: str = "tf_efficientnet_lite0", views: int = 6) -> Arm:
+    """Return an arm of grocery whose photographs have 168 pixels a side, for the teacher and for the student."""
+    over: Row = {"data": {"image_size": 168}}
+    if model:
+        over["student"] = {"model": model, "args": {"pretrained_cfg_overlay": {"input_size": [3, 168, 168]}}}
+    if arm.teacher:
+        over["teacher"] = {"cache": {"views": views}}
+    return replace(arm, own=arm.own and f"{arm.own}_sharp", over=merged(arm.over, over))
+
+
 def aged(steps: int) -> Arm:
     """Return the soft arm of grocery_half with a teacher of a shorter fit; its own has 600 steps."""
     return Arm(share=0.5, own=f"fit{steps}", over={"teacher": {"fit": {"steps": steps}}})
+
+
+def fruit(arm: Arm, steps: int = 240) -> Arm:
+    """Return an arm of grocery_ten at 168 pixels; a teacher is fitted for so many steps."""
+    fit: Row = {"teacher": {"fit": {"steps": steps, "evaluate": steps // 4}}} if arm.teacher else {}
+    made = sharp(arm)
+    return replace(made, over=merged(made.over, fit))
 
 
 SOFT, PSEUDO = Arm(), Arm([HARD])
@@ -201,6 +233,11 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "vit at 168 px, soft": vit(side=168),
         "vit at 168 px, soft and labels": vit({"kind": "kl", "temperature": 2.0}, CE, side=168),
         "vit at 168 px, soft, mixup": vit({"kind": "kl", "temperature": 2.0}, views=30, side=168, mixup=1.0),
+        "168 px, soft": sharp(vit(side=168)),
+        "labels only, 168 px": sharp(alone()),
+        "168 px, soft, 30 views": sharp(vit(side=168), views=30),
+        "168 px, Lite2, soft": sharp(vit(side=168), "tf_efficientnet_lite2"),
+        "168 px, scratch, soft": sharp(untrained(vit(side=168)), ""),
     },
     "wrong_labels": {"soft": SOFT, "labels only": alone(), "labels only, a third": alone(1 / 3), "hard": PSEUDO},
     "tiny_imagenet": {
@@ -219,6 +256,12 @@ EXPERIMENTS: dict[str, dict[str, Arm]] = {
         "soft, half the fit": aged(300),
         "soft, a quarter of the fit": aged(150),
     },
+    "grocery_ten": {
+        "soft": fruit(vit(side=168)),
+        "labels only": fruit(alone()),
+        "labels only, a third": fruit(alone(1 / 3)),
+        "labels only, strong, as dear": fruit(alone(2.0, **STRONG)),
+    },
     "few_pictures": FEW,
     "few_pictures_200": {arm: FEW[arm] for arm in ("soft", "labels only", "hard", "whole, hard", "soft and labels")},
 }
@@ -227,6 +270,7 @@ FILES = {
     "few_labels": ("cifar10", "efficientnet-lite0.pth"),
     "grocery": ("grocery-fruit", "efficientnet-lite2.pth"),
     "grocery_half": ("grocery-fruit", "efficientnet-lite2.pth"),
+    "grocery_ten": ("grocery-fruit", "efficientnet-lite2.pth"),
     "wrong_labels": ("wrong", "efficientnet-lite0.pth"),
     "tiny_imagenet": ("tiny-imagenet", "efficientnet-lite2.pth"),
     "few_pictures": ("fifty", "efficientnet-lite0.pth"),
@@ -236,6 +280,7 @@ FILES = {
 NUMBERS = {
     "few_labels": (100, 25, 400),
     "grocery_half": (20,),
+    "grocery_ten": (10,),
     "few_pictures": (50, 10, 200),
     "few_pictures_200": (50,),
 }
@@ -248,17 +293,9 @@ WRONG = 0.4
 """Share of wrong labels."""
 
 
-def merged(base: Row, over: Row) -> Row:
-    """Return `base` with the values of `over`, section by section; None takes a key away."""
-    both = {
-        key: merged(base[key], one) for key, one in over.items() if isinstance(base.get(key), dict) and one is not None
-    }
-    return {key: value for key, value in {**base, **over, **both}.items() if value is not None}
-
-
 def configured(experiment: str) -> str:
     """Return the name of an experiment's configuration."""
-    return experiment.removesuffix("_200").removesuffix("_half")
+    return experiment.removesuffix("_200").removesuffix("_half").removesuffix("_ten")
 
 
 def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int, seed: int) -> Row:
@@ -286,13 +323,14 @@ def settings(options: argparse.Namespace, experiment: str, arm: str, labels: int
     content["losses"] = own.losses or content["losses"]
     if few:
         content["student"]["args"]["classes"] = 200 if experiment.endswith("_200") else 50
-    if "checkpoint" in content["student"]:
-        content["student"]["checkpoint"] = pretrained(options, "efficientnet-lite0.pth")
     if own.teacher:
         content["teacher"] = answering(options, experiment, arm, seed, content)
     else:
         del content["teacher"]
     content = merged(content, own.over)
+    if "checkpoint" in content["student"]:
+        weights = content["student"]["model"].removeprefix("tf_").replace("_", "-")
+        content["student"]["checkpoint"] = pretrained(options, f"{weights}.pth")
     if own.own.startswith("vit"):
         content["teacher"]["checkpoint"] = pretrained(options, "vit_small.safetensors")
     if own.teacher and options.steps and "fit" in content["teacher"]:

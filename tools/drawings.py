@@ -1,4 +1,4 @@
-"""Draw docs/how.svg (README: from photographs to an endpoint) and docs/rooms.svg (design: who may import whom).
+"""Draw docs/how.svg (guide: from photographs to an endpoint) and docs/rooms.svg (design: who may import whom).
 
     python tools/drawings.py
 
