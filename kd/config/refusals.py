@@ -77,7 +77,7 @@ def _remedy(root: type, place: Place) -> str:
     sections = {name: section_of(field.annotation) for name, field in fields_of(root).items()}
     if elsewhere := [f"{name}.{key}" for name, cls in sections.items() if cls and key in keys_of(cls)]:
         return f"Did you mean '{elsewhere[0]}'?"
-    folder = extra(place.known["kind"]).get("parts") if "kind" in place.known else None
+    folder = extra(place.known["kind"]).get("parts", "") if "kind" in place.known else ""
     kinds = registry.names(folder) if folder else []
     having = [kind for kind in kinds if key in fields_of(registry.options_type(folder, kind, key))]
     return f"Kinds with this key: {', '.join(having)}" if having else ""

@@ -7,7 +7,7 @@ part's own keys stand beside them in the YAML; the checked values are in `option
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import ArgsKwargs
 
 from kd.config.data_section import DataSection
@@ -36,26 +36,26 @@ class RunSection(Keys):
     """Name of the run folder. Empty: the name of the YAML file."""
     folder: str = "runs"
     """Where run folders are written."""
-    seed: int = Field(0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of all randomness: initial weights, order, views, dropout."""
-    epochs: Auto | Annotated[int, Field(ge=1)] = "auto"
+    epochs: Auto | PositiveInt = "auto"
     """Length of the run in passes over the training images. `auto`: by their number and the device
     (kd/core/recommended.py)."""
-    steps: int = Field(0, ge=0)
+    steps: NonNegativeInt = 0
     """Length of the run in optimizer steps, instead of epochs; the learning rate decays over it. 0: use `epochs`."""
-    times: float = Field(1.0, gt=0.0)
+    times: PositiveFloat = 1.0
     """Factor of that length. `run.epochs=3x` or `run.steps=3x` on the command line sets it and names the run NAME-3x,
     with the views of the shorter run, whose teacher's outputs are stored already."""
-    every: Intervals = Field(default_factory=Intervals)
+    every: Intervals = Intervals()
     """How often to log, evaluate and checkpoint."""
-    patience: int = Field(0, ge=0)
+    patience: NonNegativeInt = 0
     """End the run after this many evaluations in a row without a new best. 0: never."""
-    keep: int = Field(2, ge=1)
+    keep: PositiveInt = 2
     """How many of the newest checkpoints to keep, beside the chosen one."""
     baseline: bool = False
     """Also train the same student on the labels alone and report from which cost on distillation pays. The baseline
     uses label smoothing 0.1, fresh views and the labelled images."""
-    baseline_steps: int = Field(0, ge=0)
+    baseline_steps: NonNegativeInt = 0
     """Length of that baseline in optimizer steps. 0: until it has cost as much as the teacher's fit, its outputs and
     the student, or half of its evaluations in a row have brought no new best."""
     trackers: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class TaskSection(PartSection):
 class Cache(Keys):
     """Cache of the teacher's outputs on disk: the teacher runs once per view of an image."""
 
-    views: Auto | Annotated[int, Field(ge=0)] = 0
+    views: Auto | NonNegativeInt = 0
     """Number of views per image in the run and the cache; epoch e shows view `e mod views`. 0: no cache. `auto`: by the
     number of epochs; no cache where a loss reads features."""
     path: str = ""
@@ -87,10 +87,10 @@ class Cache(Keys):
     on."""
     dtype: Literal["fp16", "fp32"] = "fp16"
     """Precision of stored outputs. fp16: two bytes per value; the student learns the rounded values throughout."""
-    topk: int = Field(-1, ge=-1)
+    topk: Annotated[int, Field(ge=-1)] = -1
     """Store the k largest logits per image and the probability mass of the rest. 0: all logits. -1: all up to 1,024
     classes, else 64."""
-    max_gb: float = Field(100.0, gt=0.0)
+    max_gb: PositiveFloat = 100.0
     """Largest size of the cache in GB; a run whose cache would exceed it does not start. The size is printed. Tokens
     take most space: 0.3 MB per image and view for a ViT-B at 224 pixels."""
 
@@ -127,7 +127,7 @@ class NetworkSection(PartSection):
 class Member(NetworkSection):
     """A further teacher. Without a checkpoint, kinds timm and torch are fitted like the first one."""
 
-    weight: float = Field(1.0, gt=0.0)
+    weight: PositiveFloat = 1.0
     """Its weight in the average, relative to the others; `teacher.model` has 1."""
     license: str = ""
     """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
@@ -150,20 +150,20 @@ class TeacherSection(NetworkSection):
     """Runtime of the frozen forward; only torch runs on a GPU. auto: torch; for int8 on a CPU, onnxruntime."""
     compile: Literal["on", "off"] = "off"
     """torch.compile for the frozen forward. `--check` reports whether it would pay."""
-    min_accuracy: float = Field(-1.0, ge=-1.0, le=1.0)
+    min_accuracy: Annotated[float, Field(ge=-1.0, le=1.0)] = -1.0
     """Refuse a teacher below this validation accuracy. -1: it must be above twice chance."""
-    micro_batch: int = Field(0, ge=0)
+    micro_batch: NonNegativeInt = 0
     """Run the teacher in slices of this many images. 0: the whole micro-batch."""
     also: tuple[Member, ...] = ()
     """Further teachers: the student learns from the average of all teachers' probabilities (arXiv:1503.02531). A
     repeated entry is fitted with the next seed."""
-    cache: Cache = Field(default_factory=Cache)
+    cache: Cache = Cache()
     """Store the teacher's outputs; no view is predicted twice."""
     shard: bool = False
     """Spread the frozen weights over the ranks (FSDP2), for a teacher that does not fit on one. Same outputs."""
-    pipeline: int = Field(0, ge=0)
+    pipeline: NonNegativeInt = 0
     """Split the frozen model into this many pipeline stages, one per rank; needs torch 2.13. 0: no."""
-    fit: Fit = Field(default_factory=Fit)
+    fit: Fit = Fit()
     """How to fit a teacher that has no checkpoint."""
     license: str = ""
     """Licence of the weights, such as apache-2.0, where neither timm nor their folder's README.md names one: model
@@ -188,7 +188,7 @@ class StudentSection(NetworkSection):
     """A model of timm, or your own function `module:function`, as for teachers."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """Where the weights start."""
-    tuning: Tuning = Field(default_factory=Tuning)
+    tuning: Tuning = Tuning()
     """Learning rates of single layers, and frozen layers."""
     attention: Literal["auto", "fused", "unfused"] = "auto"
     """Attention kernel. auto: unfused on a CPU, fused on a GPU."""
@@ -202,7 +202,7 @@ class LossSection(PartSection):
 
     kind: str = part("losses", "")
     """The loss."""
-    weight: float = Field(1.0, ge=0.0)
+    weight: NonNegativeFloat = 1.0
     """Factor of this term in the sum."""
 
 
@@ -232,7 +232,7 @@ class BackendSection(PartSection):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the student's forward and backward. auto: bf16 if the device's bf16 units suit the network, else
     fp32."""
-    timeout_seconds: float = Field(600.0, gt=0.0)
+    timeout_seconds: PositiveFloat = 600.0
     """Seconds that a rank waits for other ranks or for a data worker's batch before the run fails."""
 
     @classmethod
@@ -252,7 +252,7 @@ class PriceSection(Keys):
     instance: str = ""
     """The rented machine, such as ml.p4d.24xlarge. kd/config/instances.py has
     list prices of one day. Empty: no costs are shown, unless per_hour is set."""
-    per_hour: float = Field(0.0, ge=0.0)
+    per_hour: NonNegativeFloat = 0.0
     """US dollars per hour for one machine and what it needs, such as a data group. 0: the list price."""
 
 
@@ -260,17 +260,17 @@ class PriceSection(Keys):
 class Config(Keys):
     """One run; it needs no other configuration."""
 
-    run: RunSection = Field(default_factory=RunSection)
-    data: DataSection = Field(default_factory=DataSection)
-    task: TaskSection = Field(default_factory=TaskSection)
-    teacher: TeacherSection = Field(default_factory=TeacherSection)
-    student: StudentSection = Field(default_factory=StudentSection)
+    run: RunSection = RunSection()
+    data: DataSection = DataSection()
+    task: TaskSection = TaskSection()
+    teacher: TeacherSection = TeacherSection()
+    student: StudentSection = StudentSection()
     losses: tuple[LossSection, ...] = ()
-    sifter: SifterSection = Field(default_factory=SifterSection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    backend: BackendSection = Field(default_factory=BackendSection)
-    profile: ProfileSection = Field(default_factory=ProfileSection)
-    price: PriceSection = Field(default_factory=PriceSection)
+    sifter: SifterSection = SifterSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    backend: BackendSection = BackendSection()
+    profile: ProfileSection = ProfileSection()
+    price: PriceSection = PriceSection()
 
     @model_validator(mode="wrap")
     @classmethod

@@ -3,29 +3,28 @@
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from kd.core.keys import Auto, Field, Keys, keys
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from kd.core.keys import Auto, Field, Fraction, Keys, PositiveFraction, ProperFraction, keys
 
 FROM_SCRATCH, FROM_PRETRAINED = 1e-3, 5e-5
 """Learning rates for `teacher.fit.lr: 0`. The second is the default of transformers' TrainingArguments (5.23), whose
 examples fine-tune ViTs with AdamW; not measured here."""
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
 @keys
 class Tuning(Keys):
     """Learning rates of single layers, for a network that starts from pretrained weights."""
 
-    layer_decay: float = Field(1.0, gt=0.0, le=1.0)
+    layer_decay: PositiveFraction = 1.0
     """Ratio of a layer's learning rate to that of the next deeper layer (arXiv:2003.10555), in timm's layer groups;
     0.75 is usual for a ViT. 1.0: one rate for all layers."""
-    head_lr_scale: float = Field(1.0, gt=0.0)
+    head_lr_scale: PositiveFloat = 1.0
     """Factor of the classifier's learning rate."""
     freeze: tuple[str, ...] = ()
     """Name patterns of frozen parameters, such as `patch_embed.*` or `blocks.[0-5].*` (fnmatch).
     Batch norm whose parameters are all frozen keeps its statistics."""
-    freeze_epochs: int = Field(0, ge=0)
+    freeze_epochs: NonNegativeInt = 0
     """Number of first epochs in which `freeze` holds. 0: the whole run; frozen layers at the input then need no
     backward."""
 
@@ -37,28 +36,28 @@ class OptimizerSection(Keys):
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
     """The optimizer; fused kernels where the device has them. muon: timm's, which orthogonalizes
     the updates of matrices and convolutions (arXiv:2502.16982); AdamW for the rest. Not on XLA."""
-    lr: float = Field(1e-3, gt=0.0)
+    lr: PositiveFloat = 1e-3
     """Peak learning rate; not scaled with the batch size."""
-    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    min_lr_ratio: Fraction = 0.0
     """Learning rate at the end, as a share of `lr`."""
-    warmup_ratio: float = Field(0.05, ge=0.0, le=1.0)
+    warmup_ratio: Fraction = 0.05
     """Share of the run in which the learning rate rises linearly from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up, over the progress of the run."""
-    weight_decay: float = Field(0.05, ge=0.0)
+    weight_decay: NonNegativeFloat = 0.05
     """Decoupled weight decay; not applied to biases, norms, tokens and position embeddings."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """AdamW's decay rates."""
-    momentum: float = Field(0.9, ge=0.0, le=0.9999)
+    momentum: Annotated[float, Field(ge=0.0, le=0.9999)] = 0.9
     """SGD's momentum (Nesterov)."""
-    clip_grad_norm: float = Field(1.0, ge=0.0)
+    clip_grad_norm: NonNegativeFloat = 1.0
     """Largest gradient norm. 0: do not clip."""
     on_nonfinite: Literal["error", "skip"] = "error"
     """What to do if a step's gradient is NaN or infinite; it never reaches weights or optimizer. skip: leave the step
     out and count it. More than 10 skipped steps in a row end the run; more than half of all steps are an error."""
     zero: bool = False
     """Shard the optimizer state over the ranks (ZeRO-1, arXiv:1910.02054)."""
-    ema_decay: float = Field(0.0, ge=0.0, le=0.99999)
+    ema_decay: Annotated[float, Field(ge=0.0, le=0.99999)] = 0.0
     """Decay of the averaged weights (EMA), which are evaluated and exported. 0: no averaging."""
 
 
@@ -66,21 +65,21 @@ class OptimizerSection(Keys):
 class Augment(Keys):
     """Augmentation of a training image; a pure function of (seed, view, image id)."""
 
-    crop_scale: float = Field(0.35, gt=0.0, le=1.0)
+    crop_scale: PositiveFraction = 0.35
     """Smallest share of the area that a random crop keeps. 1.0: no random crop."""
-    flip: float = Field(0.5, ge=0.0, le=1.0)
+    flip: Fraction = 0.5
     """Probability of a horizontal flip."""
-    jitter: float = Field(0.3, ge=0.0, le=1.0)
+    jitter: Fraction = 0.3
     """Strength of the random change of brightness, contrast and saturation. 0: none."""
     policy: str = ""
     """A timm auto-augment policy such as `rand-m9-mstd0.5`. Empty: none."""
-    erase: float = Field(0.0, ge=0.0, le=1.0)
+    erase: Fraction = 0.0
     """Probability that a rectangle of 2 to 33 % of the area becomes noise (random erasing, arXiv:1708.04896)."""
-    mixup: float = Field(0.0, ge=0.0)
+    mixup: NonNegativeFloat = 0.0
     """Alpha of mixup (arXiv:1710.09412). 0: none. Both models see the mixed pixels."""
-    cutmix: float = Field(0.0, ge=0.0)
+    cutmix: NonNegativeFloat = 0.0
     """Alpha of CutMix (arXiv:1905.04899). 0: none. With mixup on too, each image gets one of them."""
-    mix_probability: float = Field(1.0, ge=0.0, le=1.0)
+    mix_probability: Fraction = 1.0
     """Probability that an image is mixed at all, where mixup or cutmix is on."""
 
     @property
@@ -92,31 +91,31 @@ class Augment(Keys):
 class Fit(Keys):
     """How `kd-train` and `kd-teach` fit a teacher on the labels if it has no checkpoint."""
 
-    epochs: Auto | Annotated[int, Field(ge=0)] = 0
+    epochs: Auto | NonNegativeInt = 0
     """Passes over the labelled training images. `auto`: by their number (kd/core/recommended.py). 0: never fit, unless
     `steps` is set; a checkpoint is required."""
-    steps: int = Field(0, ge=0)
+    steps: NonNegativeInt = 0
     """Length of the fit in optimizer steps, instead of epochs. 0: use `epochs`."""
-    lr: float = Field(0.0, ge=0.0)
+    lr: NonNegativeFloat = 0.0
     """Peak learning rate. 0: 1e-3 from scratch, 5e-5 from pretrained weights."""
-    weight_decay: float = Field(0.05, ge=0.0)
+    weight_decay: NonNegativeFloat = 0.05
     """Decoupled weight decay."""
-    batch_size: int = Field(0, ge=0)
+    batch_size: NonNegativeInt = 0
     """Images per optimizer step. 0: as in `data.batch_size`."""
-    label_smoothing: float = Field(0.1, ge=0.0, le=0.999)
+    label_smoothing: Annotated[float, Field(ge=0.0, le=0.999)] = 0.1
     """Label smoothing of the cross-entropy."""
-    warmup_ratio: float = Field(0.05, ge=0.0, le=1.0)
+    warmup_ratio: Fraction = 0.05
     """Share of the fit in which the learning rate rises."""
-    evaluate: int = Field(0, ge=0)
+    evaluate: NonNegativeInt = 0
     """Steps between evaluations, which choose the weights. 0: at the end of each epoch."""
-    patience: int = Field(0, ge=0)
+    patience: NonNegativeInt = 0
     """End after this many evaluations in a row without a new best. 0: never."""
-    tuning: Tuning = Field(default_factory=Tuning)
+    tuning: Tuning = Tuning()
     """Learning rates of single layers of the teacher, and frozen layers."""
     augment: Augment | None = None
     """Augmentation during the fit, with the keys of `data.augment`. null: `data.augment` without mixing, and a random
     crop keeps at least 0.35 of the area. Augmentation strong enough for the student makes a worse teacher."""
-    seed: int = Field(0, ge=0)
+    seed: NonNegativeInt = 0
     """Seed of the fit. It differs from `run.seed`, so runs of several seeds share a teacher."""
     folder: str = "runs/teachers"
     """Folder of fitted teachers, one subfolder per content hash; later runs find them there."""

@@ -1,15 +1,17 @@
 """Intervals of a run's actions: the section `run.every`."""
 
-from kd.core.keys import Field, Keys, keys
+from pydantic import NonNegativeInt, PositiveInt
+
+from kd.core.keys import Keys, keys
 
 
 @keys
 class Intervals(Keys):
     """Intervals in optimizer steps. Each action also happens at the last step."""
 
-    log: int = Field(20, ge=1)
+    log: PositiveInt = 20
     """Write a row of training metrics, which waits for the device."""
-    evaluate: int = Field(0, ge=0)
+    evaluate: NonNegativeInt = 0
     """Evaluate on the validation split. 0: at the end of each epoch."""
-    checkpoint: int = Field(0, ge=0)
+    checkpoint: NonNegativeInt = 0
     """Write a checkpoint. 0: at each evaluation."""

@@ -6,7 +6,7 @@ A field is a key: its type and `Field(ge=...)` say what is allowed, the string u
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
@@ -20,6 +20,9 @@ from kd.core.references import Referenced
 
 T = TypeVar("T")
 Auto = Literal["auto"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+ProperFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 RULES = ConfigDict(
     extra="forbid",
     use_attribute_docstrings=True,
@@ -82,7 +85,7 @@ def referenced(value: Any, checked: Any) -> Any:
 
 def part(folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
     """Declare the `kind` of a section that names a part of a folder; `only`: the allowed names."""
-    return Field(default, json_schema_extra={"parts": folder, "only": list(only)})
+    return Field(default=default, json_schema_extra={"parts": folder, "only": list(only)})
 
 
 def file_key(default: Any = PydanticUndefined, within: str = "", or_name: bool = False) -> Any:
@@ -90,7 +93,7 @@ def file_key(default: Any = PydanticUndefined, within: str = "", or_name: bool =
 
     `within`: the key of the folder that relative paths start from. `or_name`: it may also be a name, as a model's.
     """
-    return Field(default, json_schema_extra={"files": within, "or_name": or_name})
+    return Field(default=default, json_schema_extra={"files": within, "or_name": or_name})
 
 
 def fields_of(cls: type) -> dict[str, FieldInfo]:
@@ -110,7 +113,7 @@ def checked_class(cls: type) -> type:
         return cls
     docs, hints, members = field_docs(cls), get_type_hints(cls, include_extras=True), {}
     for field in dataclasses.fields(cls):
-        made = {} if field.default_factory is dataclasses.MISSING else {"default_factory": field.default_factory}
+        made: dict[str, Any] = {} if field.default_factory is dataclasses.MISSING else {"default_factory": field.default_factory}
         made |= {} if field.default is dataclasses.MISSING else {"default": field.default}
         own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
         members[field.name] = field.default if own else Field(description=docs.get(field.name), **made)

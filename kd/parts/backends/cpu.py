@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import torch
+from pydantic import NonNegativeInt
 
 from kd.core.facts import BackendFacts
 from kd.core.host import cores, keep_freed_memory
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Keys, keys
 from kd.parts.backends._ddp import DDPBackend
 
 
@@ -14,7 +15,7 @@ from kd.parts.backends._ddp import DDPBackend
 class Options(Keys):
     """Options of the CPU backend."""
 
-    threads: int = Field(0, ge=0)
+    threads: NonNegativeInt = 0
     """torch's threads per rank. 0: this machine's cores divided by its ranks. `--check` reports if fewer are faster."""
 
 

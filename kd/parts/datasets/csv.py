@@ -10,7 +10,7 @@ from functools import partial
 from sys import intern
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.keys import Field, Keys, file_key, keys
+from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import class_order, nfc
 from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import Repeated, as_classes, facts_of, label_images
@@ -35,7 +35,7 @@ class Options(Keys):
     """The same for the validation images. Empty: `val_fraction` of the training list."""
     test_list: str = file_key("", within="root")
     """The same for the test images, scored once, at the end of a run. Empty: none."""
-    val_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    val_fraction: ProperFraction = 0.0
     """Share of each class held out for validation, chosen by a hash of the path, if there is no `val_list`."""
     image_key: str = "path"
     """Column of the images: a path in `root` or an absolute one below it, ending optional."""

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
+from typing import Annotated
 from uuid import uuid4
 
 import numpy as np
+from pydantic import PositiveInt
 
 from kd.core.errors import DataError, NotPrepared
 from kd.core.facts import DatasetFacts
@@ -39,23 +41,23 @@ class Options(Keys):
 
     root: str = "data/food_mini"
     """Folder of the rendered pictures; each combination of the other keys gets a folder of its own in it."""
-    train_images: int = Field(250, ge=1)
+    train_images: PositiveInt = 250
     """Training pictures per dish."""
-    val_images: int = Field(100, ge=1)
+    val_images: PositiveInt = 100
     """Validation pictures per dish."""
-    pixels: int = Field(64, ge=16, le=512)
+    pixels: Annotated[int, Field(ge=16, le=512)] = 64
     """Side of the stored pictures."""
     art_seed: int = 0
     """Seed of the pictures; `run.seed` does not change them."""
-    label_noise: float = Field(0.0, ge=0.0, le=0.9)
+    label_noise: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
     """Share of the training pictures with the label of another dish."""
-    redundancy: int = Field(1, ge=1)
+    redundancy: PositiveInt = 1
     """Photographs of each plate in the largest class, which are near-duplicates. No class has more plates than another,
     so a class is large because its plates were photographed more often."""
-    imbalance: float = Field(1.0, ge=1.0)
+    imbalance: Annotated[float, Field(ge=1.0)] = 1.0
     """Training pictures of the largest class (`train_images`) over those of the smallest; the sizes between fall
     geometrically (arXiv:1901.05555). Validation stays balanced."""
-    dishes: int = Field(1, ge=1, le=4)
+    dishes: Annotated[int, Field(ge=1, le=4)] = 1
     """Most dishes on a tray; above 1, a picture has a set of labels."""
 
     def __post_init__(self) -> None:

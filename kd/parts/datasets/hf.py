@@ -13,7 +13,7 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean, named, needed
 from kd.core.facts import DatasetFacts
-from kd.core.keys import Field, Keys, file_key, keys
+from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.parts.datasets import _decode as images
 from kd.parts.datasets._splits import check_splits, grouped, part
 
@@ -40,7 +40,7 @@ class Options(Keys):
     """Split to validate on; not used with `val_fraction`."""
     test_split: str = ""
     """Test split: scored once, at the end of a run, and never used for choices. Empty: no test split."""
-    val_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    val_fraction: ProperFraction = 0.0
     """Share of each class of `train_split` held out for validation, chosen by a hash of the row number."""
     group: str = ""
     """Column of what belongs together, such as the clip of a frame, and stays in one split if kd splits by hash."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
-from kd.core.keys import Field, Keys, file_key, keys
+from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import class_order, nfc
 from kd.parts.datasets._decode import ENDINGS, Repeated, facts_of, first_few, label_images
 from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
@@ -31,7 +31,7 @@ class Options(Keys):
     """Folder of the validation images in `root`; not used with `val_fraction`."""
     test_split: str = ""
     """Folder of the test images in `root`: scored once, at the end of a run; nothing is chosen on it. Empty: none."""
-    val_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    val_fraction: ProperFraction = 0.0
     """Share of each class held out for validation, chosen by a hash of the path: from `root` if it has no split
     folders, from `train_split` if `test_split` is set."""
     group: str = ""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.core.keys import Field, Keys, file_key, keys
+from kd.core.keys import Keys, ProperFraction, file_key, keys
 from kd.core.text import class_order, nfc
 from kd.files.tables import DELIMITERS, one_line
 from kd.parts.datasets._decode import facts_of, first_few, label_sets
@@ -41,7 +41,7 @@ class Options(Keys):
     """The same for the validation images. Empty: `val_fraction` of the training file."""
     test_labels: str = file_key("", within="root")
     """The same for the test images, scored once, at the end of a run. Empty: none."""
-    val_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+    val_fraction: ProperFraction = 0.0
     """Share of the images held out for validation, chosen by a hash of the path, if there is no `val_labels`."""
     group: str = ""
     """What belongs together, such as the frames of a clip, and stays in one split if kd splits by hash: `parent` (the

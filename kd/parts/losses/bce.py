@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Fraction, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(labels=True, logits="sigmoid")
@@ -29,7 +29,7 @@ facts = LossFacts(labels=True, logits="sigmoid")
 class Options(Keys):
     """The YAML keys of `kind: bce`."""
 
-    label_smoothing: float = Field(0.0, ge=0.0, le=1.0)
+    label_smoothing: Fraction = 0.0
     """Label smoothing `s`: the share of each class's target spread evenly over yes and no, 0 to 1."""
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from kd.core.contracts import Loss
 from kd.core.errors import ConfigError, did_you_mean
 from kd.core.facts import LossFacts
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Fraction, Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 KEY = "losses[].class_weights"
@@ -38,7 +38,7 @@ facts = LossFacts(labels=True, logits="softmax")
 class Options(Keys):
     """The YAML keys of `kind: ce`."""
 
-    label_smoothing: float = Field(0.0, ge=0.0, le=1.0)
+    label_smoothing: Fraction = 0.0
     """Label smoothing `s`: the share of the target spread evenly over all classes, 0 to 1. With a teacher, 0 is
     usual."""
     class_weights: Any = None

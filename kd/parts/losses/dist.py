@@ -18,12 +18,13 @@ Shape legend: B images of a batch, C classes.
 """
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 
@@ -31,11 +32,11 @@ from kd.core.types import Batch, Dims, Outputs
 class Options(Keys):
     """The YAML keys of `kind: dist`; the defaults are those of the authors' code."""
 
-    beta: float = Field(1.0, ge=0.0)
+    beta: NonNegativeFloat = 1.0
     """Weight of L_inter, the correlation over classes, >= 0."""
-    gamma: float = Field(1.0, ge=0.0)
+    gamma: NonNegativeFloat = 1.0
     """Weight of L_intra, the correlation over images, >= 0."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: PositiveFloat = 1.0
     """Divides both models' logits, > 0."""
 
 

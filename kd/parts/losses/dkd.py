@@ -16,12 +16,13 @@ Shape legend: B images of a batch, C classes.
 """
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(teacher=True, labels=True, unmixed=True, logits="softmax")
@@ -31,11 +32,11 @@ facts = LossFacts(teacher=True, labels=True, unmixed=True, logits="softmax")
 class Options(Keys):
     """The YAML keys of `kind: dkd`; the defaults are the authors' for CIFAR-100."""
 
-    alpha: float = Field(1.0, ge=0.0)
+    alpha: NonNegativeFloat = 1.0
     """Weight of TCKD, the term of the target class, >= 0."""
-    beta: float = Field(8.0, ge=0.0)
+    beta: NonNegativeFloat = 8.0
     """Weight of NCKD, the term of the other classes, >= 0. The authors use 0.5 to 2 on ImageNet."""
-    temperature: float = Field(4.0, gt=0.0)
+    temperature: PositiveFloat = 4.0
     """Divides both models' logits, > 0. The authors use 1 on ImageNet."""
 
 

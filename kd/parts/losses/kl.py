@@ -14,12 +14,13 @@ Not handled: errors of the teacher, which the student learns too.
 Shape legend: B images of a batch, C classes.
 """
 
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(teacher=True, logits="softmax")
@@ -29,7 +30,7 @@ facts = LossFacts(teacher=True, logits="softmax")
 class Options(Keys):
     """The YAML keys of `kind: kl`."""
 
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: PositiveFloat = 1.0
     """Divides both models' logits, > 0. 1 suits long recipes with strong augmentation, where teacher probabilities are
     soft already (arXiv:2204.03475). 4 is usual for CNNs on CIFAR-100, whose teachers are very confident."""
     hard: bool = False

@@ -15,12 +15,13 @@ Not handled: plain TTM, which has no factor U.
 Shape legend: B images of a batch, C classes.
 """
 
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.contracts import Loss
 from kd.core.facts import LossFacts
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Keys, keys
 from kd.core.types import Batch, Dims, Outputs
 
 facts = LossFacts(teacher=True, logits="softmax")
@@ -30,7 +31,7 @@ facts = LossFacts(teacher=True, logits="softmax")
 class Options(Keys):
     """The YAML keys of `kind: wttm`."""
 
-    gamma: float = Field(0.2, gt=0.0)
+    gamma: PositiveFloat = 0.2
     """The exponent on the teacher's probabilities, > 0. Below 1 it softens them. The default is the authors'."""
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
 from kd.core.errors import ModelError
-from kd.core.keys import Field, Keys, file_key, keys
+from kd.core.keys import Keys, file_key, keys
 from kd.core.text import nfc
 from kd.models.classifier import Pick
 from kd.models.load_classifier import check_classes
@@ -26,7 +27,7 @@ class Options(Keys):
     graph."""
     std: tuple[float, ...] = ()
     """Standard deviation per channel, likewise; [1, 1, 1] if the model normalizes its input itself."""
-    input_size: int = Field(0, ge=0)
+    input_size: NonNegativeInt = 0
     """Input side of a module, or of a graph with free size, pixels. 0: `data.image_size`."""
     outputs: Literal["logits", "probabilities"] = "logits"
     """Kind of the model's outputs."""

@@ -10,11 +10,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kd.core.errors import ModelError, in_short
-from kd.core.keys import Field, Keys, file_key, keys
+from kd.core.keys import Keys, file_key, keys
 from kd.models.answer_table import read_vectors
 from kd.models.classifier import Classifier
 from kd.models.spec import Spec
@@ -39,7 +40,7 @@ class Options(Keys):
     """Texts about a class, with `{}` for its name; their vectors are averaged."""
     vectors: str = file_key("")
     """A .safetensors or .npz file with `vectors` [classes, D] and the class names, instead of a text tower."""
-    scale: float = Field(0.0, ge=0.0)
+    scale: NonNegativeFloat = 0.0
     """Factor of the cosine. 0: the learned scale. Required with `vectors` if the folder has only one tower."""
 
     def __post_init__(self) -> None:

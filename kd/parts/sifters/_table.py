@@ -4,9 +4,10 @@ Legend: N images of the dataset, K images of some kind.
 """
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Fraction, Keys, PositiveFraction, keys
 from kd.core.types import Plan, SiftContext
 from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 
@@ -17,13 +18,13 @@ NEVER = -1  # in place of an epoch, which counts from 0
 class Limits(Keys):
     """Share of an epoch to keep, and its limits."""
 
-    keep: float = Field(0.6, gt=0.0, le=1.0)
+    keep: PositiveFraction = 0.6
     """Share of the images that a sifted epoch visits; exact up to one global batch."""
-    warmup: int = Field(1, ge=1)
+    warmup: PositiveInt = 1
     """Number of first epochs that visit all images."""
-    anneal: float = Field(0.125, ge=0.0, le=1.0)
+    anneal: Fraction = 0.125
     """Last share of the run with full epochs."""
-    refresh: int = Field(4, ge=1)
+    refresh: PositiveInt = 4
     """An image skipped for this many epochs is then visited, independent of its score."""
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kd.core.keys import Field, keys
+from kd.core.keys import PositiveFraction, keys
 from kd.core.types import SiftContext
 from kd.parts.sifters._plan import generator
 from kd.parts.sifters._table import Limits, Remembering
@@ -15,7 +15,7 @@ from kd.parts.sifters._table import Limits, Remembering
 class Options(Limits):
     """Share of an epoch to keep, and its limits."""
 
-    floor: float = Field(0.15, gt=0.0, le=1.0)
+    floor: PositiveFraction = 0.15
     """Lowest probability of keeping an easy image."""
 
     def __post_init__(self) -> None:

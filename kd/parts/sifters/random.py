@@ -1,8 +1,9 @@
 """Visit a new random subset each epoch: the baseline for other sifters at equal `keep`."""
 
 import torch
+from pydantic import NonNegativeInt
 
-from kd.core.keys import Field, Keys, keys
+from kd.core.keys import Fraction, Keys, PositiveFraction, keys
 from kd.core.types import Plan, SiftContext
 from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch, num_selected, shuffled
 
@@ -11,11 +12,11 @@ from kd.parts.sifters._plan import Planned, full_plan, generator, is_full_epoch,
 class Options(Keys):
     """Share of an epoch to keep."""
 
-    keep: float = Field(0.6, gt=0.0, le=1.0)
+    keep: PositiveFraction = 0.6
     """Share of the images that a sifted epoch visits."""
-    warmup: int = Field(1, ge=0)
+    warmup: NonNegativeInt = 1
     """Number of first epochs that visit all images."""
-    anneal: float = Field(0.125, ge=0.0, le=1.0)
+    anneal: Fraction = 0.125
     """Last share of the run with full epochs."""
 
 

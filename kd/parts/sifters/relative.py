@@ -5,8 +5,10 @@ Legend: B images of a step on all ranks, M images of a micro-batch (a chunk), G 
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import torch
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from kd.core.contracts import Score
@@ -23,17 +25,17 @@ NO_EPOCH = -1  # before the first plan; epochs count from 0
 class Options(Keys):
     """SageMaker's parameters, under its names."""
 
-    beta_value: float = Field(1.0, gt=0.0)
+    beta_value: PositiveFloat = 1.0
     """An image is kept with probability percentile**beta_value, so 1 / (1 + beta_value) of all are kept. Values above 1
     are risky: Amazon's own example, beta 3 after a delay of 10, lowered a small BERT from 91.6 to 56.7 %; training for
     a third of the epochs without sifting gave 91.6."""
-    loss_history_length: int = Field(500, ge=1)
+    loss_history_length: PositiveInt = 500
     """Number of previous losses that a new one is compared with."""
-    sift_delay: int = Field(1000, ge=0)
+    sift_delay: NonNegativeInt = 1000
     """Number of first optimizer steps that use all images, without scoring."""
     repeat_delay_per_epoch: bool = False
     """Apply the delay at the start of each epoch instead of once."""
-    shrink: int = Field(1, ge=1, le=4)
+    shrink: Annotated[int, Field(ge=1, le=4)] = 1
     """Score images with their sides divided by this: 2 makes the scoring pass about four times as fast. For students
     that take images of any size: convolutional networks, XCiT, timm's ViTs with dynamic_img_size."""
 

@@ -165,8 +165,9 @@ class Trials:
         for trial in waiting:
             alike.setdefault(prepared_alike(trial), []).append(trial)
         for trials in alike.values():
-            first, plan = trials[0], resolve(trials[0].config).teacher
-            job = "cache" if plan.members and plan.cache.views else "teach" * bool(plan.fits)
+            first, recipe = trials[0], resolve(trials[0].config)
+            cached = bool(recipe.members) and recipe.teacher.cache.views
+            job = "cache" if cached else "teach" * bool(recipe.fits)
             begun = any((self.folder / trial.name / "config.yaml").is_file() for trial in trials)
             if begun or not job or len(trials) < 2:
                 continue
