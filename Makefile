@@ -15,7 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 XLA := .venv-xla
 FLOOR := .venv-floor
-FLOOR_TESTS := tests/test_floor.py tests/contracts/test_backends.py tests/contracts/test_losses.py tests/reference \
+FLOOR_TESTS := tests/test_floor.py tests/unit/config tests/contracts/test_backends.py tests/contracts/test_losses.py tests/reference \
 	tests/unit/engine tests/unit/parts/tasks tests/unit/parts/sifters tests/unit/files/test_checkpoint.py \
 	tests/unit/models/test_cache.py tests/unit/models/test_load.py tests/unit/models/test_classifier.py \
 	tests/distributed/test_equal_worlds.py tests/distributed/test_resume.py tests/distributed/test_stand_ins.py

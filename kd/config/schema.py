@@ -260,17 +260,17 @@ class PriceSection(Keys):
 class Config(Keys):
     """One run; it needs no other configuration."""
 
-    run: RunSection = RunSection()
-    data: DataSection = DataSection()
-    task: TaskSection = TaskSection()
-    teacher: TeacherSection = TeacherSection()
-    student: StudentSection = StudentSection()
+    run: RunSection = Field(default_factory=RunSection)
+    data: DataSection = Field(default_factory=DataSection)
+    task: TaskSection = Field(default_factory=TaskSection)
+    teacher: TeacherSection = Field(default_factory=TeacherSection)
+    student: StudentSection = Field(default_factory=StudentSection)
     losses: tuple[LossSection, ...] = ()
-    sifter: SifterSection = SifterSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    backend: BackendSection = BackendSection()
-    profile: ProfileSection = ProfileSection()
-    price: PriceSection = PriceSection()
+    sifter: SifterSection = Field(default_factory=SifterSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    backend: BackendSection = Field(default_factory=BackendSection)
+    profile: ProfileSection = Field(default_factory=ProfileSection)
+    price: PriceSection = Field(default_factory=PriceSection)
 
     @model_validator(mode="wrap")
     @classmethod

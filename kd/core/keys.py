@@ -113,8 +113,8 @@ def checked_class(cls: type) -> type:
         return cls
     docs, hints, members = field_docs(cls), get_type_hints(cls, include_extras=True), {}
     for field in dataclasses.fields(cls):
-        made: dict[str, Any] = {} if field.default_factory is dataclasses.MISSING else {"default_factory": field.default_factory}
-        made |= {} if field.default is dataclasses.MISSING else {"default": field.default}
+        given = {"default": field.default, "default_factory": field.default_factory}
+        made: dict[str, Any] = {key: value for key, value in given.items() if value is not dataclasses.MISSING}
         own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
         members[field.name] = field.default if own else Field(description=docs.get(field.name), **made)
     return keys(type(cls.__name__, (Keys,), {"__annotations__": hints, "__module__": cls.__module__, **members}))

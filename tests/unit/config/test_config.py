@@ -59,8 +59,8 @@ def test_everything_wrong_is_in_one_report():
         "run.epoks": "run.epoks: no such key. Allowed: baseline, baseline_steps, epochs, every, folder, keep, name, "
         "patience, seed, steps, times, trackers. Did you mean 'epochs'?",
         "run.seed": "run.seed: is -1. Allowed: a whole number >= 0.",
-        "run.every.log": "run.every.log: is 0. Allowed: a whole number >= 1.",
-        "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number >= 1.",
+        "run.every.log": "run.every.log: is 0. Allowed: a whole number > 0.",
+        "data.batch_size": "data.batch_size: is 'many'. Allowed: a whole number > 0.",
         "data.augment.flip": "data.augment.flip: is 2. Allowed: a number >= 0 and <= 1.",
         "data.root": "data.root: is missing. Allowed: text.",
         "student.init": "student.init: is 'magic'. Allowed: one of scratch, pretrained.",
