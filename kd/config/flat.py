@@ -59,7 +59,7 @@ def alternatives(override: str) -> list[str]:
 
 
 def file_keys(section: Any, where: str = "") -> Iterator[FileKey]:
-    """Yield the keys below a section whose values name files that the run reads (see `kd.core.facts.file_key`)."""
+    """Yield the keys below a section whose values name files that the run reads (see `kd.core.keys.file_key`)."""
     for name, field in fields_of(type(section)).items():
         value, key, declared = getattr(section, name), f"{where}.{name}".lstrip("."), extra(field)
         if "files" in declared and value:

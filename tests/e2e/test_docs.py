@@ -516,7 +516,7 @@ def test_the_numbers_of_the_pages_are_those_of_the_files():
 def test_the_pages_are_few_and_short():
     most = {
         "tutorial": 900,
-        "guide": 1880,
+        "guide": 1930,
         "weights": 900,
         "does-it-help": 1820,  # the study's further data, the teacher of each row, and milliseconds
         "faster": 1585,
@@ -525,7 +525,7 @@ def test_the_pages_are_few_and_short():
         "watching": 740,  # the pair on photographs
         "scale": 1200,  # 900, and "Beyond one machine"
         "sagemaker": 600,
-        "design": 1320,
+        "design": 1355,
         "results": 900,
         "story": 750,
     }
@@ -533,7 +533,7 @@ def test_the_pages_are_few_and_short():
     assert pages.keys() == {*most, "keys"}
     assert not {name: words for name, words in pages.items() if words > most.get(name, words)}
     # 14,370 until the pages said what is saved; 13,530 until rows that went against the chosen ones were printed
-    assert sum(words for name, words in pages.items() if name != "keys") <= 14_800
+    assert sum(words for name, words in pages.items() if name != "keys") <= 14_900
 
 
 def test_the_release_in_the_changelog_is_short():

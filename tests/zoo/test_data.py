@@ -314,6 +314,6 @@ def test_an_endpoint_scales_16_bits_as_training_does(tmp_path):
         prepare(grey16(16), 8, 1.0, Limits(), bits=12)
     with torch.device("meta"):
         student = load(Spec("student", "lcnet_050", {}, ("a", "b")), 32)
-    plan = DataPlan(kind="imagefolder", bits=12, image_size=32)
+    plan = DataPlan(kind="food_mini", bits=12, image_size=32)
     assert input_of(student, plan)["bits"] == 12
-    assert "bits" not in input_of(student, DataPlan(kind="imagefolder", image_size=32))
+    assert "bits" not in input_of(student, DataPlan(kind="food_mini", image_size=32))

@@ -1,20 +1,20 @@
 """Pictures of a laboratory as one NumPy file a split: uint8 [N, H, W, 3] and the names of their classes."""
 
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from kd.core.facts import DatasetFacts, file_key
+from kd.core.facts import DatasetFacts
+from kd.core.keys import Keys, file_key, keys
 from kd.core.types import Decoded
 
 facts = DatasetFacts()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+@keys
+class Options(Keys):
     """The YAML keys of `kind: arrays`."""
 
     folder: str = file_key()

@@ -174,7 +174,7 @@ def test_batches_that_do_not_fit_into_the_shared_memory_are_refused_at_the_start
     backend, split = build_backend(section), BatchSplit(256, 1, 256, 1, 256)
     both = (Slow(), Slow())
     for workers in (2, 0):
-        data = DataSection(kind="imagefolder", image_size=8192, workers=workers)
+        data = DataSection(kind="food_mini", image_size=8192, workers=workers)
         if not workers:
             assert [made.batch_bytes(8192) for made in loaders(both, data, split, backend, 60)] == [0, 0]
             continue

@@ -50,7 +50,7 @@ def test_dicts_are_the_classes():
         ({"beta_value": float("inf")}, "beta_value: is inf"),
         ({"beta_value": "1"}, "beta_value: is '1'"),
         ({"beta_value": True}, "beta_value: is True"),
-        ({"loss_history_length": 0}, "loss_history_length: is 0. Allowed: a whole number > 0."),
+        ({"loss_history_length": 0}, "loss_history_length: is 0. Allowed: a whole number >= 1."),
         ({"loss_history_length": 10.5}, "loss_history_length: is 10.5"),
         ({"loss_based_sift_config": None}, "RelativeProbabilisticSiftConfig.loss_based_sift_config: is a NoneType"),
         ({"loss_based_sift_config": {}}, "LossConfig.sift_config: is missing."),

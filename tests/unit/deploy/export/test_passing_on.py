@@ -93,7 +93,7 @@ def test_a_second_export_that_cannot_help_is_refused_before_any_work(pair, tmp_p
         with pytest.raises(ConfigError, match=told):
             write(made, tmp_path / "export", ExportOptions(second=teacher, **options))
     recipe = made.recipe
-    larger = replace(made, recipe=replace(recipe, data=replace(recipe.data, image_size=32)))
+    larger = replace(made, recipe=recipe.with_(data=replace(recipe.config.data, image_size=32)))
     with pytest.raises(ConfigError, match="takes images of 16 px"):
         write(larger, tmp_path / "export", ExportOptions(second=teacher, accept="drop<=1"))
     other = replace(made, classes=("fig", "apple", "pear"))

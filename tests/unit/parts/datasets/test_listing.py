@@ -71,7 +71,7 @@ def check(source: Source, root: Path, names: Sequence[str], labels: Sequence[int
     assert [source.stamp(id) for id in ids] == [(s.st_mtime_ns + 3 * s.st_ctime_ns) % 2**64 for s in status]
     joined = "\0".join(names).encode()
     assert source.fingerprint == hashed(classes, joined, labels, [one.st_size for one in status])
-    data = Data(DataPlan(), source, source)
+    data = Data(DataPlan(kind="food_mini"), source, source)
     assert torch.equal(data.labels(), torch.tensor(labels))
     assert data.labels().dtype == torch.int64
 
@@ -122,7 +122,7 @@ def test_sets_of_labels(tmp_path):
     sizes = [os.stat(tmp_path / "photos" / names[id]).st_size for id in chosen]
     joined = "\0".join(names[id] for id in chosen).encode()
     assert source.fingerprint == hashed(("egg", "rice"), joined, [one for row in sets for one in row], sizes)
-    labels = Data(DataPlan(), source, source).labels()
+    labels = Data(DataPlan(kind="food_mini"), source, source).labels()
     assert labels.dtype == torch.int8
     assert labels.tolist() == sets
 

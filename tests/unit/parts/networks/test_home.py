@@ -49,7 +49,7 @@ def loaded(settings, section, **values):
 
 def compared(settings, section, **values):
     recipe, teachers = loaded(settings, section, **values)
-    return compare(recipe.teacher, teachers)
+    return compare(recipe, teachers)
 
 
 def test_a_run_shows_and_keeps_the_difference(bare, tmp_path, capfd):
@@ -175,7 +175,7 @@ def test_the_probability_share_of_the_datas_classes_is_shown(bare, tmp_path):
     (tmp_path / "names.txt").write_text("Granny Smith\nfig\npear\n")
     section = {"kind": "transformers", "model": str(folder), "classes": str(tmp_path / "names.txt")}
     recipe, teachers = loaded(bare, section)
-    (one,) = compare(recipe.teacher, teachers)
+    (one,) = compare(recipe, teachers)
     alone = loaded(merged(bare, {"data": {"labels": "none"}}), {**section, "classes": ""})[1].model
     shown = teachers.data.shown(teachers.data.val)
     images = pixels_of(readable(shown.source)[0], shown)

@@ -166,9 +166,9 @@ def test_a_test_split_is_named_in_its_errors(labels, monkeypatch):
     """It was called the validation split, after a whole training."""
     student, _, label = draw(8, 7)
     made = evaluator(None, torch.full_like(label, labels), 8, 7, frozenset(range(8)) if not labels else frozenset())
-    setting = SimpleNamespace(data=SimpleNamespace(test=label))
+    setting = SimpleNamespace(data=SimpleNamespace(test=label), recipe=SimpleNamespace(task=build(Options())))
     monkeypatch.setattr(setup, "shown_split", lambda *_: made.val)
-    of_test = setup.test_evaluator(setting, build(Options()), Evaluation(made.backend, made.val, None, 7), NoTeacher())
+    of_test = setup.test_evaluator(setting, Evaluation(made.backend, made.val, None, 7), NoTeacher())
     with pytest.raises(DataError, match=r"no image of the test split"):
         of_test(Table(student))
 
