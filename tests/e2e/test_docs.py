@@ -419,7 +419,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_files():
         f"{against(*sharp)},",
         f"fitted on the 280 reaches {mean(ten, 'teacher_accuracy'):.1f} % and its student {mean(ten):.1f} %, "
         f"against {mean(ten_alone):.1f} % of the same network on the 280 labels for as many steps: "
-        f"{against(ten, ten_alone)}. With the CPU time of both, labels alone reached {mean(aged):.1f} % (two seeds,",
+        f"{against(ten, ten_alone)}. At equal time labels alone reached {mean(aged):.1f} % (two seeds,",
         f"the teacher predicts {float(folder['teacher']):.1f} % correctly, "
         f"the student {float(folder['student']):.1f} % "
         f"({float(folder['low']):.1f} to {float(folder['high']):.1f}) and its {float(folder['mb']):.1f} MB file "
