@@ -221,7 +221,8 @@ def test_a_baseline_gives_a_verdict_of_equal_cost_and_a_named_length_stays(fitte
     assert own["step"] == 8
     assert alone["step"] == recorded["steps"] > 8  # the fit costs several steps
     said = next(line for line in first.out.splitlines() if "Training in CPU time (wall-clock): " in line)
-    assert " of CPU time against " in said
+    # a few steps of milliseconds: on a busy machine the labels' may have cost less than estimated
+    assert (" of CPU time against " in said) == ("No verdict" not in said)
     assert f"labels alone {clock(alone['cpu_seconds'])} (" in said
     assert "| total CPU time |" in first.out
     assert "Whether the student was still learning is not known: 2 evaluations" in first.out
