@@ -103,7 +103,7 @@ $(FLOOR)/.floor: pyproject.toml
 	@echo "installing torch 2.4.1 and the oldest of the other packages into $(FLOOR) (two to four minutes)"
 	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
 	sed -n '/^dependencies/,/^]/s/^ *"\([a-z]*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml > $(FLOOR)/oldest.txt
-	$(FLOOR)/bin/python $(PIP) --requirement $(FLOOR)/oldest.txt --editable . pytest pytest-timeout pytest-xdist hypothesis
+	$(FLOOR)/bin/python $(PIP) --requirement $(FLOOR)/oldest.txt --editable . pytest pytest-timeout pytest-xdist hypothesis jsonschema
 	@touch $@
 
 clean:

@@ -12,6 +12,7 @@ import tarfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +49,11 @@ class Answer(NamedTuple):
 def pytest_collection_finish() -> None:
     """Do once what the tests would do again and again: collect what imports have made, a twelfth of the time."""
     if "kd.models.runtimes" in sys.modules:  # a fifth of an export is to make one list of functions again
-        from torch.onnx._internal.exporter import _registration
+        with suppress(ImportError):  # torch 2.4 has no such module
+            from torch.onnx._internal.exporter import _registration
 
-        functions = getattr(_registration, "onnxscript_apis", None)
-        if functions is not None:
-            functions.get_torchlib_ops = cache(functions.get_torchlib_ops)
+            if (functions := getattr(_registration, "onnxscript_apis", None)) is not None:
+                functions.get_torchlib_ops = cache(functions.get_torchlib_ops)
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
