@@ -1,6 +1,6 @@
 """Pydantic's errors as kd says them: `<config path>: <what is wrong>. <what is allowed>.`"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -56,7 +56,7 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
         return type(error)(path, error.wrong, error.allowed, error.remedy)
     if kind in ("unexpected_keyword_argument", "invalid_key"):
         return ConfigError(where, "no such key", f"Allowed: {', '.join(sorted(place.known))}", _remedy(root, place))
-    if kind == "missing" and field:
+    if kind == "missing" and field and value is None:  # else an item of it is missing
         return ConfigError(where, "is missing", allowed(field))
     if field is not None and is_list(field.annotation) and section_of(field.annotation):
         return ConfigError(where, f"is {value!r}", "A list of sections is expected", "Start each with '- '")
@@ -70,14 +70,30 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
 
 
 def _remedy(root: type, place: Place) -> str:
-    """Return the key that is meant: a similar one, the same one of another section, or that of another kind."""
-    key = place.where.rpartition(".")[2]
-    if similar := did_you_mean(key, place.known):
+    """Name the kinds that have the key, or the key that is meant: below this section, a similar one, elsewhere."""
+    section, _, key = place.where.rpartition(".")
+    if having := [kind for kind, known in _kinds(place.known) if key in known]:
+        return f"Kinds with this key: {', '.join(having)}"
+    exact = [path for path in _paths(root, "") if path.rpartition(".")[2] == key]
+    below = [path for path in exact if section and path.startswith(f"{section}.")]
+    if not below and (similar := did_you_mean(key.lower(), place.known)):
         return similar
-    sections = {name: section_of(field.annotation) for name, field in fields_of(root).items()}
-    if elsewhere := [f"{name}.{key}" for name, cls in sections.items() if cls and key in keys_of(cls)]:
-        return f"Did you mean '{elsewhere[0]}'?"
-    folder = extra(place.known["kind"]).get("parts", "") if "kind" in place.known else ""
-    kinds = registry.names(folder) if folder else []
-    having = [kind for kind in kinds if key in fields_of(registry.options_type(folder, kind, key))]
-    return f"Kinds with this key: {', '.join(having)}" if having else ""
+    nearest = min(below or exact, key=lambda path: path.count("."), default="")
+    return f"Did you mean '{nearest}'?" if nearest else ""
+
+
+def _paths(cls: type, prefix: str) -> Iterator[str]:
+    """Yield the paths of all keys below a class of keys, those of each kind too."""
+    known = keys_of(cls)
+    for name in dict.fromkeys([*known, *(name for _, fields in _kinds(known) for name in fields)]):
+        yield f"{prefix}{name}"
+        if name in known and (section := section_of(known[name].annotation)):
+            items = "[]" if is_list(known[name].annotation) else ""
+            yield from _paths(section, f"{prefix}{name}{items}.")
+
+
+def _kinds(known: Mapping[str, FieldInfo]) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
+    """Yield the kinds of a section with the keys of each."""
+    declared = extra(known["kind"]) if "kind" in known else {}
+    for kind in declared.get("only") or registry.names(declared["parts"]) if "parts" in declared else ():
+        yield kind, fields_of(registry.options_type(declared["parts"], kind, "kind"))

@@ -1,6 +1,7 @@
 """A section that names a part: the part's own keys stand beside `kind`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from pydantic import ValidationError, model_validator
@@ -38,14 +39,16 @@ class PartSection(Keys):
     def _with_options(cls, given: Any, check: Callable[[Any], Any]) -> Any:
         """Check the part's keys as its `Options`, and the others as this section; report the errors of both."""
         values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
-        if not isinstance(values, Mapping) or values.get("options") is not None:
+        if not isinstance(values, Mapping) or is_dataclass(values.get("options")):
             return check(given)
-        own, errors = fields_of(cls), list[InitErrorDetails]()
+        own, errors = fields_of(cls).keys() - {"options"}, list[InitErrorDetails]()
         rest, options = {key: value for key, value in values.items() if key in own}, None
         try:
             made = cls.options_class(values)
             foreign = {key: value for key, value in values.items() if key not in own}
             known = fields_of(made)
+            if "options" in foreign.keys() - known.keys():  # the name of a field here, of no key
+                errors.append(InitErrorDetails(type="unexpected_keyword_argument", loc=("options",), input=foreign))
             rest |= {key: value for key, value in foreign.items() if key not in known}
             options = checked(made, {key: value for key, value in foreign.items() if key in known})
         except ValidationError as error:
