@@ -41,7 +41,8 @@ def load(
     try:
         config = CHECK.validate_python(raw)
     except ConfigErrors as error:
-        errors.extend(error.errors)
+        told = {known.where for known in errors}  # such as a reference that leads nowhere
+        errors.extend(other for other in error.errors if other.where not in told)
     if not errors:
         stem = "run" if isinstance(path, dict) else Path(path).stem
         run = config.run if config.run.name else dataclasses.replace(config.run, name=stem)
@@ -138,9 +139,25 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
         if isinstance(given, dict) and isinstance(before, dict) and _other_network(before, given):
             raw[key] = {name: before[name] for name in OF_ANY_STUDENT if name in before}
         OmegaConf.update(raw, key, given, merge=given != {})
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        errors.append(ConfigError(key, f"cannot be overridden: {reason}", "", "See `kd-train --help-keys`"))
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", "") or str(error).splitlines()[0]
+        errors.append(ConfigError(key, f"is not readable as YAML: {reason}"))
+    except (OmegaConfBaseException, ValueError, IndexError, TypeError) as error:
+        if entered := _list_on(raw, key):
+            wrong, remedy = f"cannot be set, because {entered} is a list", f"Write {entered}[0], or {entered}=[...]"
+            errors.append(ConfigError(key, wrong, "Its items are counted from 0", remedy))
+        else:
+            errors.append(ConfigError(key, f"cannot be overridden: {str(error).splitlines()[0]}"))
+
+
+def _list_on(raw: Any, key: str) -> str:
+    """Return the path of the list that a dotted key enters or replaces; "": there is none."""
+    value, path = OmegaConf.to_container(raw, resolve=False), ""
+    for name in re.split(r"[.\[]", key):
+        value, path = value.get(name) if isinstance(value, dict) else None, f"{path}.{name}".lstrip(".")
+        if isinstance(value, list):
+            return path
+    return ""
 
 
 def _other_network(before: dict[str, Any], given: dict[str, Any]) -> bool:

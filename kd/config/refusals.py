@@ -61,8 +61,8 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
     if field is not None and is_list(field.annotation) and section_of(field.annotation):
         return ConfigError(where, f"is {value!r}", "A list of sections is expected", "Start each with '- '")
     if field is None or section_of(field.annotation):
-        if cause is not None:
-            return ConfigError(where, str(cause))
+        if cause is not None:  # a rule of the part, in its own words
+            return ConfigError(where, " ".join(str(cause).split()) or "breaks a rule of its part")
         return ConfigError(where, f"is {value!r}", f"A section with keys is expected: {', '.join(place.known)}")
     if field.annotation is str and isinstance(value, bool):
         return ConfigError(where, f"is {value!r}: YAML reads a bare no or off as a boolean", "Text", "Quote it")

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from kd.config import load
 from kd.config.json_schema import json_schema
 from kd.config.load import apply_overrides
-from kd.core.errors import KdError
+from kd.core.errors import ConfigErrors, KdError
 
 RIGHT: dict[str, Any] = {
     "data": {"kind": "imagefolder", "root": "photos"},
@@ -84,6 +84,25 @@ MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
         True,
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("losses.temperature=3", ("losses is a list", "losses[0]")),
+        ("losses[1].kind=ce", ("losses is a list", "from 0")),
+        ("losses={kind: kl}", ("losses is a list", "losses=[...]")),
+        ("losses=[{kind: kl}", ("not readable as YAML", "expected ',' or ']'")),
+        ("optimizer.lr=${oc.env:KD_NO_SUCH}", ("'KD_NO_SUCH' not found",)),
+        ("optimizer.lr=???", ("stands for a missing value",)),
+    ],
+)
+def test_an_override_that_cannot_be_set_is_one_line(override, words):
+    with pytest.raises(ConfigErrors) as caught:
+        load(RIGHT, [override])
+    (error,) = caught.value.errors
+    assert all(word in str(error) for word in (override.partition("=")[0], *words)), error
+    assert "\n" not in str(error)
 
 
 def told(raw: dict[str, Any]) -> list[KdError]:
