@@ -41,7 +41,8 @@ def is_list(annotation: Any) -> bool:
 def allowed(field: FieldInfo) -> str:
     """Describe the accepted values of a key."""
     if folder := extra(field).get("parts"):
-        return f"Allowed: {', '.join(extra(field)['only'] or registry.names(folder))}"
+        names, word = extra(field)["only"] or registry.names(folder), field.default  # `auto` is no part
+        return f"Allowed: {', '.join([*([word] if word and word not in names else []), *names])}"
     return f"Allowed: {_described(field.annotation, field.metadata)}"
 
 
