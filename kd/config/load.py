@@ -151,7 +151,7 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
 
 
 def _list_on(raw: Any, key: str) -> str:
-    """Return the path of the list that a dotted key enters or replaces; "": there is none."""
+    """Return the path of the list that a dotted key enters or replaces, or an empty text."""
     value, path = OmegaConf.to_container(raw, resolve=False), ""
     for name in re.split(r"[.\[]", key):
         value, path = value.get(name) if isinstance(value, dict) else None, f"{path}.{name}".lstrip(".")
