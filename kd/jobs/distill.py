@@ -171,9 +171,8 @@ def check_before(setting: Setting, run: Run, console: Console) -> dict[str, floa
     console.info(f"teacher: {column.title} {reached}; student now {column.text(row[column.key])}")
     if several:
         require_teacher("teacher", alone["teacher"], recipe, run)
-        for where, member in zip(
-            recipe.members, teachers.members, strict=True
-        ):  # one may have its own order of classes
+        # one may have its own order of classes
+        for where, member in zip(recipe.members, teachers.members, strict=True):
             live = LiveTeacher(member, run.backend.device, inference=run.backend.facts.inference).validation()
             alone[where] = run.evaluator.of(live)(run.distillation.student)[f"teacher_{run.evaluator.selection_metric}"]
     for where, value in alone.items():

@@ -461,6 +461,8 @@ def test_what_one_saves_is_that_of_the_file():
         f"costs {share} of the large model's time and is {points} points behind it. If the large model predicts "
         f"{third:.0f} % of the photographs, the pair costs {less} of its time and is {further} points behind. "
         f"The int8 file alone costs {mean(rows('what_you_save', system='teacher_int8'), 'cpu_share'):.2f} and",
+        f"the student took {mean(rows('what_you_save', system='30_views_int8_again'), 'cpu_ms'):.1f} ms, "
+        f"the large model {mean(rows('what_you_save', system='teacher_float32_again'), 'cpu_ms'):.1f}.",
     ):
         assert words in text, words
 
