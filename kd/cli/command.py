@@ -154,12 +154,14 @@ def explained(prefix: str = "", path: str = "") -> str:
 
     `path`: a configuration; only keys of the kinds that it uses are explained.
     """
-    from kd.config.explain import explain, kinds_of  # kd-serve does not need its imports
-    from kd.config.load import load
+    from kd.config.explain import explain, explain_part, kinds_of  # kd-serve does not need its imports
+    from kd.config.load import read
 
     rows = explain(re.sub(r"\.[0-9]+(?=[.[]|$)|\[[0-9]+\]", "[]", prefix))
     rows = rows or [row for row in explain() if row[0].rpartition(".")[2] == prefix]
-    if not rows:
+    about = [f"kind: {prefix} in {section}: {summary}" for section, summary in explain_part(prefix)]
+    rows += [row for row in explain() if row[3].startswith(f"[kind: {prefix}] ")] if about else []
+    if not (rows or about):
         near = did_you_mean(prefix, [row[0] for row in explain()]) or "See `kd-train --help-keys`"
         raise ConfigError(prefix, "no such key", "", near)
     groups: dict[str, dict[str, list[str]]] = {}  # by section and kind, in the order of the sections
@@ -169,10 +171,10 @@ def explained(prefix: str = "", path: str = "") -> str:
         text = textwrap.fill(meaning, 110, initial_indent="      ", subsequent_indent="      ")
         lines = groups.setdefault(key.split(".")[0], {}).setdefault(kind, [f"kind: {kind}"] if kind else [])
         lines += [f"  {key}  ({allowed.removeprefix('Allowed: ')}{default})", text]
-    used = kinds_of(load(path, [])) if path else {}
+    used = kinds_of(read(path)) if path else {}
     for section, kinds in used.items():
         groups[section] = {kind: lines for kind, lines in groups.get(section, {}).items() if kind in {"", *kinds}}
-    return "\n".join(line for kinds in groups.values() for kind in sorted(kinds) for line in kinds[kind])
+    return "\n".join([*about, *(line for kinds in groups.values() for kind in sorted(kinds) for line in kinds[kind])])
 
 
 def new_parser(command: str, summary: str, example: str, with_config: bool = True) -> Parser:

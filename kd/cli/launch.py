@@ -198,9 +198,9 @@ def _complete(options: argparse.Namespace) -> None:
         if not getattr(options, name):
             errors.append(ConfigError(f"--{name}", "is not given", "", f"Give it, or set {variable}"))
     if options.output and not re.match(r"s3://[^/]+", options.output):
-        errors.append(ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX", "Correct it"))
+        errors.append(ConfigError("--output", f"is '{options.output}'", "s3://BUCKET/PREFIX"))
     if not 0 < getattr(options, "hours", 1.0) <= MOST_HOURS:  # false for NaN
-        errors.append(ConfigError("--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}", "Correct it"))
+        errors.append(ConfigError("--hours", f"is {options.hours:g}", f"Above 0, at most {MOST_HOURS}"))
     if not options.instance:
         errors.append(ConfigError("--instance", "is not given", "An instance type", "Give it: ml.g5.xlarge"))
     if errors:

@@ -252,6 +252,6 @@ def schema(argv: Sequence[str] | None = None) -> int:
         from kd import config
         from kd.config.json_schema import json_schema
 
-        print(json.dumps(json_schema(config.load(options.config, here=False) if options.config else None), indent=1))
+        print(json.dumps(json_schema(config.read(options.config) if options.config else None), indent=1))
 
     return guarded(command)

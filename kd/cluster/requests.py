@@ -297,7 +297,7 @@ def _violations(shape: Any, value: Any, path: str) -> Iterator[KdError]:
         near = did_you_mean(value, limits["enum"]) or "Correct it"
         yield ConfigError(path, f"is '{value}'", f"One of {len(limits['enum'])} names", near)
     if kind == "string" and not _matches(limits.get("pattern", ""), value):
-        yield ConfigError(path, f"is '{value[:80]}'", f"Text like {limits['pattern']}", "Correct it")
+        yield ConfigError(path, f"is '{value[:80]}'", f"Text like {limits['pattern']}")
     size = len(value) if kind in ("string", "list", "map") else value
     if "max" in limits and kind != "structure" and size > limits["max"]:
         yield ConfigError(path, f"has {size}", f"At most {limits['max']}", "Shorten it")

@@ -1,6 +1,6 @@
 """Build one typed, checked `Config` from a YAML file and `key=value` overrides, or report all errors at once."""
 
-from kd.config.load import dump, load, to_dict
+from kd.config.load import dump, load, read, to_dict
 from kd.config.schema import Config
 
-__all__ = ["Config", "dump", "load", "to_dict"]
+__all__ = ["Config", "dump", "load", "read", "to_dict"]

@@ -1,10 +1,14 @@
 """Describe keys of the configuration: accepted values and meaning, from the schema."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from kd.config.schema import Config
+from kd.config.section import PartSection, kinds, options_by_kind
 from kd.config.words import allowed, is_list, keys_of, section_of
 from kd.core.keys import extra, fields_of
 from kd.parts import registry
@@ -28,9 +32,9 @@ def _explain(cls: type, where: str) -> Iterator[tuple[str, str, str, str]]:
             yield from _explain(section, key)
         else:
             yield key, allowed(field), _default(field), " ".join((field.description or "").split())
-        folder = extra(field).get("parts", "")
-        for kind in (extra(field)["only"] or registry.names(folder)) if folder else ():
-            for *row, meaning in _explain(registry.options_type(folder, kind, where), where):
+            yield from _explain(section, key) if section else ()
+        for kind, options in options_by_kind(field):
+            for *row, meaning in _explain(options, where):
                 yield *row, f"[kind: {kind}] {meaning}"  # type: ignore[misc]
 
 
@@ -38,15 +42,31 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return json.dumps(to_jsonable_python(value, fallback=repr))  # which is YAML
 
 
-def kinds_of(config: Config) -> dict[str, set[str]]:
-    """Return the kinds of parts that a configuration uses, by section: `data`, `losses[]`."""
+def explain_part(name: str) -> list[tuple[str, str]]:
+    """List the section and the first sentence of each part of a name, such as `kl`."""
+    found = list[tuple[str, str]]()
+    for section, field in fields_of(Config).items():
+        kind = fields_of(section_of(field.annotation)).get("kind")
+        if kind and name in kinds(kind):
+            about = registry.summary(registry.find(extra(kind)["parts"], name, section))
+            found.append((section + "[]" * is_list(field.annotation), about))
+    return found
+
+
+def kinds_of(values: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the kinds of parts that a configuration's plain values name, by section: `data`, `losses[]`."""
     used: dict[str, set[str]] = {}
-    for name in fields_of(Config):
-        value = getattr(config, name)
-        parts = value if isinstance(value, tuple) else (value, *getattr(value, "also", ()))
-        if kinds := {part.kind for part in parts if hasattr(part, "kind")}:
-            used[name + "[]" * isinstance(value, tuple)] = kinds
+    for name, field in fields_of(Config).items():
+        section, several = section_of(field.annotation), is_list(field.annotation)
+        if not issubclass(section, PartSection):
+            continue
+        value = values.get(name) or {}
+        also = value.get("also") if isinstance(value, Mapping) else None
+        parts = value if several else [value, *(also or ())]
+        default = fields_of(section)["kind"].default
+        words = [part.get("kind", default) for part in parts if isinstance(part, Mapping)]
+        used[name + "[]" * several] = {section.present(word) for word in words if isinstance(word, str)}
     return used

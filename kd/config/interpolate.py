@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from kd.core.errors import ConfigError, KdError
 from kd.core.references import Referenced
@@ -13,6 +13,15 @@ _KEY = re.compile(r"\$\{([A-Za-z_][\w.\[\]-]*)\}")
 """A reference to another key of the configuration."""
 DEEPEST = 20
 """Largest depth of references to references; a deeper chain is circular."""
+
+
+def node_of(values: dict[str, Any]) -> Any:
+    """Return plain values as an OmegaConf node; ConfigError: they hold what YAML cannot."""
+    try:
+        return OmegaConf.create(values)
+    except OmegaConfBaseException as error:
+        where = str(getattr(error, "full_key", None) or "configuration")
+        raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def resolve(raw: Any, errors: list[KdError], here: bool = True) -> Any:
@@ -47,8 +56,7 @@ class _Resolver:
             value, reference = node[key], _expand(text, self.root)
         except (OmegaConfBaseException, RecursionError) as error:
             if self.here:
-                wrong = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else "refers to itself"
-                self.errors.append(ConfigError(where, wrong, "", "Correct it"))
+                self.errors.append(_dangling(where, text, error))
             return Referenced(text, text)
         section = isinstance(value, (dict, list)) or OmegaConf.is_config(value)
         if section and "${" in reference:
@@ -58,6 +66,19 @@ class _Resolver:
         elif section:
             return self.container(value, OmegaConf.to_container(value, resolve=False), where)
         return Referenced(value, reference) if isinstance(value, str) and "${" in reference else value
+
+
+def _dangling(where: str, text: str, error: Exception) -> ConfigError:
+    """Return the error of a reference that leads nowhere."""
+    if isinstance(error, RecursionError):
+        return ConfigError(where, f"is '{text}', which refers to itself")
+    if isinstance(error, InterpolationKeyError):
+        absent = next((key for key in _KEY.findall(text) if f"'{key}'" in str(error)), "another key")
+        wrong = f"is '{text}', but this configuration does not set {absent}"
+        return ConfigError(where, wrong, "Keys that it sets, and ${oc.env:NAME}", f"Write {absent} too")
+    reason = str(error).splitlines()[0].partition("resolving interpolation: ")  # the exception of `oc.env` is quoted
+    reason = (reason[2] or reason[0]).strip('"')
+    return ConfigError(where, f"is '{text}': {reason}", "Keys that the configuration sets, and ${oc.env:NAME}")
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:

@@ -1,17 +1,19 @@
 """The JSON Schema of a configuration, for editors that complete and check YAML while it is typed."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from kd.config.explain import kinds_of
 from kd.config.renamed import KEYS, KINDS
 from kd.config.schema import Config
-from kd.config.section import PartSection
+from kd.config.section import PartSection, kinds
 from kd.config.words import is_list, keys_of, section_of
-from kd.core.keys import extra, fields_of
+from kd.core.keys import RULES, extra, fields_of
 from kd.parts import registry
 
 Schema = dict[str, Any]
@@ -24,9 +26,9 @@ EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
 """First line of a configuration, by which an editor finds the schema."""
 
 
-def json_schema(config: Config | None = None) -> Schema:
-    """Return the schema of a configuration, with the parts from outside kd that `config` names."""
-    made = _Definitions(kinds_of(config) if config else {})
+def json_schema(values: Mapping[str, Any] | None = None) -> Schema:
+    """Return the schema of a configuration, with the parts from outside kd that the values of one name."""
+    made = _Definitions(kinds_of(values or {}))
     sections = {name: made.key(name, field) for name, field in fields_of(Config).items()}
     dotted = {f"^({'|'.join(sections)})\\.": {}}  # `optimizer.lr: 0.1` at the top of a file
     root = {"type": "object", "properties": sections, "patternProperties": dotted, "additionalProperties": False}
@@ -44,8 +46,10 @@ class _Definitions:
         section, meaning = section_of(field.annotation), " ".join((field.description or "").split())
         described = {"description": meaning} if meaning else {}
         if section is None:
-            value = None if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
-            default = {} if field.is_required() else {"default": value}
+            default = {}
+            if not field.is_required():
+                value = field.get_default(call_default_factory=True)
+                default = {"default": to_jsonable_python(value, fallback=repr)}
             return {**_value(field), **default, **described}
         several = is_list(field.annotation)
         value = {"$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"}
@@ -59,18 +63,18 @@ class _Definitions:
         if cls.__name__ not in self.definitions:
             self.definitions[cls.__name__] = {}  # its place
             is_part = issubclass(cls, PartSection)
-            self.definitions[cls.__name__] = self.alternatives(name, cls) if is_part else self.keys(name, keys_of(cls))
+            made = self.alternatives(name, cls) if is_part else self.keys(name, keys_of(cls))
+            self.definitions[cls.__name__] = {"description": _summary(cls), **made}
         return cls.__name__
 
     def alternatives(self, name: str, cls: type[PartSection]) -> Schema:
         """Return the schema of a section for each kind that it may name."""
         kind = fields_of(cls)["kind"]
-        known = extra(kind)["only"] or registry.names(extra(kind)["parts"])
-        words = ["auto"] if kind.default == "auto" else []
         outside = sorted(one for one in self.kinds.get(name, ()) if "." in one)
-        found = [self.of_kind(name, cls, one) for one in [*words, *known, *outside]]
+        known = [*kinds(kind), *outside]
+        found = [self.of_kind(name, cls, one) for one in known]
         old = [*KINDS.get(name.removesuffix("[]"), {})]
-        names: Schema = {"anyOf": [{"enum": [*words, *known, *outside, *old]}, {"type": "string", "pattern": r"\."}]}
+        names: Schema = {"anyOf": [{"enum": [*known, *old]}, {"type": "string", "pattern": r"\."}]}
         others: Schema = {
             "pattern": r"\.",
             **({"not": {"enum": outside}} if outside else {}),
@@ -82,9 +86,13 @@ class _Definitions:
         """Return the schema of a section whose kind is given."""
         found = self.keys(name, keys_of(cls, {"kind": kind}))
         old = [word for word, new in KINDS.get(name.removesuffix("[]"), {}).items() if new == kind]
+        field = fields_of(cls)["kind"]
         meaning = found["properties"]["kind"].get("description", "")
+        if kind != "auto":
+            about = registry.summary(registry.find(extra(field)["parts"], kind, name))
+            found["description"], meaning = about, f"{meaning} {kind}: {about}"
         found["properties"]["kind"] = {"enum": [kind, *old], "description": meaning}
-        if kind != fields_of(cls)["kind"].default:
+        if kind != field.default:
             found["required"] = sorted({*found.get("required", []), "kind"})
         return found
 
@@ -98,12 +106,19 @@ class _Definitions:
         return {"type": "object", "properties": properties, "additionalProperties": False, **named}
 
 
+def _summary(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split())
+
+
 def _value(field: FieldInfo) -> Schema:
     """Return the schema of a plain value, or of a reference in its place."""
     if field.annotation is str:
         return dict(TEXT)
     annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-    plain = TypeAdapter(annotation).json_schema()
+    try:
+        plain = TypeAdapter(annotation, config=RULES).json_schema()
+    except PydanticInvalidForJsonSchema:  # a type of a part from outside, which YAML cannot hold
+        return {}
     if pair := plain.pop("prefixItems", None):  # a word of later drafts; all of a key's values have one type
         plain["items"] = pair[0]
     if not plain or plain.get("type") == "object":

@@ -60,6 +60,11 @@ def load(
     return config
 
 
+def read(path: str | Path) -> dict[str, Any]:
+    """Return the values of a configuration that may be wrong, such as one that is being written."""
+    return resolve(apply_overrides(read_yaml(path), (), []), [], here=False)
+
+
 def to_dict(config: Any, values: bool = False) -> Any:
     """Return a configuration as plain values, with a part's options beside its `kind`; valid input for `load`."""
     if dataclasses.is_dataclass(config):

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from kd.config.section import options_by_kind
 from kd.config.words import allowed, is_list, keys_of, section_of
 from kd.core.errors import ConfigError, KdError, did_you_mean
-from kd.core.keys import Refused, extra, fields_of
-from kd.parts import registry
+from kd.core.keys import Refused, fields_of
 
 
 class Place(NamedTuple):
@@ -59,14 +59,28 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
     if kind == "missing" and field and value is None:  # else an item of it is missing
         return ConfigError(where, "is missing", allowed(field))
     if field is not None and is_list(field.annotation) and section_of(field.annotation):
-        return ConfigError(where, f"is {value!r}", "A list of sections is expected", "Start each with '- '")
+        return ConfigError(
+            where,
+            f"is {value!r}",
+            "A list of sections is expected",
+            f"Start each with '- ', or write {where}=[{{...}}]",
+        )
     if field is None or section_of(field.annotation):
-        if cause is not None:  # a rule of the part, in its own words
-            return ConfigError(where, " ".join(str(cause).split()) or "breaks a rule of its part")
+        if cause is not None:
+            return _rule(place, str(cause))
         return ConfigError(where, f"is {value!r}", f"A section with keys is expected: {', '.join(place.known)}")
-    if field.annotation is str and isinstance(value, bool):
-        return ConfigError(where, f"is {value!r}: YAML reads a bare no or off as a boolean", "Text", "Quote it")
+    if field.annotation is str and isinstance(value, (bool, float)):
+        kind = "a boolean" if isinstance(value, bool) else "a number"
+        return ConfigError(where, f"is {value!r}, because YAML reads it as {kind} without quotes", "Text", "Quote it")
     return ConfigError(where, f"is {value!r}", allowed(field))
+
+
+def _rule(place: Place, text: str) -> KdError:
+    """Return a part's own rule; one that begins with the name of a key is about that key."""
+    key, _, wrong = " ".join(text.split()).partition(" ")
+    if key in place.known:
+        return ConfigError(f"{place.where}.{key}", wrong)
+    return ConfigError(place.where, f"{key} {wrong}".strip() or "breaks a rule of its part")
 
 
 def _remedy(root: type, place: Place) -> str:
@@ -74,6 +88,8 @@ def _remedy(root: type, place: Place) -> str:
     section, _, key = place.where.rpartition(".")
     if having := [kind for kind, known in _kinds(place.known) if key in known]:
         return f"Kinds with this key: {', '.join(having)}"
+    if place.where in _paths(root, ""):  # `every.log` in the section `run`
+        return "Dots join keys at the top of a file alone"
     exact = [path for path in _paths(root, "") if path.rpartition(".")[2] == key]
     below = [path for path in exact if section and path.startswith(f"{section}.")]
     if not below and (similar := did_you_mean(key.lower(), place.known)):
@@ -94,6 +110,5 @@ def _paths(cls: type, prefix: str) -> Iterator[str]:
 
 def _kinds(known: Mapping[str, FieldInfo]) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
     """Yield the kinds of a section with the keys of each."""
-    declared = extra(known["kind"]) if "kind" in known else {}
-    for kind in declared.get("only") or registry.names(declared["parts"]) if "parts" in declared else ():
-        yield kind, fields_of(registry.options_type(declared["parts"], kind, "kind"))
+    for kind, options in options_by_kind(known["kind"]) if "kind" in known else ():
+        yield kind, fields_of(options)

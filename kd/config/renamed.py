@@ -46,7 +46,7 @@ def renamed(value: Any, where: str, errors: list[KdError], say: bool = False) ->
     made: dict[Any, Any] = {}
     for key, item in value.items():
         path = f"{where}.{key}" if where else str(key)
-        new = renamed_key(path, say).rpartition(".")[2] if where else renamed_key(path, say)
+        new = renamed_key(path, say)[len(where) + 1 if where else 0 :]
         if new != str(key) and new in value:
             wrong = f"is the old name of {new}, which is set too"
             errors.append(ConfigError(path, wrong, "Use one name", f"Remove {key}"))

@@ -5,17 +5,20 @@ part's own keys stand beside them in the YAML; the checked values are in `option
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import ArgsKwargs
 
 from kd.config.data_section import DataSection
+from kd.config.interpolate import node_of, resolve
 from kd.config.refusals import refusals
+from kd.config.renamed import renamed
 from kd.config.section import PartSection
 from kd.config.tuning import Fit, OptimizerSection, Tuning
 from kd.config.words import is_list
-from kd.core.errors import ConfigErrors
+from kd.core.errors import ConfigErrors, KdError
 from kd.core.every import Intervals
 from kd.core.keys import Auto, Field, Keys, fields_of, file_key, keys, part
 from kd.parts import registry
@@ -200,7 +203,7 @@ class StudentSection(NetworkSection):
 class LossSection(PartSection):
     """One term of the loss."""
 
-    kind: str = part("losses", "")
+    kind: str = part("losses")
     """The loss."""
     weight: NonNegativeFloat = 1.0
     """Factor of this term in the sum."""
@@ -276,10 +279,25 @@ class Config(Keys):
     @classmethod
     def _told(cls, given: Any, check: Callable[[Any], Any]) -> Any:
         """Check the sections, also those that are left out; ConfigErrors has all that is wrong, in kd's words."""
-        values = (given.kwargs or {}) if isinstance(given, ArgsKwargs) else given
+        values, errors = given, list[KdError]()
+        if isinstance(given, ArgsKwargs):  # from Python; `load` has resolved what it read
+            values = given.kwargs or {}
+            built = {name for name, value in values.items() if _is_built(value)}
+            plain = renamed({name: values[name] for name in values.keys() - built}, "", errors, say=True)
+            values = {**values, **resolve(node_of(plain), errors)}
         if isinstance(values, Mapping):
             values = {**{name: {} for name, field in fields_of(cls).items() if not is_list(field.annotation)}, **values}
+        checked = None
         try:
-            return check(values)
+            checked = check(values)
         except ValidationError as error:
-            raise ConfigErrors(refusals(error, cls, values)) from None
+            known = {error.where for error in errors}  # such as a reference that leads nowhere
+            errors += [other for other in refusals(error, cls, values) if other.where not in known]
+        if errors:
+            raise ConfigErrors(errors)
+        return checked
+
+
+def _is_built(value: Any) -> bool:
+    """Return whether a section is an object already, or a list with one."""
+    return is_dataclass(value) or (isinstance(value, (list, tuple)) and any(map(is_dataclass, value)))

@@ -1,15 +1,32 @@
 """A section that names a part: the part's own keys stand beside `kind`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
 from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, InitErrorDetails
 
-from kd.core.errors import ConfigError, KdError
+from kd.core.errors import ConfigError, KdError, PartNotFound, did_you_mean
 from kd.core.keys import Keys, Refused, checked, details, extra, fields_of, keys
 from kd.parts import registry
+
+
+def kinds(field: FieldInfo) -> list[str]:
+    """Return the parts that a key `kind` may name, after a word such as `auto`; [] for another key."""
+    if "parts" not in extra(field):
+        return []
+    names = extra(field)["only"] or registry.names(extra(field)["parts"])
+    word = [] if field.is_required() or field.default in names else [field.default]
+    return [*word, *names]
+
+
+def options_by_kind(field: FieldInfo) -> Iterator[tuple[str, type]]:
+    """Yield each part that a key `kind` may name, with the class of its own keys."""
+    for kind in kinds(field):
+        if kind != "auto":  # a word, which stands for a part
+            yield kind, registry.options_type(extra(field)["parts"], kind, "kind")
 
 
 @keys
@@ -28,11 +45,17 @@ class PartSection(Keys):
     def options_class(cls, values: Mapping[str, Any]) -> type:
         """Return the `Options` of the kind that a section's values name; KdError: there is no such part."""
         field = fields_of(cls)["kind"]
-        kind, folder = values.get("kind", field.default), extra(field)["parts"]
+        known = kinds(field)
+        kind = values.get("kind", None if field.is_required() else field.default)
         if not isinstance(kind, str) or not kind:
-            wrong = f"is {kind!r}" if kind else "is missing"
-            raise ConfigError("kind", wrong, f"Allowed: {', '.join(registry.names(folder))}")
-        return registry.options_type(folder, cls.present(kind), "kind")
+            raise ConfigError("kind", f"is {kind!r}" if kind else "is missing", ", ".join(known))
+        if "." not in kind and kind not in known:
+            raise PartNotFound("kind", f"is {kind!r}", ", ".join(known), did_you_mean(kind, known))
+        options = registry.options_type(extra(field)["parts"], cls.present(kind), "kind")
+        if taken := sorted(fields_of(options).keys() & fields_of(cls).keys()):
+            wrong = f"is {kind!r}, whose Options has the keys of every section of this sort: {', '.join(taken)}"
+            raise ConfigError("kind", wrong, "Keys of its own", "Rename them there")
+        return options
 
     @model_validator(mode="wrap")
     @classmethod

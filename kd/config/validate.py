@@ -53,9 +53,6 @@ def validate(config: Config, here: bool = True, cluster: bool = True) -> Iterato
 
 
 def _data(data: DataSection, teacher: TeacherSection) -> Iterator[KdError]:
-    if isinstance(data.workers, int) and data.workers < 0:
-        allowed = "`auto` or a whole number >= 0"
-        yield ConfigError("data.workers", f"is {data.workers!r}", allowed, "Change it")
     named = registry.facts("datasets", data.kind, data.options, "data.kind").test
     if named and data.test_fraction:
         wrong, remedy = f"is {data.test_fraction:g}, but data.{named} names a test split", "Leave one of them out"
@@ -184,9 +181,7 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
         if tuning.freeze_epochs and not tuning.freeze:
             wrong = f"is {tuning.freeze_epochs}, but {where}.freeze names nothing"
             yield ConfigError(f"{where}.freeze_epochs", wrong, "Patterns in freeze", f"Set {where}.freeze, or 0")
-    betas, steps, price = list(config.optimizer.betas), list(config.profile.steps), config.price
-    if not all(0 <= beta < 1 for beta in betas):
-        yield ConfigError("optimizer.betas", f"is {betas}", "Each >= 0 and < 1", "Change them")
+    steps, price = list(config.profile.steps), config.price
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         allowed = "The first and the last step, counted from 1"
         yield ConfigError("profile.steps", f"is {steps}", allowed, "Set profile.steps=[20, 30]")
@@ -198,7 +193,7 @@ def _of_one_section(config: Config) -> Iterator[KdError]:
 
         if price_per_hour(price.instance):
             return
-        wrong = f"is {price.instance}, whose price kd does not know"
+        wrong = f"is {price.instance!r}, whose price kd does not know"
         remedy = did_you_mean(price.instance, TABLE) or "Set price.per_hour"
         yield ConfigError("price.instance", wrong, f"One of {', '.join(TABLE)}, or any with a price", remedy)
 

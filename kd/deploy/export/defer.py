@@ -45,7 +45,7 @@ class Rule:
             raise ConfigError("--defer", "and --defer-share are two rules for one threshold", "", "Choose one")
         if not 0 < (self.wrong or self.share) < 1:
             allowed = "A share between 0 and 1, such as 0.02"
-            raise ConfigError(self.where, f"is {self.wrong or self.share:g}", allowed, "Correct it")
+            raise ConfigError(self.where, f"is {self.wrong or self.share:g}", allowed)
         if not task.logits:
             wrong = "needs confidences, but an embedding model returns vectors"
             raise ConfigError(self.where, wrong, "A student with labels", f"Leave {self.where} out")

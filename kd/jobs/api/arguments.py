@@ -78,9 +78,9 @@ class Arguments:
 
     def __post_init__(self) -> None:
         if self.labels not in LABELS:
-            raise ConfigError("labels", f"is {self.labels!r}", f"Allowed: {', '.join(LABELS)}", "Change the value")
+            raise ConfigError("labels", f"is {self.labels!r}", f"Allowed: {', '.join(LABELS)}")
         if not isinstance(self.workers, int) or self.workers < 0:
-            raise ConfigError("workers", f"is {self.workers!r}", "A whole number >= 0", "Change the value")
+            raise ConfigError("workers", f"is {self.workers!r}", "A whole number >= 0")
         for where, model in self.models.items():
             if not isinstance(model, nn.Module):
                 wrong = f"is {type(model).__name__}"

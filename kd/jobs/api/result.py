@@ -183,7 +183,7 @@ class Pixels:
             remedy = "Write your own export with torch.onnx"
             raise ConfigError("val", f"has images {pixels}", "An endpoint takes square float [3, S, S]", remedy)
         if len(self.mean) != 3 or len(self.std) != 3 or not all(value > 0 for value in self.std):
-            raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0", "Correct them")
+            raise ConfigError("mean", "and std are no triples", "Three numbers each, std above 0")
         levels = self._scaled(image)
         near = levels.round()
         if not (levels - near).abs().max() <= OFF or near.min() < 0 or near.max() > 255:

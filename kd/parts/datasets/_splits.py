@@ -35,7 +35,7 @@ def grouped(rule: str, split: str, texts: Iterable[str]) -> Repeated | None:
     groups = Repeated.of_each(texts)
     if split == "train" and len(groups.texts) == len(groups.of):
         allowed = "`parent`, a pattern with the group in brackets such as '(.*)_', or a column of the table"
-        raise DataError("data.group", f"'{rule}' puts no two training images into one group", allowed, "Change it")
+        raise DataError("data.group", f"'{rule}' puts no two training images into one group", allowed)
     return groups
 
 

@@ -78,7 +78,7 @@ def _prepared(spec: Spec, processor: Any, image: Image.Image) -> torch.Tensor:
     except Exception as error:  # transformers raises many types, all caused by the folder
         wrong = f"the processor of '{spec.model}' fails ({named(error)})"
         numbers = _keys(processor, ("image_mean", "image_std", "rescale_factor", "size", "crop_size"))
-        raise ModelError(f"{spec.where}.model", wrong, f"Its keys are {numbers}", "Correct them") from error
+        raise ModelError(f"{spec.where}.model", wrong, f"Its keys are {numbers}") from error
     if not isinstance(found, torch.Tensor) or found.ndim != 4 or found.shape[:2] != (1, 3):
         shape = list(getattr(found, "shape", ()))
         wrong = f"the {type(processor).__name__} of '{spec.model}' makes input of the shape {shape} of an image"

@@ -190,7 +190,7 @@ def to_logits(spec: Spec, meaning: str) -> Callable[[Tensor], Tensor]:
 def found_function(spec: Spec) -> Any:
     where, (module, colon, name) = f"{spec.where}.model", spec.model.partition(":")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
-        raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher", "Correct it")
+        raise ModelError(where, f"is '{spec.model}'", "module:function, such as mylab.models:teacher")
     try:
         function = getattr(named_module(module), name, None)
     except ModuleNotFoundError as error:

@@ -50,7 +50,7 @@ def build(options: Options, spec: Spec, image_size: int, features: Collection[st
         ) from error
     if not isinstance(inner, nn.Module):
         wrong = f"'{spec.model}' returns {type(inner).__name__}"
-        raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module", "Correct it")
+        raise ModelError(f"{spec.where}.model", wrong, "A function that returns an nn.Module")
     own: list[str] = []
     if spec.checkpoint:  # weights must match exactly; a .pth is read without running code
         weights = read(f"{spec.where}.checkpoint", spec.checkpoint)

@@ -56,7 +56,7 @@ def sweep(settings: str | Path | Config | dict[str, Any], *overrides: str, by: s
         RunError: no trial finished, or another sweep is writing the folder.
     """
     if not isinstance(jobs, int) or jobs < 1:
-        raise ConfigError("jobs", f"is {jobs!r}", "A whole number >= 1", "Change the value")
+        raise ConfigError("jobs", f"is {jobs!r}", "A whole number >= 1")
     space = Space.read(config.to_dict(settings) if isinstance(settings, Config) else settings, overrides)
     combinations = space.combinations()
     first = space.load(combinations[0])

@@ -176,7 +176,7 @@ def test_a_trial_on_this_machine_takes_no_option_of_a_job(food, refused, command
     told = refused(*local, "--spot", "--count", "2")
     assert told.startswith("kd-launch: --count, --spot: for jobs on SageMaker")
     assert "the configuration is valid" in command(*local, "--backend", "cpu").out
-    assert refused(*local, "--backend", "gpu").startswith("backend.kind: no part named 'gpu'")
+    assert refused(*local, "--backend", "gpu").startswith("backend.kind: is 'gpu'")
 
 
 def test_the_plan_of_the_cores(food, command, refused):

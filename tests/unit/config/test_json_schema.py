@@ -105,7 +105,7 @@ def test_a_laboratorys_own_part_stands_in_it(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     raw = {**MINIMAL, "losses": [{"kind": "schema_lab.sharp", "power": 3}]}
-    schema = jsonschema.Draft7Validator(json_schema(load(raw)))
+    schema = jsonschema.Draft7Validator(json_schema(raw))
     assert not errors_of(raw, schema)
     for wrong in ({"power": 0}, {"powr": 1}):
         assert errors_of({**raw, "losses": [{"kind": "schema_lab.sharp", **wrong}]}, schema)

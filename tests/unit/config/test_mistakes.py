@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from kd.config import load
+from kd.config import Config, load
 from kd.config.json_schema import json_schema
 from kd.config.load import apply_overrides
 from kd.core.errors import ConfigErrors, KdError
@@ -41,8 +41,8 @@ MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
     ("the name of a field", "losses=[{kind: kl, options: 3}]", [("losses[0].options", ("no such key",))], True),
     ("the same elsewhere", "sifter={options: {a: 1}}", [("sifter.options", ("no such key",))], True),
     ("one of a pair", "optimizer.betas=[0.9]", [("optimizer.betas", ("is [0.9]", "a list of 2 values"))], True),
-    ("a kind misspelt", "losses=[{kind: kll}]", [("losses[0].kind", ("no part named 'kll'", LOSSES, "'kl'?"))], True),
-    ("no such kind", "data.kind=folder", [("data.kind", ("no part named", DATA, "'imagefolder'?"))], True),
+    ("a kind misspelt", "losses=[{kind: kll}]", [("losses[0].kind", ("is 'kll'", LOSSES, "'kl'?"))], True),
+    ("no such kind", "data.kind=folder", [("data.kind", ("is 'folder'", DATA, "'imagefolder'?"))], True),
     ("no kind", {"data": {"root": "photos"}}, [("data.kind", ("is missing", DATA))], True),
     ("no data", {"data": None}, [("data.kind", ("is missing", DATA))], False),
     ("no root", {"data": {"kind": "imagefolder"}}, [("data.root", ("is missing", "text"))], True),
@@ -64,11 +64,28 @@ MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
     ("a number for true", "run.baseline=1", [("run.baseline", ("is 1", "true or false"))], True),
     ("no such word", "backend.precision=fp16", [("backend.precision", ("'fp16'", "auto, fp32, bf16"))], True),
     ("true for a word", "student.attention=on", [("student.attention", ("True", "auto, fused, unfused"))], True),
-    ("a bare no", "run.name=no", [("run.name", ("False", "YAML reads a bare no", "Quote it"))], True),
+    ("a bare no", "run.name=no", [("run.name", ("False", "a boolean without quotes", "Quote it"))], True),
     ("text for a list", "run.trackers=wandb", [("run.trackers", ("'wandb'", "a list of text"))], True),
     ("three for a pair", "optimizer.betas=[0.9,0.99,0.999]", [("optimizer.betas", ("a list of 2 values",))], True),
     ("a pair out of range", "optimizer.betas=[0.9,1.0]", [("optimizer.betas", (">= 0 and < 1",))], True),
-    ("a rule of a part", "losses=[{kind: kl, hard: true, temperature: 4}]", [("losses[0]", ("must be 1",))], False),
+    (
+        "a rule of a part",
+        "losses=[{kind: kl, hard: true, temperature: 4}]",
+        [("losses[0].temperature", ("must be 1",))],
+        False,
+    ),
+    ("a version as a name", "run.name=1.10", [("run.name", ("1.1", "a number without quotes", "Quote it"))], False),
+    (
+        "a dotted key in a section",
+        {"run": {"every.log": 9}},
+        [("run.every.log", ("no such key", "top of a file"))],
+        True,
+    ),
+    ("an item of no list", "optimizer.betas[0]=0.5", [("optimizer.betas", ("a list of 2 values",))], True),
+    ("a further teacher of none", "teacher.also[0].model=x", [("teacher.also", ("list of sections", "[{...}]"))], True),
+    ("a kind for others alone", "student.kind=onnx", [("student.kind", ("is 'onnx'", "Allowed: timm, torch"))], True),
+    ("no such variable", "run.name=${oc.env:KD_NONE}", [("run.name", ("KD_NONE", "not found", "oc.env"))], False),
+    ("a key that is not set", "run.name=a-${run.seed}", [("run.name", ("does not set run.seed",))], False),
     ("a checkpoint alone", "student.checkpoint=a.pth", [("student.init", ("'scratch'", "init: pretrained"))], False),
     ("no teacher", {"teacher": {}}, [("teacher.model", ("is missing", "losses[0]", "{kind: ce}"))], False),
     ("divided twice", "teacher={shard: true, pipeline: 2}", [("teacher.shard", ("mutually exclusive",))], False),
@@ -135,3 +152,80 @@ def test_an_editor_marks_every_mistake_of_one_key(change, marked):
     errors = [*jsonschema.Draft7Validator(json_schema()).iter_errors(plain(change))]
     assert bool(errors) == marked, errors
     assert not [*jsonschema.Draft7Validator(json_schema()).iter_errors(RIGHT)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("010", "010"), ("2024_01_15", "2024_01_15"), ("1:30", "1:30"), ("0x1f", "0x1f"), ("7", "7")]
+)
+def test_a_text_is_kept_as_it_is_written(tmp_path, text, expected):
+    """YAML reads 010 as 8 and 2024_01_15 as 20240115."""
+    assert load(plain("run.seed=0"), [f"run.name={text}"]).run.name == expected
+    (tmp_path / "a.yaml").write_text(
+        "data: {kind: imagefolder, root: ROOT}\nstudent: {model: resnet10t}\nlosses: [{kind: ce}]\n".replace(
+            "ROOT", text
+        )
+    )
+    assert load(tmp_path / "a.yaml").data.options.root == expected
+
+
+def test_a_number_is_read_from_its_text():
+    read = load(plain("run.seed=1_000"), ["optimizer.lr=1e-3", "data.batch_size=032"])
+    assert (read.run.seed, read.optimizer.lr, read.data.batch_size) == (1000, 0.001, 32)
+
+
+def test_an_empty_section_has_its_defaults():
+    assert load({**RIGHT, "run": None}).run.seed == 0
+
+
+OUTSIDE = """
+import dataclasses
+from collections.abc import Callable
+from kd.core.facts import LossFacts
+facts = LossFacts(labels=True, logits="softmax")
+@dataclasses.dataclass(frozen=True)
+class Options:
+    power: float = 2.0
+    {field}
+    def __post_init__(self, start=0):
+        assert self.power
+def build(options, dims):
+    pass
+"""
+
+
+@pytest.mark.parametrize("field", ["start: dataclasses.InitVar[int] = 3", "call: Callable = abs", "where: type = int"])
+def test_a_dataclass_from_outside_may_hold_what_yaml_cannot(tmp_path, monkeypatch, field):
+    module = "outside_" + field.partition(":")[0]
+    (tmp_path / f"{module}.py").write_text(OUTSIDE.format(field=field))
+    (tmp_path / "holder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "holder" / f"{module}.py").write_text(OUTSIDE.format(field=field))
+    raw = {**RIGHT, "losses": [{"kind": f"holder.{module}", "power": 3}]}
+    assert load(raw).losses[0].options.power == 3
+    schema = jsonschema.Draft7Validator(json_schema(raw))
+    assert not [*schema.iter_errors(raw)]
+    assert [*schema.iter_errors({**raw, "losses": [{"kind": f"holder.{module}", "power": "much"}]})]
+
+
+def test_a_key_of_the_section_is_no_key_of_a_part(tmp_path, monkeypatch):
+    (tmp_path / "shadows").mkdir()
+    (tmp_path / "shadows" / "part.py").write_text(OUTSIDE.format(field="weight: float = 3.0"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (error,) = told({**RIGHT, "losses": [{"kind": "shadows.part"}]})
+    assert error.where == "losses[0].kind"
+    assert "weight" in error.wrong
+
+
+def test_a_schema_is_written_while_the_configuration_is_wrong():
+    assert "definitions" in json_schema({"losses": [{"kind": "kl", "temprature": 2}, "kl"], "data": "photos", "run": 3})
+
+
+def test_python_reads_references_and_old_names(monkeypatch):
+    monkeypatch.setenv("KD_TEST_SEED", "7")
+    values: dict[str, Any] = {"data": {"kind": "food_mini"}, "losses": [{"kind": "relational"}]}
+    optimizer = {"lr": "${run.seed}", "ema": 0.5}
+    made = Config(**values, run={"seed": "${oc.env:KD_TEST_SEED}"}, optimizer=optimizer)  # type: ignore[arg-type]
+    assert (made.run.seed, made.optimizer.lr, made.optimizer.ema_decay) == (7, 7.0, 0.5)
+    assert made.losses[0].kind == "cckd"
+    with pytest.raises(ConfigErrors, match=r"run\.seed: .*does not set run\.epochs"):
+        Config(**values, run={"seed": "${run.epochs}"})  # type: ignore[arg-type]
