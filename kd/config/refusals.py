@@ -76,11 +76,12 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
 
 
 def _rule(place: Place, text: str) -> KdError:
-    """Return a part's own rule; one that begins with the name of a key is about that key."""
-    key, _, wrong = " ".join(text.split()).partition(" ")
-    if key in place.known:
+    """Return a part's own rule; one such as "temperature is 4, ..." is about that key."""
+    text = " ".join(text.split()) or "breaks a rule of its part"
+    key, _, wrong = text.partition(" ")
+    if key in place.known and wrong.startswith(("is ", "are ", "needs ", "must ")):
         return ConfigError(f"{place.where}.{key}", wrong)
-    return ConfigError(place.where, f"{key} {wrong}".strip() or "breaks a rule of its part")
+    return ConfigError(place.where, text)
 
 
 def _remedy(root: type, place: Place) -> str:

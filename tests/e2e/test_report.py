@@ -306,7 +306,7 @@ def test_runs_of_three_seeds_are_one_mean(run, command, tmp_path):
         (["report", "nowhere"], "not a run folder"),
         (["report", "RUN", "--price"], "no run has a price"),
         (["report", "a=b"], "'a=b' is no run folder"),
-        (["report", "RUN", "price.instance=ml.p9.huge"], "price.instance: is ml.p9.huge"),
+        (["report", "RUN", "price.instance=ml.p9.huge"], "price.instance: is 'ml.p9.huge'"),
         (["report", "RUN", "optimizer.lrr=1"], "optimizer.lrr: no such key"),
         (["report", "RUN", "--images", "-5"], "'-5' is not a whole number"),
         (["train", "CONFIG", "price.instance=ml.p4d.24xlarg"], "Did you mean"),

@@ -249,7 +249,7 @@ def changed(section, **values):
         ("transformers", {"checkpoint": "a"}, r"teacher\.checkpoint: is set, but the folder"),
         ("zero_shot", {"vectors": "none.safetensors"}, r"teacher\.vectors: 'none\.safetensors' cannot be read"),
         ("zero_shot", {"vectors": ""}, r"teacher\.model: .*tokenizer.*teacher\.vectors"),
-        ("zero_shot", {"prompts": ["a photo"]}, r"teacher: prompts are"),
+        ("zero_shot", {"prompts": ["a photo"]}, r"teacher\.prompts: are"),
         ("transformers", {"fit": {"epochs": 2}}, r"teacher\.fit\.epochs: .*does not fit a teacher of kind 'transf"),
     ],
 )
