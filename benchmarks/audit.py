@@ -196,7 +196,7 @@ def published(file: Path, labels: list[Path]) -> Callable[[dict[str, Source]], s
 
 def scale(count: int) -> dict[str, Any]:
     """Compare so many synthetic pictures, one in a hundred a noisy copy, in this process."""
-    from kd.parts.datasets._decode import Names
+    from kd.parts.datasets._columns import Names
 
     names = Names([f"train/class_{id % 1000:04d}/{id:07d}.jpg".encode() for id in range(count)])
     album, rng = Album(count), np.random.default_rng(0)

@@ -37,9 +37,9 @@ from kd.core.types import SiftContext
 from kd.data.loader import Share
 from kd.models.cache import Codec, open_store
 from kd.parts.datasets import csv, imagefolder
-from kd.parts.datasets._decode import Repeated, label_images
-from kd.parts.datasets._folder import File, Files, ImageFolder
-from kd.parts.datasets._splits import part
+from kd.parts.datasets._columns import Names, Repeated
+from kd.parts.datasets._files import Files
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, Storage, source
 from kd.parts.sifters import history
 from kd.parts.sifters._plan import full_plan
 from kd.setup.data import Data
@@ -59,14 +59,14 @@ def names(count: int, random: bool) -> Iterator[bytes]:
         yield from sorted(b"n%08d/%s.JPEG" % (folder, one) for one in own)
 
 
-def listing(count: int, random: bool = False) -> ImageFolder:
+def listing(count: int, random: bool = False) -> Listed:
     """Make a listing of images that are nowhere, as `imagefolder` does behind its scan."""
-    files = Files.of((name, File(10_000 + id % 997, 2**63 + id)) for id, name in enumerate(names(count, random)))
+    sizes = 10_000 + np.arange(count) % 997
+    stamps = 2**63 + np.arange(count, dtype=np.uint64)
+    files = Storage(Names(names(count, random)), sizes, stamps)
     classes = [f"n{folder:08d}" for folder in range(count // FOLDER)]
     column = Repeated(classes, np.repeat(np.arange(len(classes), dtype=np.int32), FOLDER))
-    order, label = label_images(column, classes, None, "data.root", "train", "all")
-    ids, _ = part(files.names, None, label, VAL, "train")
-    return ImageFolder("/nowhere", files.take(ids), label[ids], order, ())
+    return source(files, LabelColumn(column), SplitRequest("train", None, "all", "data.root", VAL))
 
 
 def context(count: int) -> SiftContext:
@@ -132,8 +132,8 @@ def parts(root: str) -> dict[str, Callable[[int], Any]]:
 
 def labels(count: int) -> Any:
     """Read the label of each image of a listing."""
-    source = ImageFolder("/nowhere", Files.of([]), np.zeros(count, np.int32), ("a", "b"), ())
-    return source, Data(DataPlan(), source, source).labels()
+    images = Listed(Files("/nowhere", []), np.zeros(count, np.int32), ("a", "b"))
+    return images, Data(DataPlan(), images, images).labels()
 
 
 def measure(name: str, count: int, root: str) -> dict[str, Any]:

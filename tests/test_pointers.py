@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kd.cli.__main__ import COMMANDS
+from kd.files import pixels
 from kd.parts import registry
-from kd.parts.datasets import _decode
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
@@ -97,4 +97,4 @@ def test_the_runs_of_examples_are_of_configurations_or_losses_that_exist(command
 @pytest.mark.parametrize("page", ["SECURITY.md", "docs/guide.md"])
 def test_the_formats_of_images_are_all_named(page):
     text = (ROOT / page).read_text().lower()
-    assert not [name for name in (*_decode.FORMATS, "avif") if name.lower().replace("heif", "heic") not in text]
+    assert not [name for name in (*pixels.FORMATS, "avif") if name.lower().replace("heif", "heic") not in text]

@@ -26,6 +26,15 @@ AVIF = find_spec("PIL._avif") is not None
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", *["AVIF"] * AVIF, *["HEIF"] * HEIF)
 """Formats of training and validation images, recognized by content, not by file name. Pillow has more, some of which
 start other programs (EPS). The endpoint reads fewer."""
+SIGNS = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG": "PNG",
+    b"GIF8": "GIF",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+    b"BM": "BMP",
+}
+"""First bytes of formats."""
 HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 MAX_BYTES = 2**30  # bytes of an image file. Within the limit on pixels no file needs more; larger files are not read.
 MAX_PIXELS = 89_478_485  # pixels of a training image: Pillow's own limit
@@ -61,10 +70,13 @@ class Beyond(ValueError):
         self.limit, self.wrong, self.allowed = limit, wrong, allowed
 
 
-def boxed(data: bytes) -> str:
-    """Return "AVIF" or "HEIC" if an image file is one of these by its first bytes, else ""."""
-    brand = data[8:12] if data[4:8] == b"ftyp" else b""
-    return "AVIF" if brand in (b"avif", b"avis") else "HEIC" if brand in HEIF_BRANDS else ""
+def format_of(head: bytes) -> str:
+    """Return the format of an image file by its first 12 bytes, such as "JPEG" or "HEIC"; "": it is no image."""
+    if head[:4] == b"RIFF":
+        return "WEBP" if head[8:12] == b"WEBP" else ""
+    if head[4:8] == b"ftyp":
+        return {b"avif": "AVIF", b"avis": "AVIF", **dict.fromkeys(HEIF_BRANDS, "HEIC")}.get(head[8:12], "")
+    return next((name for sign, name in SIGNS.items() if head.startswith(sign)), "")
 
 
 def load_heif() -> bool:
@@ -76,7 +88,7 @@ def load_heif() -> bool:
 
 def open_training_image(data: bytes) -> Image.Image:
     """Open an image file of any of `FORMATS`, with training's limits; see `open_image`."""
-    heif = data[4:8] == b"ftyp" and boxed(data) != "AVIF" and load_heif()
+    heif = data[4:8] == b"ftyp" and format_of(data) != "AVIF" and load_heif()
     return open_image(data, [name for name in FORMATS if name != "HEIF" or heif], MOST)
 
 

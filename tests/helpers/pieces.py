@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from kd.core.types import State
-from kd.parts.datasets._decode import HEIF
+from kd.files.pixels import HEIF
 
 WITHOUT_HEIF = pytest.mark.skipif(HEIF, reason="pillow-heif is installed")
 """For what is said where the extra heic is not installed."""

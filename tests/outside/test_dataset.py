@@ -1,14 +1,18 @@
 """A data source is one file beside kd's: `kd init` finds it by its `recognizes`, and a run learns from it."""
 
+import io
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from pieces import merged, tiny
+from PIL import Image
 
 import kd
 import kd.parts.datasets
+from kd.core.errors import DataError
 from kd.parts import registry
 
 
@@ -41,3 +45,36 @@ def test_kd_init_finds_it_and_a_run_learns_from_it(arrays, command, tmp_path, mo
     run = kd.train(merged(merged(made, quick), {"student": {**tiny(), "tuning": {}}, "teacher": teacher}))
     assert run.metrics["teacher_accuracy"] == 1.0
     assert run.metrics["accuracy"] >= 0.5
+
+
+def test_a_storage_is_one_class_and_one_call(arrays, tmp_path):
+    """Held-out images, groups, images without a label and wrong classes are as for kd's own kinds."""
+    rng, file = np.random.default_rng(0), tmp_path / "lab.sqlite"
+    with sqlite3.connect(file) as database:
+        database.execute("CREATE TABLE pictures (path TEXT PRIMARY KEY, dish TEXT, jpeg BLOB)")
+        for number in range(40):
+            dish = None if number % 4 == 3 else ("soup", "toast")[number % 2]
+            shade = 40 if number % 2 else 200
+            pixels = rng.integers(0, 40, (16, 16, 3)) + shade
+            jpeg = io.BytesIO()
+            Image.fromarray(pixels.astype(np.uint8)).save(jpeg, "JPEG")
+            row = f"plate{number // 4:02d}/{number:02d}.jpg", dish, jpeg.getvalue()
+            database.execute("INSERT INTO pictures VALUES (?, ?, ?)", row)
+    values = {
+        "run": {"epochs": 6, "name": "lab", "folder": str(tmp_path)},
+        "data": {"kind": "sqlite", "file": str(file), "group": "(.*)/", "image_size": 16, "batch_size": 8},
+        "teacher": {**tiny(), "min_accuracy": -1.0, "fit": {"epochs": 4}},
+        "student": tiny(),
+        "losses": [{"kind": "kl"}],
+    }
+    with pytest.raises(DataError, match=r"^data\.file: image 'plate00/03\.jpg' has no label.*labels=some"):
+        kd.train(values)
+    run = kd.train(values, "data.labels=some", "data.val_fraction=0.3")
+    assert run.metrics["agreement"] >= 0.5
+    options = registry.default_options("datasets", "sqlite", file=str(file), group="(.*)/")
+    build = registry.find("datasets", "sqlite", "data.kind").build
+    train, val = build(options, "train", None, "some"), build(options, "val", ["soup", "toast"], "some")
+    assert len(train) + len(val) == 40
+    assert not {train.group(id) for id in range(len(train))} & {val.group(id) for id in range(len(val))}
+    with pytest.raises(DataError, match=r"the class 'toast', which is not among"):
+        build(options, "val", ["soup", "stew"], "some")

@@ -6,12 +6,13 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kd.core.errors import DataError
 from kd.deploy.serve.decoding import begins_as_image, check_bytes, read_file
 from kd.files import object_store, shards
+from kd.files.folders import Walk, is_image, left_out
 from kd.files.pixels import ENDINGS
 from kd.files.storage import retried
 
@@ -32,6 +33,7 @@ class ImageList:
     stamps: Sequence[str]  # size and time of each image at listing; "": missing, or a URL in a list
     path: Callable[[int], str]  # (id) -> the local file of an image; "": it has none
     remote: bool = False  # reading uses a network
+    notes: Sequence[str] = ()  # what the listing left out, in lines for the user
 
     @property
     def fingerprint(self) -> str:
@@ -84,20 +86,9 @@ def _is_image(name: str) -> bool:
 
 
 def _folder(root: str) -> ImageList:
-    names = []
-    above: dict[str, set[str]] = {root: set()}  # folders still to list, with the real paths of their parents
-    for folder, below, files in os.walk(root, onerror=_cannot_list, followlinks=True):
-        real = os.path.realpath(folder)
-        parents = above.pop(folder)
-        if real in parents:
-            raise DataError(WHERE, f"the folder '{folder}' is a link to a folder above it", "", "Remove the link")
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        above.update({os.path.join(folder, name): parents | {real} for name in below})
-        inside = os.path.relpath(folder, root)
-        images = (name for name in files if _is_image(name) and not name.startswith("."))
-        names += [name if inside == "." else f"{inside}/{name}" for name in images]
-    names.sort()
-    return _files(root, names)
+    walk = Walk(root, b"", WHERE, lambda entry: _is_image(os.fsdecode(entry.name)) or is_image(entry))
+    images = _files(root, [os.fsdecode(path) for _, path, _ in walk])
+    return replace(images, notes=left_out(walk.other))
 
 
 def _files(folder: str, names: Sequence[str]) -> ImageList:
@@ -134,11 +125,6 @@ def _url(url: str, size: int) -> bytes:
 def _member(path: str, offset: int, size: int) -> bytes:
     check_bytes(size)
     return shards.content(path, offset, size)
-
-
-def _cannot_list(error: OSError) -> None:
-    wrong = f"the folder '{error.filename}' cannot be listed ({error.strerror})"
-    raise DataError(WHERE, wrong, "", "Make it readable, or choose another folder") from error
 
 
 def _file(source: str) -> ImageList:

@@ -114,7 +114,7 @@ def predict(settings: PredictOptions, out: IO[str] = sys.stdout) -> Summary:
         journal.finish(settings.to, 0 if several else top, scored, more)
     shutil.rmtree(copies, ignore_errors=True)
     unreadable = tuple(journal.unreadable)
-    notes = reference.notes(tally) if reference and tally else ()
+    notes = (*images.notes, *(reference.notes(tally) if reference and tally else ()))
     counted = (journal.num_unreadable, seconds, journal.passed_on)
     return Summary(len(images.names), resumed, unreadable, *counted, notes)
 

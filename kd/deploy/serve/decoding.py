@@ -121,15 +121,14 @@ def refusal(image: "Decoded", limits: Limits) -> str:
 
 
 def begins_as_image(data: bytes) -> bool:
-    """Return whether bytes begin like an image file: JPEG, PNG, WebP, HEIC or AVIF."""
-    begins = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[:4] + data[8:12] == b"RIFFWEBP"
-    return begins or bool(pixels.boxed(data))
+    """Return whether bytes begin like an image file that an endpoint may read."""
+    return pixels.format_of(data) in (*FORMATS, "HEIC", "AVIF")
 
 
 def _open(data: bytes, limits: Limits) -> Image.Image:
-    boxed = pixels.boxed(data)
+    kind = pixels.format_of(data)
     try:
-        formats = ("HEIF",) if boxed == "HEIC" and pixels.load_heif() else FORMATS
+        formats = ("HEIF",) if kind == "HEIC" and pixels.load_heif() else FORMATS
         return pixels.open_image(data, formats, limits.of("JPEG" if data[:2] == b"\xff\xd8" else ""))
     except Beyond as error:
         status = 413 if error.limit == "pixels" else 422
@@ -137,9 +136,9 @@ def _open(data: bytes, limits: Limits) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as in `decode`; a damaged header is enough
-        if boxed and boxed not in NAMES:
-            remedy = "Send a JPEG, or on the server: pip install 'PATH/kd[heic]'" * (boxed == "HEIC")
-            detail = f"This is {boxed}. Allowed are the formats {', '.join(NAMES)}. {remedy or 'Send a JPEG'}."
+        if kind in ("HEIC", "AVIF") and kind not in NAMES:
+            remedy = "Send a JPEG, or on the server: pip install 'PATH/kd[heic]'" * (kind == "HEIC")
+            detail = f"This is {kind}. Allowed are the formats {', '.join(NAMES)}. {remedy or 'Send a JPEG'}."
             raise Problem(415, detail) from error
         if begins_as_image(data):
             raise Problem(400, "The image is damaged in its first bytes.") from error

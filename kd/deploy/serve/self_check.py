@@ -22,7 +22,7 @@ from kd.core.errors import ModelError, in_short
 from kd.core.host import versions
 from kd.deploy.serve.decoding import prepare
 from kd.deploy.serve.engines import Engine
-from kd.files.pixels import BRANCHES, CENTRE, HEIF, boxed, load_heif
+from kd.files.pixels import BRANCHES, CENTRE, HEIF, format_of, load_heif
 from kd.parts import registry
 
 FILE, KEY = "self_check.npz", "self_check"
@@ -157,7 +157,7 @@ def differences(
 
     def change(i: int) -> tuple[float, str]:
         content, stored = arrays[f"picture{i}"].tobytes(), expected[i]
-        if boxed(content) and not HEIF:  # the endpoint answers 415
+        if format_of(content) in ("HEIC", "AVIF") and not HEIF:  # the endpoint answers 415
             return 0.0, ""
         try:
             decoded = prepare(content, math.isqrt(stored.size // 3), crop, margin=margin, bits=bits)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kd.core.errors import DataError, did_you_mean
 from kd.core.text import nfc
 from kd.files import tables
-from kd.parts.datasets._decode import READ_BY, Repeated
-from kd.parts.datasets._folder import ENDINGS, File, entries_of, file_of, folders, is_folder, is_image, text
-from kd.parts.datasets._splits import grouped, part
+from kd.files.folders import ENDINGS, READ_BY, entries_of, folders, is_folder, is_image, printable, status_of
+from kd.parts.datasets._files import Files
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, source
+
+WHERE = Files.where
 
 SLOW = 10_000  # folder size from which no similar name is proposed for a missing one
 
@@ -29,9 +29,11 @@ class Entry(NamedTuple):
         return f"line {self.line}: '{self.name}'" if self.line else f"'{self.name}'"
 
 
-class Listed(NamedTuple):
+class Located(NamedTuple):
+    """A line of a list, and the file that it names."""
+
     entry: Entry
-    file: File
+    status: os.stat_result | None  # None: a link without a target
 
 
 class Lists:
@@ -53,13 +55,13 @@ class Lists:
     def key(self, split: str) -> str:  # config path of the list with the images of a split
         return f"data.{self.keys[split if self.files[split] else 'train']}"
 
-    def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Listed], list[str]]:
+    def open(self, split: str, read: Callable[[str, str], Iterable[Entry]]) -> tuple[dict[bytes, Located], list[str]]:
         """Return the images in the list of a split by their paths in `root`, and notes on omitted ones."""
         # `read`: (file, its config path) -> entries.
         root, notes = os.path.expanduser(self.root), list[str]()
         finder = _Finder(root)
 
-        def located(split: str) -> dict[bytes, Listed]:
+        def located(split: str) -> dict[bytes, Located]:
             key = self.key(split)
             file = os.path.join(root, os.path.expanduser(self.files[split]))
             found, merged = finder.locate(read(file, key), key, os.path.relpath(os.path.dirname(file), root))
@@ -83,11 +85,20 @@ class Lists:
         unlisted = sum(all(name not in one for one in (own, *others.values())) for name in beside)
         return own, [*notes, *[f"{unlisted} images beside the listed ones are in no list"] * bool(unlisted)]
 
-    def held(self, found: Mapping[bytes, Listed], labels: np.ndarray, split: str) -> tuple[np.ndarray, Repeated | None]:
-        """Return the positions of the images of a split among those of its list, and their groups."""
-        texts = (one.entry.group or text(name) for name, one in found.items())
-        groups = grouped(self.options.group, split, texts)
-        return part(found, groups, labels, self.options.val_fraction, split)
+    def source(
+        self,
+        root: str,
+        listed: Mapping[bytes, Located],
+        labels: LabelColumn,
+        request: SplitRequest,
+        notes: Sequence[str],
+    ) -> Listed:
+        """Return the located images of a split with their labels; see `kd.parts.datasets._source.source`."""
+        files = Files(root, ((path, image.status) for path, image in listed.items()), *notes)
+        entries = [image.entry for image in listed.values()]
+        request = request._replace(fraction=self.options.val_fraction, group=self.options.group)
+        groups = (entry.group or printable(path) for entry, path in zip(entries, listed, strict=True))
+        return source(files, labels._replace(subject=lambda row: str(entries[row])), request, groups)
 
 
 def content(path: str, where: str, endings: Sequence[str], form: str, read: Callable[[str], Any]) -> Any:
@@ -113,7 +124,7 @@ def table(content: str, path: str) -> tuple[list[str], Iterator[tuple[int, list[
 
 class _Beside:
     def __init__(self, path: bytes) -> None:
-        entries = entries_of(path)[0] if os.path.isdir(path) else []
+        entries = entries_of(path, WHERE)[0] if os.path.isdir(path) else []
         self.entries = {entry.name: entry for entry in entries if not is_folder(entry)}
         self.images = {name for name, entry in self.entries.items() if is_image(entry)}
 
@@ -149,12 +160,12 @@ class _Finder:
         self.root, self.folders = root, dict[bytes, _Beside]()
         self.roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]
 
-    def locate(self, entries: Iterable[Entry], where: str, table: str) -> tuple[dict[bytes, Listed], int]:
+    def locate(self, entries: Iterable[Entry], where: str, table: str) -> tuple[dict[bytes, Located], int]:
         """Return entries by the paths of their files in `root`, sorted, and the number of repeated ones.
 
         A name is a path in `root`, else one beside the list, in the folder `table` below `root`.
         """
-        found: dict[bytes, Listed] = {}
+        found: dict[bytes, Located] = {}
         missing, merged = list[Entry](), 0
         for entry in entries:
             path = self._path(entry, where, table)
@@ -162,7 +173,7 @@ class _Finder:
                 missing.append(entry)
             elif path not in found:
                 folder, base = posixpath.split(path)
-                found[path] = Listed(entry, file_of(self.folders[folder].entries[base]))
+                found[path] = Located(entry, status_of(self.folders[folder].entries[base], WHERE))
             elif found[path].entry.label == entry.label:
                 merged += 1
             else:
@@ -181,10 +192,10 @@ class _Finder:
             folder = self._folder(folder)
             matches = self.folders[folder].named(base)
             if len(matches) > 1:
-                both = ", ".join(text(posixpath.join(folder, one)) for one in sorted(matches))
+                both = ", ".join(printable(posixpath.join(folder, one)) for one in sorted(matches))
                 raise DataError(where, f"{entry} is more than one image: {both}", "", "Write the ending")
             if matches:
-                ending = text(posixpath.splitext(matches[0])[1]).lower()
+                ending = printable(posixpath.splitext(matches[0])[1]).lower()
                 if matches[0] not in self.folders[folder].images and ending in READ_BY:
                     remedy = "Convert it, or install that"
                     raise DataError(where, f"{entry} cannot be read here", READ_BY[ending], remedy)
@@ -209,7 +220,7 @@ class _Finder:
         name = _relative(self.roots, missing[0], where)
         beside = self.folders[self._folder(posixpath.dirname(name))]
         names = [*beside.stems, *beside.images]
-        near = did_you_mean(text(posixpath.basename(name)), map(text, names)) if len(names) < SLOW else ""
+        near = did_you_mean(printable(posixpath.basename(name)), map(printable, names)) if len(names) < SLOW else ""
         wrong = f"{missing[0]} is no image in '{self.root}'; {len(missing)} of {found + len(missing)} names are missing"
         return DataError(where, wrong, "Paths of images in data.root, ending optional", near or "Correct the names")
 

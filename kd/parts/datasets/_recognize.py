@@ -10,8 +10,8 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from kd.files.folders import folders
 from kd.files.tables import DELIMITERS, read_text, table
-from kd.parts.datasets._folder import folders
 
 SPLITS = {
     "train": ("train", "training"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kd.core.errors import DataError
-from kd.parts.datasets._decode import Repeated
+from kd.parts.datasets._columns import Repeated
 
 NAMED = {"parent": "(.*)/"}  # patterns with a name
 

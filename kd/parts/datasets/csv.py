@@ -11,12 +11,15 @@ from sys import intern
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.core.text import class_order, nfc
+from kd.core.text import nfc
+from kd.files.folders import printable
 from kd.files.tables import DELIMITERS, one_line
-from kd.parts.datasets._decode import Repeated, as_classes, facts_of, label_images
-from kd.parts.datasets._folder import Files, ImageFolder, find_root, text
+from kd.parts.datasets._classes import as_classes
+from kd.parts.datasets._columns import Repeated
+from kd.parts.datasets._files import find_root
 from kd.parts.datasets._lists import Entry, Lists, content, table
 from kd.parts.datasets._recognize import tables
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of
 
 FORM = "A CSV or TSV file whose first line names the columns, or a .txt file with a path a line"
 facts = partial(facts_of, test="test_list")
@@ -56,25 +59,18 @@ class Options(Keys):
             raise ValueError("image_key and label_key must name two different columns")
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Listed:
     """List the images of a split."""
     lists, root = Lists(options, "list"), find_root(options.root)
-    found, notes = lists.open(split, partial(_read, options=options, labels=labels))
-    where = lists.key(split)
-    names, label_of = [*found], [one.entry.label for one in found.values()]
-    is_text = options.train_list.lower().endswith(".txt")
-    if is_text:
-        label_of = [text(posixpath.dirname(name)) for name in names]
-    if labels == "all" and "" in label_of:
-        wrong = f"{[*found.values()][label_of.index('')].entry} has no label"
-        raise DataError(where, wrong, "A label for each image", "Add it, or set data.labels=some")
-    column = Repeated.of_each(map(nfc, label_of))
-    column = column if is_text else as_classes(column, "data.label_key")
-    own = class_order({*column.texts} - {""})
-    order, label = label_images(column, own, classes, where, split, labels)
-    keep, groups = lists.held(found, label, split)
-    files = Files.of((names[id], found[names[id]].file) for id in keep)
-    return ImageFolder(root, files, label[keep], order, notes, groups)
+    listed, notes = lists.open(split, partial(_read, options=options, labels=labels))
+    if options.train_list.lower().endswith(".txt"):
+        column = Repeated.of_each(printable(posixpath.dirname(path)) for path in listed)
+    else:
+        column = Repeated.of_each(nfc(image.entry.label) for image in listed.values())
+        column = as_classes(column, "data.label_key")
+    return lists.source(
+        root, listed, LabelColumn(column), SplitRequest(split, classes, labels, lists.key(split)), notes
+    )
 
 
 def _read(path: str, where: str, options: Options, labels: str) -> list[Entry]:

@@ -3,8 +3,9 @@
 Needs the extra: `pip install 'PATH/kd[hf]'`.
 """
 
+import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import numpy as np
 from kd.core.errors import DataError, did_you_mean, named, needed
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.parts.datasets import _decode as images
-from kd.parts.datasets._splits import check_splits, grouped, part
+from kd.parts.datasets._classes import name_labels
+from kd.parts.datasets._columns import Names, Repeated
+from kd.parts.datasets._decode import read_file, refuse
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, Storage, facts_of, source, stamp
+from kd.parts.datasets._splits import check_splits
 
 WHERE = "data.path"
 ROWS = 10_000  # rows per lookup of sizes
@@ -23,7 +27,7 @@ ROWS = 10_000  # rows per lookup of sizes
 
 def facts(options: "Options") -> DatasetFacts:
     """Return the dataset's facts."""
-    return images.facts_of(options, "test_split", "set" if options.label_keys else "class")
+    return facts_of(options, "test_split", "set" if options.label_keys else "class")
 
 
 @keys
@@ -60,36 +64,45 @@ class Options(Keys):
         check_splits(self, "split")
 
 
-class HuggingFace(images.Listed):
-    """Rows of a memory-mapped table with kd's own decoder, so corrupt images are handled as in other datasets."""
+class TableRows(Storage):
+    """Rows of a memory-mapped table, with kd's own decoder, so that corrupt images are handled as in other datasets."""
 
     where = WHERE
 
-    def __init__(
-        self, table: Any, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str], split: str, image_key: str
-    ) -> None:
-        sizes, stamps = _files(table, image_key)
-        super().__init__(classes, images.Names([rows.astype("<i8").tobytes()]), labels, sizes[rows], stamps[rows])
-        self._table, self._rows, self._split, self._image_key = table, rows, split, image_key
+    def __init__(self, table: Any, split: str, image_key: str) -> None:
+        super().__init__(Names(()), *_files(table, image_key))
+        self._table, self._split, self._image_key = table, split, image_key
+        self._number(np.arange(len(table)))
 
-    def name(self, id: int) -> str:
-        return f"{self._split}[{self._rows[id]}]"
+    def _number(self, rows: np.ndarray) -> None:
+        self._rows, self.names = rows, Names([rows.astype("<i8").tobytes()])
 
-    def encoded(self, id: int) -> bytes:
-        cell = self._table[int(self._rows[id])][self._image_key] or {}
+    def take(self, rows: np.ndarray) -> "TableRows":
+        taken = copy.copy(self)
+        taken.sizes, taken.stamps = self.sizes[rows], self.stamps[rows]
+        taken._number(self._rows[rows])
+        return taken
+
+    def keys(self) -> Iterator[bytes]:
+        return (str(row).encode() for row in self._rows)
+
+    def name(self, row: int) -> str:
+        return f"{self._split}[{self._rows[row]}]"
+
+    def read(self, row: int) -> bytes:
+        cell = self._table[int(self._rows[row])][self._image_key] or {}
         data: bytes | None = cell.get("bytes")
         path: Any = cell.get("path")
         if data is None and path is None:
-            raise images.refuse(self.subject(id), WHERE, "the row holds no image")
-        return images.read_file(path, f"{self.subject(id)} ({os.path.basename(path)})", WHERE) if data is None else data
+            raise refuse(self.subject(row), WHERE, "the row holds no image")
+        return read_file(path, f"{self.subject(row)} ({os.path.basename(path)})", WHERE) if data is None else data
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> HuggingFace:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Listed:
     """Load a split; unlabelled data needs no label column."""
     wrong, remedy = "the dataset 'hf' needs the package datasets", "Run: pip install 'PATH/kd[hf]'"
     hub = needed("datasets", "data.kind", wrong, remedy)
-    shared = bool(options.val_fraction) and split != "test"
-    key = "train_split" if shared else f"{split}_split"
+    key = "train_split" if options.val_fraction and split != "test" else f"{split}_split"
     splits = _load(hub, options)
     split_name = getattr(options, key)
     if split_name not in splits:
@@ -98,26 +111,23 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         remedy = did_you_mean(split_name, splits) or other
         raise DataError(f"data.{key}", wrong, f"Allowed: {', '.join(splits)}", remedy)
     table = splits[split_name]
+    label_column = _labels(hub, table, options, labels)
+    groups = table.with_format(None)[_column(hub, table.features, "group", options.group)] if options.group else ()
     image_key = _column(hub, table.features, "image_key", options.image_key)
-    names, own = images.Repeated([""], np.zeros(len(table), np.int32)), []
-    if options.label_keys and labels != "none":
-        order, label = options.label_keys, _sets(table, options.label_keys, labels == "some")
-    elif labels != "none":
-        label_key = _column(hub, table.features, "label_key", options.label_key)
-        written = enumerate(table.with_format(None)[label_key])
-        raw = images.Repeated.of_each(_written(value, row, label_key, labels == "some") for row, value in written)
-        names, own = images.name_labels(raw, getattr(table.features[label_key], "names", ()))
-    if labels == "none" or not options.label_keys:
-        order, label = images.label_images(names, [name for name in own if name], classes, WHERE, split, labels)
-    cells = table.with_format(None)[_column(hub, table.features, "group", options.group)] if options.group else ()
-    groups = grouped(options.group, split, map(str, cells))
-    alike = label if label.ndim == 1 else np.zeros(len(label), np.int64)
-    numbers = (str(row).encode() for row in range(len(table)))
-    rows, groups = part(numbers, groups, alike, options.val_fraction, split)
     table = table.select_columns([image_key]).cast_column(image_key, hub.Image(decode=False)).with_format(None)
-    source = HuggingFace(table, rows, label[rows], order, split_name, image_key)
-    source.groups = groups
-    return source
+    request = SplitRequest(split, classes, labels, WHERE, options.val_fraction, options.group)
+    return source(TableRows(table, split_name, image_key), label_column, request, map(str, groups))
+
+
+def _labels(hub: Any, table: Any, options: Options, labels: str) -> LabelColumn:
+    if labels == "none":
+        return LabelColumn(Repeated([""], np.zeros(len(table), np.int32)))
+    if options.label_keys:
+        return LabelColumn(_sets(table, options.label_keys, labels == "some"), options.label_keys)
+    key = _column(hub, table.features, "label_key", options.label_key)
+    cells = enumerate(table.with_format(None)[key])
+    written = Repeated.of_each(_written(value, row, key, labels == "some") for row, value in cells)
+    return LabelColumn(*name_labels(written, getattr(table.features[key], "names", ())))
 
 
 def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +135,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
     # No image is read.
     compute: Any = import_module("pyarrow.compute")  # comes with `datasets`
 
-    whole = sum(images.stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
+    whole = sum(stamp(os.stat(file["filename"])) for file in table.cache_files) % 2**64
     parts, raw, stamps = [], table.with_format("arrow"), np.full(len(table), whole, np.uint64)
     for start in range(0, len(table), ROWS):
         cells = raw[start : start + ROWS][image_key].combine_chunks()
@@ -135,7 +145,7 @@ def _files(table: Any, image_key: str) -> tuple[np.ndarray, np.ndarray]:
         for row in np.flatnonzero(sizes < 0):
             if paths[row] and os.path.isfile(paths[row]):
                 status = os.stat(paths[row])
-                sizes[row], stamps[start + row] = status.st_size, images.stamp(status)
+                sizes[row], stamps[start + row] = status.st_size, stamp(status)
         parts.append(sizes)
     return np.concatenate(parts) if parts else np.zeros(0, np.int64), stamps
 

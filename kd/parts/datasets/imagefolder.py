@@ -1,7 +1,8 @@
 """Images in one folder per class, with train/val folders or split by fraction."""
 
 import os
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.core.text import class_order, nfc
-from kd.parts.datasets._decode import ENDINGS, Repeated, facts_of, first_few, label_images
-from kd.parts.datasets._folder import WHERE, Files, ImageFolder, Listing, find_root, folders, text
+from kd.files.folders import ENDINGS, Walk, folders, left_out, printable, status_of, without_images
+from kd.parts.datasets._columns import Repeated, first_few
+from kd.parts.datasets._files import Files, find_root
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS
-from kd.parts.datasets._splits import check_splits, grouped, part
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of, source
+from kd.parts.datasets._splits import check_splits
 
+WHERE = Files.where
 facts = partial(facts_of, test="test_split")
 
 
@@ -59,38 +62,50 @@ def recognizes(folder: Path) -> dict[str, Any]:
     return {"root": str(folder), **({} if "val" in found else HELD_OUT), **keys}
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Listed:
     """List the images of a split; unlabelled images may be in any folder."""
-    root = find_root(options.root)
-    folder, shared = b"", bool(options.val_fraction) and split != "test"
-    if shared and not options.test_split:
-        listing = Listing(root, b"")
-        _check_unsplit(options, [*listing.folders])
-    else:
+    root, shared = find_root(options.root), bool(options.val_fraction) and split != "test"
+    folder = b""
+    if not shared or options.test_split:
         folder = os.fsencode(_split_folder(options, "train" if shared else split, root))
-        listing = Listing(root, folder)
-    files, notes = listing.files, listing.notes
+    walk = Walk(root, folder, WHERE)
+    positions, folder_of = dict[bytes, int](), array("i")
+
+    def listed() -> Iterator[tuple[bytes, os.stat_result | None]]:
+        for directory, path, entry in walk:
+            folder_of.append(positions.setdefault(directory, len(positions)))
+            yield path, status_of(entry, WHERE)
+
+    files = Files(root, listed())
+    column = Repeated([*positions], np.asarray(folder_of))
+    files.notes = (*left_out(walk.other), *_without_images(walk, column))
     start = len(folder) + 1 if folder else 0  # of a path in the folder of the split
-    class_of = Repeated([text(name[start:]) for name in listing.folders], listing.folder_of)
+    class_of = column._replace(texts=[printable(name[start:]) for name in column.texts])
+    if shared and not options.test_split:
+        _check_unsplit(options, column.texts)
     if not len(files.names):
-        raise _no_images(os.path.join(root, os.fsdecode(folder)), split, notes)
+        raise _no_images(os.path.join(root, os.fsdecode(folder)), split, files.notes)
     if labels != "none":
         _check_inside(files, class_of)
     if labels == "some":
-        unlabelled = f"{options.unlabelled}/"
-        _check_unlabelled(options.unlabelled, class_of.texts)
-        class_of = class_of._replace(texts=["" if f"{one}/".startswith(unlabelled) else one for one in class_of.texts])
+        class_of = _unlabelled(options.unlabelled, class_of)
+    request = SplitRequest(split, classes, labels, WHERE, options.val_fraction, options.group)
     try:
-        own = class_order({*map(nfc, class_of.texts)} - {""})
-        order, label = label_images(class_of, own, classes, WHERE, split, labels)
-    except DataError as error:  # a class may be missing because its files are unreadable
-        wrong = "; ".join([error.wrong, *notes])
+        return source(files, LabelColumn(class_of), request, (printable(name[start:]) for name in files.names))
+    except DataError as error:
+        if error.where != WHERE:
+            raise
+        # a class may be missing because its files are unreadable
+        wrong = "; ".join([error.wrong, *files.notes])
         raise DataError(error.where, wrong, error.allowed, error.remedy) from error
-    groups = grouped(options.group, split, (text(name[start:]) for name in files.names))
-    ids, groups = part(files.names, groups, label, options.val_fraction, split)
-    if shared:
-        files, label = files.take(ids), label[ids]
-    return ImageFolder(root, files, label, order, notes, groups)
+
+
+def _without_images(walk: Walk, holding: Repeated) -> list[str]:
+    bare = without_images(walk.folders, holding.texts)
+    if not bare:
+        return []
+    words = ("1 folder has", "is") if len(bare) == 1 else (f"{len(bare)} folders have", "are")
+    return [f"{words[0]} no image and {words[1]} no class: {first_few(bare)}"]
 
 
 def _split_folder(options: Options, split: str, root: str) -> str:
@@ -108,13 +123,16 @@ def _split_folder(options: Options, split: str, root: str) -> str:
     raise DataError(WHERE, wrong, did_you_mean(name, there) or near, remedy)
 
 
-def _check_unlabelled(name: str, folders: Sequence[str]) -> None:
+def _unlabelled(name: str, class_of: Repeated) -> Repeated:
+    """Return the classes without the folder of the images that have no label."""
     # Else `unlabeled` or `Unlabelled` would become a class without an error.
     meant = {name.casefold(), "unlabelled", "unlabeled"}
-    for top in sorted({one.partition("/")[0] for one in folders} - {name}):
+    for top in sorted({folder.partition("/")[0] for folder in class_of.texts} - {name}):
         if top.casefold() in meant:
             wrong = f"is '{name}', and the folder '{top}' would be a class"
             raise DataError("data.unlabelled", wrong, "The folder of the images without a label", f"Set it to {top}")
+    texts = ["" if f"{folder}/".startswith(f"{name}/") else folder for folder in class_of.texts]
+    return class_of._replace(texts=texts)
 
 
 def _check_unsplit(options: Options, holding: Sequence[bytes]) -> None:
@@ -135,6 +153,6 @@ def _no_images(path: str, split: str, notes: Sequence[str]) -> DataError:
 def _check_inside(files: Files, class_of: Repeated) -> None:
     if "" in class_of.texts:
         found = np.flatnonzero(class_of.of == class_of.texts.index(""))
-        outside = text(files.names[found[0]])
+        outside = printable(files.names[found[0]])
         wrong = f"the image '{outside}' lies outside any class folder, with {len(found) - 1} more"
         raise DataError(WHERE, wrong, "Images lie in a folder named like their class", "Move or delete them")

@@ -12,16 +12,16 @@ from functools import partial
 from glob import escape, glob
 from typing import Any
 
-import numpy as np
-
 from kd.core.errors import DataError
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.core.text import class_order, nfc
+from kd.core.text import nfc
+from kd.files.folders import ENDINGS
 from kd.files.tables import DELIMITERS, one_line
-from kd.parts.datasets._decode import facts_of, first_few, label_sets
-from kd.parts.datasets._folder import ENDINGS, Files, ImageFolder, find_root
+from kd.parts.datasets._columns import Repeated, first_few
+from kd.parts.datasets._files import find_root
 from kd.parts.datasets._lists import Entry, Lists, content, table
 from kd.parts.datasets._recognize import tables
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of
 
 FORM = "CSV or TSV `file,labels` or `file,CLASS,...` of 0 and 1; JSON {file: [labels]}"
 NUMBERS = {"0": False, "1": True, "0.0": False, "1.0": True}
@@ -55,31 +55,19 @@ class Options(Keys):
             raise ValueError("separator is empty; it must be what stands between two labels")
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> ImageFolder:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Listed:
     """List the images of a split."""
     lists, root = Lists(options, "labels"), find_root(options.root)
     where, columns = lists.key(split), dict[str, list[str]]()
-    found, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns, labels=labels))
-    if not found:
-        raise DataError(where, f"the split '{split}' has no images", "At least one", "Name more in the file")
-    own = columns[where] or class_order({label for one in found.values() for label in one.entry.label or ()})
-    order = own if classes is None else classes
-    if labels != "none" and columns[where] and (absent := sorted({*order} - {*columns[where]})):
+    listed, notes = lists.open(split, partial(_read, options=options, root=root, columns=columns, labels=labels))
+    declared = columns.get(where) or None
+    if declared and labels != "none" and (absent := sorted({*(classes or ())} - {*declared})):
         wrong = f"has no column '{absent[0]}', a class of training"
         wrong += f", and lacks {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise DataError(where, wrong, f"Columns: {first_few(columns[where])}", "Add it, of 0 where no image shows it")
-    names = [*found]
-    keep, groups = lists.held(found, np.zeros(len(names), np.int64), split)
-    chosen = {names[id]: found[names[id]] for id in keep}
-    files = Files.of((name, one.file) for name, one in chosen.items())
-    if labels == "none":
-        return ImageFolder(root, files, np.full(len(keep), -1, np.int32), (), notes, groups)
-    entries = [one.entry for one in chosen.values()]
-    if labels == "all" and (bare := [entry for entry in entries if entry.label is None]):
-        wrong = f"{bare[0]} has no entry (an empty list would say that it shows no class)"
-        raise DataError(where, wrong, "Labels for each image", "Add them, or set data.labels=some")
-    sets = label_sets([entry.label for entry in entries], order, where, entries)
-    return ImageFolder(root, files, sets, order, notes, groups)
+        raise DataError(where, wrong, f"Columns: {first_few(declared)}", "Add it, of 0 where no image shows it")
+    column = Repeated.of_each(image.entry.label for image in listed.values())
+    request = SplitRequest(split, classes, labels, where)
+    return lists.source(root, listed, LabelColumn(column, declared, sets=True), request, notes)
 
 
 def _read(
@@ -110,14 +98,14 @@ def _table(content: str, path: str, root: str, separator: str, labels: str) -> t
     return [], [Entry(name, None if text is None else _names(text.split(separator)), n) for name, text, n in named]
 
 
-def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> set[str] | None:
+def _wide(cells: Sequence[str], classes: Sequence[str], number: int) -> frozenset[str] | None:
     """Return the labels of a line; None if its cells are empty."""
     if not any(cells):
         return None
     wrong = next((cell for cell in cells if cell not in NUMBERS), None)
     if wrong is not None:
         raise ValueError(f"line {number} has '{wrong}' where 0 or 1 is expected")
-    return {name for name, cell in zip(classes, cells, strict=True) if NUMBERS[cell]}
+    return frozenset(name for name, cell in zip(classes, cells, strict=True) if NUMBERS[cell])
 
 
 def _check_pairs(cells: Collection[str], column: str, separator: str) -> None:
@@ -153,5 +141,5 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object with repeated keys, of which a dictionary would keep only the last."""
 
 
-def _names(names: Iterable[str]) -> set[str]:
-    return {nfc(name.strip()) for name in names} - {""}
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(nfc(name.strip()) for name in names) - {""}

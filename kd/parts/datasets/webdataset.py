@@ -20,9 +20,14 @@ import numpy as np
 from kd.core.errors import DataError
 from kd.core.facts import DatasetFacts
 from kd.core.keys import Keys, file_key, keys
-from kd.core.text import class_order, nfc
+from kd.core.text import nfc
+from kd.files.folders import left_out
 from kd.files.shards import Shard, content, find, members, origins, read
-from kd.parts.datasets import _decode as images
+from kd.parts.datasets._classes import as_classes, name_labels
+from kd.parts.datasets._columns import Names, Repeated
+from kd.parts.datasets._decode import check_bytes
+from kd.parts.datasets._decode import read as read_retried
+from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, Storage, facts_of, source, stamp
 
 MAX_LABEL = 2**20  # bytes of a label member
 SIDE = ("txt", "md", "json", "csv", "tsv", "yaml", "yml", "xml", "html", "pdf", "index", "idx", "license", "readme")
@@ -32,7 +37,7 @@ REMEDY = "; a key ends at the first dot of a name: write img_4-final.jpg for img
 
 def facts(options: "Options") -> DatasetFacts:
     """Return the dataset's facts."""
-    return images.facts_of(options, "test", "set" if options.label_sets else "class")
+    return facts_of(options, "test", "set" if options.label_sets else "class")
 
 
 @keys
@@ -101,28 +106,28 @@ class _Index:
                         column.append(value)
                     yield f"{title}/{image.key}".encode("utf-8", "surrogateescape")
 
-        self.names = images.Names(named())
+        self.names = Names(named())
         self.shard_of, self.offsets, self.sizes = np.asarray(shard_of), np.asarray(offsets), np.asarray(sizes)
-        self.labels = images.Repeated([*position], np.asarray(label_of))
-        self.notes = images.left_out(unread, "member", REMEDY)
+        self.labels = Repeated([*position], np.asarray(label_of))
+        self.notes = left_out(unread, "member", REMEDY)
 
 
-class WebDataset(images.Listed):
+class Members(Storage):
     """Images at known offsets in tar files."""
 
-    def __init__(self, index: _Index, labels: np.ndarray, classes: Sequence[str], where: str) -> None:
-        stamps = np.array([images.stamp(os.stat(path)) for path in index.shards], np.uint64)[index.shard_of]
-        super().__init__(classes, index.names, labels, index.sizes, stamps)
-        self.where, self._shards, self._shard_of, self._offsets = where, index.shards, index.shard_of, index.offsets
-        self.notes = index.notes
+    def __init__(self, index: _Index, where: str) -> None:
+        stamps = np.array([stamp(os.stat(path)) for path in index.shards], np.uint64)[index.shard_of]
+        super().__init__(index.names, index.sizes, stamps)
+        self.where, self.notes = where, index.notes
+        self._shards, self._shard_of, self._offsets = index.shards, index.shard_of, index.offsets
 
-    def encoded(self, id: int) -> bytes:
-        shard, offset, size = self._shards[self._shard_of[id]], int(self._offsets[id]), int(self.sizes[id])
-        images.check_bytes(size, self.subject(id), self.where)
-        return images.read(lambda: content(shard, offset, size), self.subject(id), self.where)
+    def read(self, row: int) -> bytes:
+        shard, offset, size = self._shards[self._shard_of[row]], int(self._offsets[row]), int(self.sizes[row])
+        check_bytes(size, self.subject(row), self.where)
+        return read_retried(lambda: content(shard, offset, size), self.subject(row), self.where)
 
 
-def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> WebDataset:
+def build(options: Options, split: str, classes: Sequence[str] | None, labels: str = "all") -> Listed:
     """Index the shards of a split."""
     # Reads every header at each start, ten seconds for 100,000 images, mostly tarfile's parsing. An index file beside
     # the shards would save this but could be stale.
@@ -134,19 +139,21 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
         allowed = f"Members ending in {', '.join(_endings(options.image_keys))}"
         wrong = "; ".join([f"no images in {len(shards)} shards", *index.notes])
         raise DataError(where, wrong, allowed, "Set data.image_keys")
+    return source(Members(index, where), _labels(index.labels, options), SplitRequest(split, classes, labels, where))
+
+
+def _labels(written: Repeated, options: Options) -> LabelColumn:
     names = _class_names(options.class_names) if options.class_names else []
-    if options.label_sets and labels != "none":
-        order, label = _sets(index.labels, names, classes, where)
-        return WebDataset(index, label, order, where)
-    if names:
-        composed = index.labels._replace(texts=[nfc(text) for text in index.labels.texts])
-        raw = images.as_classes(composed, "data.label_key")
-        places, own = _places({*raw.texts}, names), names
-        class_of = raw._replace(texts=[places.get(text, text) for text in raw.texts])
-    else:
-        class_of, own = images.name_labels(index.labels, ())
-    order, label = images.label_images(class_of, [name for name in own if name], classes, where, split, labels)
-    return WebDataset(index, label, order, where)
+    if options.label_sets:
+        sets: list[list[str] | None] = [json.loads(text) if text else None for text in written.texts]
+        places = _places({*chain(*filter(None, sets))}, names) if names else {}
+        named = [None if labels is None else frozenset(places.get(name, name) for name in labels) for labels in sets]
+        return LabelColumn(written._replace(texts=named), names or None, sets=True)
+    if not names:
+        return LabelColumn(*name_labels(written, ()))
+    composed = as_classes(written._replace(texts=[nfc(text) for text in written.texts]), "data.label_key")
+    places = _places({*composed.texts}, names)
+    return LabelColumn(composed._replace(texts=[places.get(text, text) for text in composed.texts]), names)
 
 
 def _check_disjoint(options: Options, split: str, shards: Sequence[Shard]) -> None:
@@ -222,18 +229,6 @@ def _label(data: bytes, name: str, options: Options, where: str) -> str:
         remedy = "Set data.label_sets=true" if isinstance(value, list) else "Repair the shard"
         raise DataError(where, f"the label of '{name}' is {value!r}", allowed, remedy)
     return str(value)
-
-
-def _sets(
-    raw: images.Repeated, names: Sequence[str], classes: Sequence[str] | None, where: str
-) -> tuple[Sequence[str], np.ndarray]:
-    """Return the class order and the labels of each image, int8 [N, C]; -1 without a label member."""
-    written: list[list[str] | None] = [json.loads(text) if text else None for text in raw.texts]
-    own = list(names) or class_order({name for one in written for name in one or ()})
-    order = own if classes is None else list(classes)
-    places = _places({*chain(*filter(None, written))}, names) if names else {}
-    rows = [labels and [places.get(label, label) for label in labels] for labels in written]
-    return order, images.label_sets(rows, order, where, ["an image"] * len(rows))[raw.of]
 
 
 def _places(texts: Collection[str], names: Sequence[str]) -> dict[str, str]:

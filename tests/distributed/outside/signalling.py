@@ -12,7 +12,7 @@ import os
 import signal
 import time
 
-from kd.parts.datasets.imagefolder import ImageFolder, Options
+from kd.parts.datasets.imagefolder import Options
 from kd.parts.datasets.imagefolder import build as build_folder
 
 __all__ = ["Options", "build"]
@@ -21,7 +21,7 @@ __all__ = ["Options", "build"]
 class Signalling:
     """A source that counts what it decodes."""
 
-    def __init__(self, source: ImageFolder, split: str) -> None:
+    def __init__(self, source, split: str) -> None:
         self.source, self.split, self.decoded = source, split, 0
         self.classes, self.fingerprint = source.classes, source.fingerprint
 

@@ -19,13 +19,13 @@ from kd import config
 from kd.config.tuning import Augment
 from kd.core.errors import ConfigError, ConfigErrors, ModelError, RunError
 from kd.core.types import State
+from kd.files.pixels import HEIF
 from kd.files.run_dir import RunDir
 from kd.jobs.check import check
 from kd.jobs.description import describe
 from kd.jobs.distill import filled_at
 from kd.jobs.train import open_run, teach
 from kd.models import timm_folder
-from kd.parts.datasets._decode import HEIF
 from kd.setup.data import split_batch
 from kd.setup.recipe import Record, as_long, resolve
 

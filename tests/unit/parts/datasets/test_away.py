@@ -12,11 +12,12 @@ from PIL import Image
 from kd.core.errors import CorruptImage, DataError
 from kd.data.views import EvalTransform, Views
 from kd.files import storage
-from kd.parts.datasets.imagefolder import ImageFolder, Options, build
+from kd.parts.datasets._source import Listed
+from kd.parts.datasets.imagefolder import Options, build
 
 
 @pytest.fixture
-def source(tmp_path) -> ImageFolder:
+def source(tmp_path) -> Listed:
     for name in ("apple", "pear"):
         folder = tmp_path / "root" / "train" / name
         folder.mkdir(parents=True)

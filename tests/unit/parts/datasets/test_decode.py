@@ -12,8 +12,10 @@ from PIL import Image, ImageCms
 
 from kd.core.errors import DataError
 from kd.files import pixels
-from kd.files.pixels import Most, boxed, count_scans
-from kd.parts.datasets._decode import FORMATS, Repeated, decode, name_labels
+from kd.files.pixels import FORMATS, Most, count_scans, format_of
+from kd.parts.datasets._classes import name_labels
+from kd.parts.datasets._columns import Repeated
+from kd.parts.datasets._decode import decode
 from kd.parts.datasets._splits import hold_out
 
 RNG = np.random.default_rng(0)
@@ -291,7 +293,7 @@ def test_labels_as_written():
 
 
 def test_only_a_box_of_a_file_type_names_a_brand():
-    assert [boxed(bytes(4) + kind + b"avif" + bytes(4)) for kind in (b"ftyp", b"moov")] == ["AVIF", ""]
+    assert [format_of(bytes(4) + kind + b"avif" + bytes(4)) for kind in (b"ftyp", b"moov")] == ["AVIF", ""]
 
 
 def test_avif_is_read_where_pillow_reads_it():

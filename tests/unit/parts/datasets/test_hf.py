@@ -79,10 +79,10 @@ def test_a_file_that_was_replaced_and_keeps_its_time_is_read_anew(tmp_path):
     read = [before.encoded(id) for id in range(len(before))], [after.encoded(id) for id in range(len(after))]
     assert {*read[0]} <= {png(0), png(1), png(2)}
     assert {*read[1]} <= {*rows}
-    prepared = [one["filename"] for one in after._table.cache_files]
+    prepared = [one["filename"] for one in after.storage._table.cache_files]
     times = [os.stat(one).st_mtime_ns for one in prepared]
     again = build(chosen, "train", None)
-    assert [os.stat(one["filename"]).st_mtime_ns for one in again._table.cache_files] == times  # copied once
+    assert [os.stat(one["filename"]).st_mtime_ns for one in again.storage._table.cache_files] == times  # copied once
 
 
 def test_one_saved_table_is_the_training_split(tmp_path):

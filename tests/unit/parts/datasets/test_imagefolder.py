@@ -13,7 +13,7 @@ from pieces import WITHOUT_HEIF, labels, names
 from PIL import Image
 
 from kd.core.errors import CorruptImage, DataError
-from kd.parts.datasets._decode import HEIF
+from kd.files.pixels import HEIF
 from kd.parts.datasets.imagefolder import Options, build, facts
 
 

@@ -63,7 +63,7 @@ def test_with_labels_some_an_image_without_an_entry_is_unlabelled(root):
     some = build(options, "train", ("egg", "rice"), "some")
     assert [some.label(id).tolist() for id in range(3)] == [[1, 0], [-1, -1], [0, 0]]
     assert [build(options, "train", None, "none").label(id) for id in range(3)] == [-1] * 3
-    with pytest.raises(DataError, match=r"data\.train_labels: 'c\.jpg' has no entry"):
+    with pytest.raises(DataError, match=r"data\.train_labels: 'c\.jpg' has no label"):
         build(options, "train", None)
     (root / "some.csv").write_text("file,labels\na.jpg,egg\nc.jpg,\n")
     options = Options(root=str(root), train_labels="some.csv", val_labels="val.json")
@@ -139,7 +139,7 @@ def test_classes_of_a_table(root, content, expected):
         ("a.csv", "file,egg,\na.jpg,1,1\n", "a column has no name"),
         ("a.csv", "file,egg,rice\na.jpg,1,maybe\n", "line 2 has 'maybe' where 0 or 1"),
         ("a.csv", "file,egg,rice\na.jpg,nan,1\n", "line 2 has 'nan' where 0 or 1"),
-        ("a.csv", "file,egg,rice\na.jpg,,\n", "line 2: 'a.jpg' has no entry"),
+        ("a.csv", "file,egg,rice\na.jpg,,\n", "line 2: 'a.jpg' has no label"),
         ("a.csv", "file,labels\n", "has no images"),
         ("a.csv", "file,labels\nA.JPG,egg\n", "line 2: 'A.JPG' is no image"),
         ("a.json", "[1]", "it holds a list"),
@@ -147,7 +147,7 @@ def test_classes_of_a_table(root, content, expected):
         ("a.json", '{"a.jpg": [1]}', "'a.jpg' has no list of names"),
         ("a.json", '{"a.jpg": ["egg"], "a.jpg": ["rice"]}', "'a.jpg' is the image of 'a.jpg'"),
         ("a.json", '{"a.jpg": ["egg"], "./a.jpg": ["rice"]}', "'./a.jpg' is the image of 'a.jpg'"),
-        ("a.json", '{"a.jpg": null}', "'a.jpg' has no entry"),
+        ("a.json", '{"a.jpg": null}', "'a.jpg' has no label"),
         ("a.json", "{", "a.json"),
         ("a.json", "[" * 100_000, "recursion"),
         ("a.xlsx", "", "A file that ends in .csv, .tsv, .json"),

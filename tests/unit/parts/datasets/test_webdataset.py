@@ -319,7 +319,7 @@ def test_dots_in_names_and_members_that_are_not_read(tmp_path):
     dotted = {f"img_{n}.5.{kind}": data for n in range(9) for kind, data in (("png", png(n)), ("cls", b"1"))}
     write_tar(tmp_path / "train.tar", samples([0, 1] * 13) | dotted)
     source = build(options(tmp_path), "train", None)
-    assert (len(source), source.notes) == (35, [])
+    assert (len(source), source.notes) == (35, ())
     assert [source.name(id) for id in range(26, 35)] == [f"train.tar/img_{n}.5" for n in range(9)]
     assert labels(source)[26:] == [1] * 9
     hidden = {"a.png": png(1), "a.cls": b"1", "a.final.png": png(2), "a.final.cls": b"0", "b.seg.png": png(3)}
@@ -334,7 +334,7 @@ def test_dots_in_names_and_members_that_are_not_read(tmp_path):
     renamed = {name.replace("a.final", "a-final"): data for name, data in hidden.items() if name != "b.seg.png"}
     write_tar(tmp_path / "train.tar", samples([0, 1]) | renamed)  # what the note says
     source = build(options(tmp_path), "train", None)
-    assert (len(source), source.notes) == (4, [])
+    assert (len(source), source.notes) == (4, ())
     write_tar(
         tmp_path / "train.tar", {"a.0.png": png(1), "a.1.png": png(2), "a.cls": b"1", "b.0.png": png(1), "b.cls": b"0"}
     )

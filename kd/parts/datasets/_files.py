@@ -1,0 +1,57 @@
+"""Image files below a folder: the storage of `imagefolder`, `csv` and `multilabel`."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from kd.core.errors import DataError, did_you_mean
+from kd.files.folders import folders, printable
+from kd.parts.datasets._columns import Names
+from kd.parts.datasets._decode import read_file, refuse
+from kd.parts.datasets._source import Storage, stamp
+
+
+class Files(Storage):
+    """Files below `root`, by their paths in it."""
+
+    noun = "file"
+
+    def __init__(self, root: str, listed: Iterable[tuple[bytes, os.stat_result | None]], *notes: str) -> None:
+        """Store paths with their status; None: a link without a target."""
+        sizes, stamps = array("q"), array("Q")
+
+        def named() -> Iterator[bytes]:
+            for path, status in listed:
+                sizes.append(-1 if status is None else status.st_size)
+                stamps.append(0 if status is None else stamp(status))
+                yield path
+
+        super().__init__(Names(named()), np.asarray(sizes), np.asarray(stamps))
+        self.root, self.notes = os.fsencode(root), notes
+
+    def read(self, row: int) -> bytes:
+        """Return the bytes of a file; CorruptImage: it is a link without a target."""
+        path = os.path.join(self.root, self.names[row])
+        if not self.stamps[row] and not os.path.exists(path):  # one that vanishes later means missing storage
+            target = os.readlink(path) if os.path.islink(path) else b"?"
+            wrong = f"it is a link to '{printable(target)}', where no file is"
+            raise refuse(self.subject(row), self.where, wrong)
+        return read_file(path, self.subject(row), self.where)
+
+
+def find_root(root: str) -> str:
+    """Return the folder `data.root`; DataError: no such folder."""
+    root = os.path.expanduser(root)
+    if os.path.isdir(root):
+        return root
+    if os.path.exists(root):
+        wrong = f"'{root}' is a file"
+        raise DataError(Files.where, wrong, "A folder of images", "Unpack the archive and give its folder")
+    path = os.path.abspath(root)
+    near = did_you_mean(os.path.basename(path), folders(os.path.dirname(path)))
+    wrong = f"the folder '{root}' does not exist"
+    raise DataError(Files.where, wrong, near, "Check the path, or fetch the images first")
