@@ -15,7 +15,6 @@ from typing import NamedTuple
 from kd.core.errors import DataError
 from kd.files import pixels
 from kd.files.pixels import AVIF, HEIF
-from kd.files.storage import retried
 
 ENDINGS = tuple(f".{ending}".encode() for ending in (*pixels.ENDINGS, *["avif"] * AVIF, *["heic", "heif"] * HEIF))
 """Endings of image files that can be read here."""
@@ -88,16 +87,6 @@ def is_image(entry: os.DirEntry[bytes]) -> bool:
     # Texts may begin with "BM" too. A file with an unknown ending, such as 4.5, may be a raw photograph.
     doubtful = ("BMP", "TIFF") if name else ("BMP",)
     return pixels.format_of(head) not in ("", "AVIF", "HEIC", *doubtful)
-
-
-def status_of(entry: os.DirEntry[bytes], where: str) -> os.stat_result | None:
-    """Return a file's status; None: a link without a target."""
-    try:
-        return entry.stat()
-    except OSError:
-        if entry.is_symlink():
-            return None
-        return retried(entry.stat, f"file '{printable(entry.path)}'", where)
 
 
 def folders(path: str | os.PathLike[str]) -> list[str]:

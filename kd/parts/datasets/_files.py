@@ -10,6 +10,7 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.files.folders import folders, printable
+from kd.files.storage import retried
 from kd.parts.datasets._columns import Names
 from kd.parts.datasets._decode import read_file, refuse
 from kd.parts.datasets._source import Storage, stamp
@@ -20,14 +21,14 @@ class Files(Storage):
 
     noun = "file"
 
-    def __init__(self, root: str, listed: Iterable[tuple[bytes, os.stat_result | None]], *notes: str) -> None:
-        """Store paths with their status; None: a link without a target."""
+    def __init__(self, root: str, listed: Iterable[tuple[bytes, int, int]], *notes: str) -> None:
+        """Store paths in `root` with `size_and_stamp` of each."""
         sizes, stamps = array("q"), array("Q")
 
         def named() -> Iterator[bytes]:
-            for path, status in listed:
-                sizes.append(-1 if status is None else status.st_size)
-                stamps.append(0 if status is None else stamp(status))
+            for path, size, mark in listed:
+                sizes.append(size)
+                stamps.append(mark)
                 yield path
 
         super().__init__(Names(named()), np.asarray(sizes), np.asarray(stamps))
@@ -41,6 +42,17 @@ class Files(Storage):
             wrong = f"it is a link to '{printable(target)}', where no file is"
             raise refuse(self.subject(row), self.where, wrong)
         return read_file(path, self.subject(row), self.where)
+
+
+def size_and_stamp(path: bytes) -> tuple[int, int]:
+    """Return a file's bytes and its `stamp`; (-1, 0): it is a link without a target."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        if os.path.islink(path):
+            return -1, 0
+        status = retried(lambda: os.stat(path), f"file '{printable(path)}'", Files.where)
+    return status.st_size, stamp(status)
 
 
 def find_root(root: str) -> str:

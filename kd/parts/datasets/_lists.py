@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from kd.core.errors import DataError, did_you_mean
 from kd.core.text import nfc
 from kd.files import tables
-from kd.files.folders import ENDINGS, READ_BY, entries_of, folders, is_folder, is_image, printable, status_of
-from kd.parts.datasets._files import Files
+from kd.files.folders import ENDINGS, READ_BY, entries_of, folders, is_folder, is_image, printable
+from kd.parts.datasets._files import Files, size_and_stamp
 from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, source
 
 WHERE = Files.where
@@ -33,7 +33,8 @@ class Located(NamedTuple):
     """A line of a list, and the file that it names."""
 
     entry: Entry
-    status: os.stat_result | None  # None: a link without a target
+    size: int  # see `size_and_stamp`
+    stamp: int
 
 
 class Lists:
@@ -94,7 +95,7 @@ class Lists:
         notes: Sequence[str],
     ) -> Listed:
         """Return the located images of a split with their labels; see `kd.parts.datasets._source.source`."""
-        files = Files(root, ((path, image.status) for path, image in listed.items()), *notes)
+        files = Files(root, ((path, image.size, image.stamp) for path, image in listed.items()), *notes)
         entries = [image.entry for image in listed.values()]
         request = request._replace(fraction=self.options.val_fraction, group=self.options.group)
         groups = (entry.group or printable(path) for entry, path in zip(entries, listed, strict=True))
@@ -125,12 +126,13 @@ def table(content: str, path: str) -> tuple[list[str], Iterator[tuple[int, list[
 class _Beside:
     def __init__(self, path: bytes) -> None:
         entries = entries_of(path, WHERE)[0] if os.path.isdir(path) else []
-        self.entries = {entry.name: entry for entry in entries if not is_folder(entry)}
-        self.images = {name for name, entry in self.entries.items() if is_image(entry)}
+        files = [entry for entry in entries if not is_folder(entry)]
+        self.names = {entry.name for entry in files}
+        self.images = {entry.name for entry in files if is_image(entry)}
 
     def named(self, base: bytes) -> list[bytes]:
         """Return the files of a name: as written, or without an image's ending, or in another Unicode form."""
-        return [base] if base in self.entries else self.stems.get(base) or self.forms.get(_form(base), [])
+        return [base] if base in self.names else self.stems.get(base) or self.forms.get(_form(base), [])
 
     @cached_property
     def stems(self) -> dict[bytes, list[bytes]]:
@@ -144,7 +146,7 @@ class _Beside:
     def forms(self) -> dict[bytes, list[bytes]]:
         """Files and stems by the normalized form of their names; built if a name is not found as written."""
         forms: dict[bytes, list[bytes]] = {}
-        for name, of in [*((name, [name]) for name in self.entries), *self.stems.items()]:
+        for name, of in [*((name, [name]) for name in self.names), *self.stems.items()]:
             forms.setdefault(_form(name), []).extend(of)
         return forms
 
@@ -157,7 +159,7 @@ class _Finder:
     """Finds the files that lists name; each folder is listed once."""
 
     def __init__(self, root: str) -> None:
-        self.root, self.folders = root, dict[bytes, _Beside]()
+        self.root, self.top, self.folders = root, os.fsencode(root), dict[bytes, _Beside]()
         self.roots = [f"{path.rstrip('/')}/" for path in (os.path.abspath(root), os.path.realpath(root))]
 
     def locate(self, entries: Iterable[Entry], where: str, table: str) -> tuple[dict[bytes, Located], int]:
@@ -172,8 +174,7 @@ class _Finder:
             if path is None:
                 missing.append(entry)
             elif path not in found:
-                folder, base = posixpath.split(path)
-                found[path] = Located(entry, status_of(self.folders[folder].entries[base], WHERE))
+                found[path] = Located(entry, *size_and_stamp(os.path.join(self.top, path)))
             elif found[path].entry.label == entry.label:
                 merged += 1
             else:

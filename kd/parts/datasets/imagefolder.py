@@ -11,9 +11,9 @@ import numpy as np
 
 from kd.core.errors import DataError, did_you_mean
 from kd.core.keys import Keys, ProperFraction, file_key, keys
-from kd.files.folders import ENDINGS, Walk, folders, left_out, printable, status_of, without_images
+from kd.files.folders import ENDINGS, Walk, folders, left_out, printable, without_images
 from kd.parts.datasets._columns import Repeated, first_few
-from kd.parts.datasets._files import Files, find_root
+from kd.parts.datasets._files import Files, find_root, size_and_stamp
 from kd.parts.datasets._recognize import HELD_OUT, SPLITS
 from kd.parts.datasets._source import LabelColumn, Listed, SplitRequest, facts_of, source
 from kd.parts.datasets._splits import check_splits
@@ -71,10 +71,10 @@ def build(options: Options, split: str, classes: Sequence[str] | None, labels: s
     walk = Walk(root, folder, WHERE)
     positions, folder_of = dict[bytes, int](), array("i")
 
-    def listed() -> Iterator[tuple[bytes, os.stat_result | None]]:
+    def listed() -> Iterator[tuple[bytes, int, int]]:
         for directory, path, entry in walk:
             folder_of.append(positions.setdefault(directory, len(positions)))
-            yield path, status_of(entry, WHERE)
+            yield path, *size_and_stamp(entry.path)
 
     files = Files(root, listed())
     column = Repeated([*positions], np.asarray(folder_of))
