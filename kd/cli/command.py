@@ -21,6 +21,7 @@ from kd.core import options
 from kd.core.errors import ConfigError, Interrupted, KdError, did_you_mean, own_line, raised
 from kd.core.host import signals
 from kd.core.options import field_docs
+from kd.core.references import redact
 
 if TYPE_CHECKING:
     from kd.config.schema import Config
@@ -41,7 +42,7 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
             command()
     except (KdError, Interrupted) as error:
         rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        print("\n".join(rank + line for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(rank + line for line in redact(str(error)).splitlines()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted" + "; the same command resumes" * resumable, file=sys.stderr)
@@ -53,9 +54,9 @@ def guarded(command: Callable[[], None], resumable: bool = False) -> int:
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # torch wants one
             print(f"TMPDIR: {error.strerror}. Set it to a folder that you may write.", file=sys.stderr)
             return EXIT_USER
-        print(traceback.format_exc(), end="", file=sys.stderr)
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
         if own_line(error):
-            print(f"this is an error of your own code, not of kd: {raised(error)}", file=sys.stderr)
+            print(redact(f"this is an error of your own code, not of kd: {raised(error)}"), file=sys.stderr)
             return EXIT_USER
         print("this is a bug in kd; please report it with the lines above", file=sys.stderr)
         return EXIT_BUG
@@ -69,7 +70,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        print(record.getMessage(), file=stream, flush=True)
+        print(redact(record.getMessage()), file=stream, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

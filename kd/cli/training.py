@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kd.cli.command import add_trust, explained, guarded, import_quickly, load_config, new_parser, number, whole_number
 from kd.core.host import command_seconds
+from kd.core.references import redact
 
 
 def init(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +62,8 @@ def train(argv: Sequence[str] | None = None) -> int:
             from kd.jobs.forecast import forecast
             from kd.setup.recipe import resolve
 
-            print(forecast(resolve(settings), options.config, everything=options.check == "all"))
+            text = forecast(resolve(settings), options.config, everything=options.check == "all")
+            print(redact(str(text)))
             return
         from kd.jobs.train import train
 

@@ -7,18 +7,27 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from kd.config.renamed import renamed_key
 from kd.config.schema import Config
-from kd.config.section import PartSection, kinds, options_by_kind
+from kd.config.section import PartSection, options_by_kind
 from kd.config.words import allowed, is_list, keys_of, section_of
+from kd.core.errors import ConfigError, PartNotFound, did_you_mean
 from kd.core.keys import extra, fields_of
 from kd.parts import registry
 
 
 def explain(prefix: str = "") -> list[tuple[str, str, str, str]]:
     """List (key, allowed, default, meaning) of every key below a dotted prefix, or of a module outside kd."""
-    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in fields_of(Config):  # a part from outside
-        return list(_explain(registry.options_type("losses", prefix, prefix), ""))
     rows = list(_explain(Config, ""))
+    if "." in prefix and prefix.partition(".")[0].removesuffix("[]") not in fields_of(Config):  # a part from outside
+        try:
+            return list(_explain(registry.options_type("losses", prefix, prefix), ""))
+        except PartNotFound as error:
+            near = did_you_mean(prefix.lower(), [row[0] for row in rows])
+            if near:
+                raise ConfigError(prefix, "no such key", "", near) from error
+            raise
+    prefix = renamed_key(prefix)
     return [row for row in rows if not prefix or row[0] == prefix or row[0].startswith((prefix + ".", prefix + "["))]
 
 
@@ -50,7 +59,7 @@ def explain_part(name: str) -> list[tuple[str, str]]:
     found = list[tuple[str, str]]()
     for section, field in fields_of(Config).items():
         kind = fields_of(section_of(field.annotation)).get("kind")
-        if kind and name in kinds(kind):
+        if kind and name in dict(options_by_kind(kind)):
             about = registry.summary(registry.find(extra(kind)["parts"], name, section))
             found.append((section + "[]" * is_list(field.annotation), about))
     return found

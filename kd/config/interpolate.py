@@ -9,7 +9,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from kd.core.errors import ConfigError, KdError
 from kd.core.references import Referenced
 
-_KEY = re.compile(r"\$\{([A-Za-z_][\w.\[\]-]*)\}")
+_KEY = re.compile(r"(?<!\\)\$\{([A-Za-z_][\w.\[\]-]*)\}")
 """A reference to another key of the configuration."""
 DEEPEST = 20
 """Largest depth of references to references; a deeper chain is circular."""
@@ -71,14 +71,14 @@ class _Resolver:
 def _dangling(where: str, text: str, error: Exception) -> ConfigError:
     """Return the error of a reference that leads nowhere."""
     if isinstance(error, RecursionError):
-        return ConfigError(where, f"is '{text}', which refers to itself")
-    if isinstance(error, InterpolationKeyError):
-        absent = next((key for key in _KEY.findall(text) if f"'{key}'" in str(error)), "another key")
-        wrong = f"is '{text}', but this configuration does not set {absent}"
+        return ConfigError(where, f"is {text!r}, which refers to itself")
+    absent = next((key for key in _KEY.findall(text) if f"'{key}'" in str(error)), "")
+    if isinstance(error, InterpolationKeyError) and absent:
+        wrong = f"is {text!r}, but this configuration does not set {absent}"
         return ConfigError(where, wrong, "Keys that it sets, and ${oc.env:NAME}", f"Write {absent} too")
     reason = str(error).splitlines()[0].partition("resolving interpolation: ")  # the exception of `oc.env` is quoted
     reason = (reason[2] or reason[0]).strip('"')
-    return ConfigError(where, f"is '{text}': {reason}", "Keys that the configuration sets, and ${oc.env:NAME}")
+    return ConfigError(where, f"is {text!r}: {reason}", "Keys that the configuration sets, and ${oc.env:NAME}")
 
 
 def _expand(text: str, root: Any, depth: int = 0) -> str:

@@ -1,7 +1,7 @@
 """The JSON Schema of a configuration, for editors that complete and check YAML while it is typed."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
@@ -19,7 +19,8 @@ from kd.parts import registry
 Schema = dict[str, Any]
 DRAFT = "http://json-schema.org/draft-07/schema#"  # the newest that the YAML extension of VS Code reads in full
 REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # `${oc.env:NAME}` in place of any value
-TEXT: Schema = {"type": ["string", "number", "null"]}  # numbers become text, and `key:` is empty
+NUMBER: Schema = {"type": "string", "pattern": r"\$\{|^[-+]?[\d_.]+([eE][-+]?\d+)?$"}  # a number may be quoted
+TEXT: Schema = {"type": ["string", "integer", "null"]}  # whole numbers become text, and `key:` is empty
 FILE = "kd.schema.json"
 """Name of the file beside a configuration."""
 EDITOR_LINE = f"# yaml-language-server: $schema={FILE}"
@@ -49,14 +50,13 @@ class _Definitions:
             default = {}
             if not field.is_required():
                 value = field.get_default(call_default_factory=True)
-                default = {"default": to_jsonable_python(value, fallback=repr)}
+                default = {"default": to_jsonable_python(value, fallback=repr, inf_nan_mode="strings")}
             return {**_value(field), **default, **described}
         several = is_list(field.annotation)
         value = {"$ref": f"#/definitions/{self.section(name + '[]' * several, section)}"}
         if several:
             return {"type": "array", "items": value, **described}
-        optional = [] if section is field.annotation else [{"type": "null"}]
-        return {"anyOf": [value, *optional], **described}
+        return {"anyOf": [value, {"type": "null"}], **described}  # `run:` alone has its defaults
 
     def section(self, name: str, cls: type) -> str:
         """Define a section and return its name; one that names a part has an alternative for each kind."""
@@ -119,8 +119,11 @@ def _value(field: FieldInfo) -> Schema:
         plain = TypeAdapter(annotation, config=RULES).json_schema()
     except PydanticInvalidForJsonSchema:  # a type of a part from outside, which YAML cannot hold
         return {}
-    if pair := plain.pop("prefixItems", None):  # a word of later drafts; all of a key's values have one type
-        plain["items"] = pair[0]
+    if "$defs" in plain:  # its references would lead nowhere here
+        return {}
+    if pair := plain.pop("prefixItems", None):  # a word of later drafts
+        plain["items"] = {"anyOf": pair}
     if not plain or plain.get("type") == "object":
         return plain
-    return {"anyOf": [*plain.get("anyOf", [plain]), REFERENCE]}
+    numeric = {int, float} & {field.annotation, *get_args(field.annotation)}
+    return {"anyOf": [*plain.get("anyOf", [plain]), NUMBER if numeric else REFERENCE]}

@@ -34,8 +34,9 @@ def load(
     cluster's address.
     """
     errors: list[KdError] = []
-    factors = [factor for override in overrides if (factor := FACTOR.fullmatch(override))]
     others = [override for override in overrides if not FACTOR.fullmatch(override)]
+    last = {override.partition("=")[0].lower(): override for override in overrides}  # of each key, the last counts
+    factors = [factor for override in last.values() if (factor := FACTOR.fullmatch(override))]
     raw = resolve(apply_overrides(read_yaml(path), others, errors, say=here), errors, here)
     config: Any = None
     try:
@@ -75,7 +76,9 @@ def to_dict(config: Any, values: bool = False) -> Any:
         return [to_dict(item, values) for item in config]
     if isinstance(config, dict):
         return {key: to_dict(item, values) for key, item in config.items()}
-    return config if values else written(config)
+    if values or not isinstance(config, str) or isinstance(config, Referenced):
+        return config if values else written(config)
+    return config.replace("${", "\\${")  # as YAML holds a text that is no reference
 
 
 def dump(config: Config) -> str:
@@ -96,10 +99,14 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
     dotted = {key: values.pop(key) for key in list(values) if isinstance(key, str) and "." in key}
     raw = OmegaConf.create(values)
     for key, value in dotted.items():
+        if isinstance(values, dict) and _is_set(values, key):
+            errors.append(
+                ConfigError(key, "is set twice: in its section, and at the top of the file", "", "Remove one")
+            )
         _update(raw, key, lambda value=value: value, errors, say)
     for override in overrides:
         key, equals, _ = override.partition("=")
-        if not equals or not key:
+        if not equals or not key.strip(".[]"):
             errors.append(ConfigError(override, "not an override", "Overrides read key=value", "Add the `=value`"))
             continue
         _update(raw, key, partial(parse_value, override), errors, say)
@@ -149,10 +156,19 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
         errors.append(ConfigError(key, f"is not readable as YAML: {reason}"))
     except (OmegaConfBaseException, ValueError, IndexError, TypeError) as error:
         if entered := _list_on(raw, key):
+            count = len(OmegaConf.select(raw, entered))
             wrong, remedy = f"cannot be set, because {entered} is a list", f"Write {entered}[0], or {entered}=[...]"
-            errors.append(ConfigError(key, wrong, "Its items are counted from 0", remedy))
+            errors.append(ConfigError(key, wrong, f"Its items are counted from 0; it has {count}", remedy))
         else:
             errors.append(ConfigError(key, f"cannot be overridden: {str(error).splitlines()[0]}"))
+
+
+def _is_set(values: Any, key: str) -> bool:
+    for name in key.split("."):
+        if not isinstance(values, dict) or name not in values:
+            return False
+        values = values[name]
+    return not isinstance(values, dict)
 
 
 def _list_on(raw: Any, key: str) -> str:

@@ -1,7 +1,7 @@
 """Pydantic's errors as kd says them: `<config path>: <what is wrong>. <what is allowed>.`"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -71,7 +71,10 @@ def _told(root: type, place: Place, kind: str, cause: Any) -> KdError:
         return ConfigError(where, f"is {value!r}", f"A section with keys is expected: {', '.join(place.known)}")
     if field.annotation is str and isinstance(value, (bool, float)):
         kind = "a boolean" if isinstance(value, bool) else "a number"
-        return ConfigError(where, f"is {value!r}, because YAML reads it as {kind} without quotes", "Text", "Quote it")
+        wrong = f"is {value!r}, because YAML reads it as {kind} without quotes"
+        return ConfigError(where, wrong, "Text", f"Quote it; in a shell '{where}=\"...\"'")
+    if isinstance(value, str) and "\0" in value:
+        return ConfigError(where, f"is {value!r}, with a zero byte", "Text without one")
     return ConfigError(where, f"is {value!r}", allowed(field))
 
 
@@ -91,6 +94,9 @@ def _remedy(root: type, place: Place) -> str:
         return f"Kinds with this key: {', '.join(having)}"
     if place.where in _paths(root, ""):  # `every.log` in the section `run`
         return "Dots join keys at the top of a file alone"
+    for name, field in place.known.items():
+        if key in get_args(field.annotation):
+            return f"Did you mean '{name}: {key}'?"
     exact = [path for path in _paths(root, "") if path.rpartition(".")[2] == key]
     below = [path for path in exact if section and path.startswith(f"{section}.")]
     if not below and (similar := did_you_mean(key.lower(), place.known)):

@@ -78,6 +78,8 @@ class PartSection(Keys):
             errors += details(error)
         except KdError as error:
             errors.append(InitErrorDetails(type="value_error", loc=(), input=values, ctx={"error": Refused(error)}))
+        except (ValueError, AssertionError) as error:  # of a plain dataclass
+            errors.append(InitErrorDetails(type="value_error", loc=(), input=values, ctx={"error": error}))
         try:
             section = check(rest | {"options": options})
         except ValidationError as error:

@@ -1,8 +1,10 @@
 """Keys and their accepted values in words, for errors, `kd help` and docs/keys.md."""
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -11,8 +13,15 @@ from kd.config.section import PartSection, kinds
 from kd.core.errors import KdError
 from kd.core.keys import fields_of
 
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    type(None): "null",
+}
+_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "a multiple of"}
 
 
 def keys_of(cls: type, values: Any = None) -> dict[str, FieldInfo]:
@@ -53,13 +62,19 @@ def _described(annotation: Any, limits: Any = ()) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_described(arg) for arg in args)
     if origin is tuple and args[-1] is not Ellipsis:
-        return f"a list of {len(args)} values, each {_described(args[0])}"
-    if origin in (tuple, list):
+        words = [_described(arg) for arg in args]
+        return f"a list of {len(args)} values" + (
+            f", each {words[0]}" if len({*words}) == 1 else f": {', '.join(words)}"
+        )
+    if origin in (tuple, list, set, frozenset, Sequence):
         return f"a list of {_described(args[0])}"
     if origin is dict or is_dataclass(annotation):
-        return "a section of key: value"
+        return f"a section of key: {_described(args[1]) if args and args[1] is not Any else 'value'}"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return f"one of {', '.join(str(member.value) for member in annotation)}"
     if annotation is Any:
         return "text, a list or a section"
     pairs = [(sign, getattr(limit, name)) for limit in limits for name, sign in _LIMITS.items() if hasattr(limit, name)]
     bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in pairs)
-    return f"{_NAMES.get(annotation, annotation)} {bounds}".rstrip()
+    name = _NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
+    return f"{name} {bounds}".rstrip()

@@ -16,8 +16,8 @@ from kd.core.keys import fields_of
 
 _ODD_KEY = re.compile(r"(?im)(?:^|[{,?\s])(?:y|n|yes|no|on|off|true|false|null|~|[-+.\d][-+.:\w]*)\s*:(?:\s|$)")
 """A key that YAML may not read as text."""
-_ODD_NUMBER = re.compile(r"[-+]?(?:0[\w:]+|\d+[_:][\d_:]*)(?=[\s,\]}#]|$)")
-"""A whole number that its text does not show: octal 010, 2024_01_15, 1:30 in base 60."""
+_ODD_NUMBER = re.compile(r"(?:\+\d|-?0[\w:]|-0|\d+[_:])[\w:]*(?=[\s,\]}#]|$)")
+"""A whole number that its text does not show: octal 010, 2024_01_15, 1:30 in base 60, +5."""
 
 
 def examples() -> dict[str, Path]:
@@ -42,9 +42,11 @@ def read_yaml(path: str | Path | dict[str, Any]) -> Any:
         raise ConfigError(str(path), "no such file", allowed, near or "Check the path")
     try:
         raw = OmegaConf.load(io.StringIO(as_written(file.read_text(encoding="utf-8"))))
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        reason = in_short(error, 400)
-        raise ConfigError(str(path), f"not readable as YAML: {reason}", "", "Correct the file") from error
+    except OmegaConfBaseException as error:
+        where = str(getattr(error, "full_key", None) or path)
+        raise ConfigError(where, f"cannot be read: {in_short(str(error).splitlines()[0])}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(str(path), f"not readable as YAML: {in_short(error, 400)}") from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(str(path), "holds no sections", f"Allowed: {', '.join(fields_of(Config))}", "Add them")
     return raw

@@ -26,7 +26,8 @@ class KdError(Exception):
         self.where, self.wrong, self.allowed, self.remedy = where, wrong, allowed, remedy
         stated = allowed if not allowed or allowed[0].isupper() else f"Allowed: {allowed}"
         sentences = [_sentence(part) for part in (wrong, stated, remedy) if part.strip()]
-        super().__init__(f"{where}: {' '.join(sentences)}")
+        place = where if where.isprintable() else repr(where)[1:-1]
+        super().__init__(f"{place}: {' '.join(sentences)}")
 
     def __reduce__(self):
         # The data loader's workers pickle exceptions; the four fields must survive it.

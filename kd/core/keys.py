@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from pydantic_core import InitErrorDetails, PydanticUndefined
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
 from typing_extensions import dataclass_transform
 
-from kd.core.errors import KdError
+from kd.core.errors import ConfigError, KdError, in_short
 from kd.core.options import field_docs
 from kd.core.references import Referenced
 
@@ -60,6 +60,10 @@ class Keys:
             value = {}
         if isinstance(value, float) and annotation is str:  # 1.10 would become 1.1
             raise ValueError("a number")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("a zero byte")
+        if isinstance(value, Referenced) and annotation is bool:  # the environment holds texts
+            value = {"true": True, "false": False}.get(value.lower(), value)
         if isinstance(value, bool) and annotation not in (bool, Any):
             value = _word(annotation, value)
         if annotation is bool and not isinstance(value, bool):
@@ -115,14 +119,27 @@ def checked_class(cls: type) -> type:
     """Return a class of keys as it is, and the keys of a plain dataclass: a part from outside may have one."""
     if "__pydantic_fields__" in cls.__dict__:
         return cls
-    docs, hints, members = field_docs(cls), get_type_hints(cls, include_extras=True), {}
-    for field in dataclasses.fields(cls):
+    docs, members = field_docs(cls), {}
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise _unfit(cls, error) from error
+    for field in (field for field in dataclasses.fields(cls) if field.init):
         given = {"default": field.default, "default_factory": field.default_factory}
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not dataclasses.MISSING}
         own = isinstance(field.default, FieldInfo)  # inherited from a class of keys
         members[field.name] = field.default if own else Field(description=docs.get(field.name), **made)
     hints = {name: hints[name] for name in members}  # without ClassVar and InitVar
-    return keys(type(cls.__name__, (Keys,), {"__annotations__": hints, "__module__": cls.__module__, **members}))
+    members |= {"__annotations__": hints, "__module__": cls.__module__}
+    try:
+        return keys(type(cls.__name__, (Keys,), members))
+    except PydanticUserError as error:
+        raise _unfit(cls, error) from error
+
+
+def _unfit(cls: type, error: Exception) -> KdError:
+    wrong = f"the types of {cls.__module__}.{cls.__qualname__} cannot be read ({in_short(error)})"
+    return ConfigError("kind", wrong, "Types of Python and Pydantic, imported where the class is defined")
 
 
 def checked(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -142,6 +159,12 @@ class Refused(ValueError):
 def details(error: ValidationError) -> list[InitErrorDetails]:
     """Return the errors of a section's part, to be raised among the section's own."""
     return [
-        InitErrorDetails(type=one["type"], loc=one["loc"], input=one["input"], ctx=one.get("ctx", {}))
-        for one in error.errors(include_url=False)
+        InitErrorDetails(type=_kept(fault["type"]), loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {}))
+        for fault in error.errors(include_url=False)
     ]
+
+
+def _kept(kind: str) -> Any:
+    """Return the type of an error that kd tells apart, or one for all wrong values: some types cannot be raised."""
+    kept = ("missing", "unexpected_keyword_argument", "value_error", "assertion_error")
+    return kind if kind in kept else PydanticCustomError("wrong_value", "a wrong value")

@@ -74,7 +74,7 @@ def _imported(path: str, where: str, known: list[str]) -> ModuleType:
         if not all(piece.isidentifier() for piece in path.split(".")):
             raise ModuleNotFoundError(name=path)
         module = named_module(path)
-    except Exception as error:  # a foreign module may raise anything
+    except (Exception, SystemExit) as error:  # a foreign module may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and (path == absent or path.startswith(absent + ".")):
             allowed = f"Allowed: {', '.join(known)}, or the dotted path of an importable module"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
+from kd.core.references import redact
 from kd.core.scores import Scores
 from kd.core.text import clock, percent
 from kd.core.types import State
@@ -72,7 +73,7 @@ class Console:
     def info(self, text: str) -> None:
         """Print a line above the bar; an empty text prints nothing."""
         if text and not self.quiet:
-            (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+            (self._bar.console if self._bar is not None else self._console).print(redact(text), markup=False)
 
     def step(self, state: State, progress: float) -> None:
         if self._began is None:

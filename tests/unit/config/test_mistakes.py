@@ -1,12 +1,14 @@
 """The forty commonest mistakes in a configuration: what kd says, and which of them an editor marks by the schema."""
 
+import re
 from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
-from kd.config import Config, load
+from kd.config import Config, dump, load, to_dict
 from kd.config.json_schema import json_schema
 from kd.config.load import apply_overrides
 from kd.core.errors import ConfigErrors, KdError
@@ -74,7 +76,13 @@ MISTAKES: list[tuple[str, Any, list[tuple[str, tuple[str, ...]]], bool]] = [
         [("losses[0].temperature", ("must be 1",))],
         False,
     ),
-    ("a version as a name", "run.name=1.10", [("run.name", ("1.1", "a number without quotes", "Quote it"))], False),
+    ("a version as a name", "run.name=1.10", [("run.name", ("1.1", "a number without quotes", "Quote it"))], True),
+    (
+        "a word as a key",
+        "student.pretrained=true",
+        [("student.pretrained", ("Did you mean 'init: pretrained'?",))],
+        True,
+    ),
     (
         "a dotted key in a section",
         {"run": {"every.log": 9}},
@@ -229,3 +237,76 @@ def test_python_reads_references_and_old_names(monkeypatch):
     assert made.losses[0].kind == "cckd"
     with pytest.raises(ConfigErrors, match=r"run\.seed: .*does not set run\.epochs"):
         Config(**values, run={"seed": "${run.epochs}"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "allowed"),
+    [
+        ("where: pathlib.Path = pathlib.Path('x')", {"where": 3}, "a path"),
+        ("several: Sequence[int] = ()", {"several": "x"}, "a list of a whole number"),
+        ("shade: enum.Enum('Shade', {'RED': 'red'}) = None", {"shade": "blue"}, "one of red"),
+        ("pair: tuple[int, str] = (1, 'a')", {"pair": [1, [2]]}, "2 values: a whole number, text"),
+        ("by_name: dict[str, float] = None", {"by_name": {"a": "x"}}, "a section of key: a number"),
+        ("made: int = dataclasses.field(default=4, init=False)", {"made": 5}, "no such key"),
+        ("late: 'NoSuchType' = None", {}, "types .* cannot be read"),
+    ],
+)
+def test_a_type_from_outside_is_told_in_words(tmp_path, monkeypatch, field, given, allowed):
+    (tmp_path / "typed").mkdir()
+    name = f"part_{abs(hash(field))}"
+    text = "import enum, pathlib\nfrom collections.abc import Sequence\n" + OUTSIDE.format(field=field)
+    (tmp_path / "typed" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {**RIGHT, "losses": [{"kind": f"typed.{name}", **given}]}
+    (error,) = told(values)
+    assert re.search(allowed, str(error)), error
+    assert "\n" not in str(error)
+
+
+def test_the_last_length_counts():
+    assert load(RIGHT, ["run.epochs=3x", "run.epochs=5"]).run.times == 1.0
+    assert load(RIGHT, ["run.epochs=3x", "run.epochs=2x"]).run.times == 2.0
+
+
+def test_a_key_is_set_once_in_a_file():
+    (error,) = told({**RIGHT, "run": {"name": "a"}, "run.name": "b"})
+    assert (error.where, "twice" in error.wrong or "section and at the top" in error.wrong) == ("run.name", True)
+
+
+def test_a_text_that_looks_like_a_reference_is_written_as_a_text():
+    config = load(RIGHT, [r"run.name=\${run.seed}"])
+    assert config.run.name == "${run.seed}"
+    assert load(to_dict(config)).run.name == "${run.seed}"
+    assert load(yaml.safe_load(dump(config))).run.name == "${run.seed}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"run": None}, {"sifter": None}, {"data": {**RIGHT["data"], "batch_size": "32"}}, {"optimizer": {"lr": "1e-3"}}],
+)
+def test_an_editor_accepts_what_kd_accepts(given):
+    load({**RIGHT, **given})
+    assert not [*jsonschema.Draft7Validator(json_schema()).iter_errors({**RIGHT, **given})]
+
+
+def test_the_environment_may_hold_a_boolean(monkeypatch):
+    monkeypatch.setenv("KD_TEST_BASELINE", "true")
+    assert load(RIGHT, ["optimizer.zero=${oc.env:KD_TEST_BASELINE}"]).optimizer.zero is True
+
+
+def test_a_secret_is_in_no_message_of_a_command(tmp_path, monkeypatch, command):
+    monkeypatch.setenv("KD_TEST_SECRET", "hunter2secret")
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "data: {kind: webdataset, train: 'x-${oc.env:KD_TEST_SECRET}.tar', val: v.tar}\n"
+        "student: {model: resnet10t}\nlosses: [{kind: ce}]\n"
+    )
+    answer = command("train", file, "--check")
+    assert answer.code == 2
+    assert "KD_TEST_SECRET" in answer.err
+    assert "hunter2" not in answer.out + answer.err
+
+
+def test_an_override_beyond_a_list_says_how_many_items_it_has():
+    with pytest.raises(ConfigErrors, match=r"^losses\.x: .*is a list.*counted from 0; it has 1"):
+        load(RIGHT, ["losses.x={kind: ce}"])
