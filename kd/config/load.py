@@ -99,10 +99,6 @@ def apply_overrides(raw: Any, overrides: Sequence[str], errors: list[KdError], s
     dotted = {key: values.pop(key) for key in list(values) if isinstance(key, str) and "." in key}
     raw = OmegaConf.create(values)
     for key, value in dotted.items():
-        if isinstance(values, dict) and _is_set(values, key):
-            errors.append(
-                ConfigError(key, "is set twice: in its section, and at the top of the file", "", "Remove one")
-            )
         _update(raw, key, lambda value=value: value, errors, say)
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -161,14 +157,6 @@ def _update(raw: Any, key: str, value: Callable[[], Any], errors: list[KdError],
             errors.append(ConfigError(key, wrong, f"Its items are counted from 0; it has {count}", remedy))
         else:
             errors.append(ConfigError(key, f"cannot be overridden: {str(error).splitlines()[0]}"))
-
-
-def _is_set(values: Any, key: str) -> bool:
-    for name in key.split("."):
-        if not isinstance(values, dict) or name not in values:
-            return False
-        values = values[name]
-    return not isinstance(values, dict)
 
 
 def _list_on(raw: Any, key: str) -> str:

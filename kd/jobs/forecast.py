@@ -14,7 +14,7 @@ from kd.core.contracts import Backend, TeacherModel
 from kd.core.host import command_seconds, cores, installed, peak_mib
 from kd.core.types import Costs
 from kd.jobs.description import described
-from kd.jobs.estimate import TEACHER, Bench, Planned, estimate, measure
+from kd.jobs.estimate import TEACHER, Bench, estimate, measure
 from kd.jobs.scan_images import scan
 from kd.jobs.stopwatch import MARGIN, Timed, fastest, seconds_of
 from kd.models.classifier import count_attention
@@ -47,7 +47,10 @@ class Found(NamedTuple):
 
 
 def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> str:
-    """Check a recipe, search for damaged and repeated images (all if `everything`), and time a few steps."""
+    """Check a recipe, look for damaged images, and time a few steps.
+
+    `everything`: look at all images, search repeated ones too, and time the settings that are left open.
+    """
     (checked, counted), data = described(recipe, path, answers=True), open_sources(recipe.data)
     most = data.plan.max_skipped if data.plan.on_corrupt == "skip" else -1.0
     lines = [*checked, *scan(data.splits, most, recipe.path, everything, data.plan.bits)]
@@ -61,17 +64,17 @@ def forecast(recipe: Recipe, path: str = "given", everything: bool = False) -> s
             peak += counted * (1 - parts["step"].images / bench.split.micro_batch)
         told, own = f"memory    {peak:.0f} MiB at the peak of the process", checked[-1].removeprefix("memory    ")
         lines[len(checked) - 1] = f"{told}, including {own}" if on_cpu else f"{told}; of the device {own}"
-        return "\n".join([*lines, *estimate(bench, parts), *advise(bench, parts)])
+        lines += [*estimate(bench, parts), *sifting(bench, parts)]
+        return "\n".join([*lines, *(advise(bench, parts) if everything else [])])
 
 
 def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     """Time the alternatives left open by keys at `auto` and `off`; return lines of text."""
     facts, run = bench.backend.facts, bench.planned(bench.recipe)
-    ms, step, teacher = {name: part.ms for name, part in parts.items()}, parts["step"], parts["teacher"]
-    sifted = [f"sifter    {describe_sifter(bench, run, ms)}"] if run.sifted else []
+    step, teacher = parts["step"], parts["teacher"]
     seconds = (step.ms * step.images + teacher.ms * teacher.images) / 1000
     if seconds > MOST_SECONDS:
-        return [f"keys      not compared: already a step of {step.images} images takes {seconds:.1f} s", *sifted]
+        return [f"keys      not compared: already a step of {step.images} images takes {seconds:.1f} s"]
     with ExitStack() as stack:
         asked = bench.asked(run) * run.cost(TEACHER) * teacher.ms / 1000
         trained = run.cost(Costs(0.0, 0.0, step.ms, 0.0, False)) / 1000
@@ -96,7 +99,7 @@ def advise(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
     head = f"keys      no other setting is {100 * MARGIN:.0f} % faster here, {load}"
     if lines:
         head = f"keys      faster here, {load}; paste what follows at the end of the file"
-    return [head, *lines, *(f"          {text}" for one in made for text in one.failed), *sifted]
+    return [head, *lines, *(f"          {text}" for one in made for text in one.failed)]
 
 
 def compare_teachers(bench: Bench, seconds: float, images: int) -> Found:
@@ -216,8 +219,11 @@ def compared(
     return Found(lines, failed, (plain, fast))
 
 
-def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
-    """Return what the sifter of a run saves or costs, from the measured parts of a step."""
+def sifting(bench: Bench, parts: Mapping[str, Timed]) -> list[str]:
+    """Return a line on what the sifter of a run saves or costs, from the measured parts of a step."""
+    run, ms = bench.planned(bench.recipe), {name: part.ms for name, part in parts.items()}
+    if not run.sifted:
+        return []
     views = bench.recipe.teacher.cache.num_views
     warm = bench.costs(ms, 0.0 if 0 < views < run.epochs else bench.asked(run) * ms["teacher"])
     measured = (
@@ -225,4 +231,4 @@ def describe_sifter(bench: Bench, run: Planned, ms: Mapping[str, float]) -> str:
         f"loading {warm.load:.2f} ms per image"
     )
     kind, ratio = bench.recipe.config.sifter.kind, run.sifter.cost(warm) / warm.per_image()
-    return f"'{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"
+    return [f"sifter    '{kind}' ({measured}): {sifting_text(ratio, run.epochs - run.sifted, run.sifted)}"]

@@ -38,7 +38,7 @@ def scan(
     (damaged, album, used, refused), audit = _decoded(splits, everything), folder / lists.FOLDER
     total = sum(map(len, splits.values()))
     if not (damaged or len(album)):
-        return []  # not rendered or unpacked yet
+        return ["images    not decoded: kd-train makes them"] if everything else []  # not rendered or unpacked yet
     looked = len(damaged) + len(album)
     of = f"{looked} of {total}" if looked < total else f"all {looked}"
     lines = [f"images    decoded {of}: " + (f"{len(damaged)} damaged, to be skipped" if damaged else "none is damaged")]
@@ -116,8 +116,6 @@ def _decoded(
         except CorruptImage as error:
             damaged[f"{names[split]}:{sources[split].name(id)}"] = error
         except NotPrepared:
-            if everything:
-                raise
             return {}, Album(0), used, refused
         now = time.monotonic()
         if everything and now > logged + PROGRESS_SECONDS:
