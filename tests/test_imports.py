@@ -111,7 +111,7 @@ def wrong_imports(name: str, modules: Iterator[str]) -> list[str]:
         top, _, rest = module.partition(".")
         if top == "kd":
             if room == "parts" and own != "parts":  # files of a part folder share only through a `_file`
-                allowed = within(rest, may) or rest.startswith(f"{own}._") or own.startswith("parts.datasets._food")
+                allowed = within(rest, may) or rest.startswith(f"{own}._")
             else:
                 allowed = within(rest, may) or within(rest, [inner.strip("/").replace("/", ".") or room])
         else:

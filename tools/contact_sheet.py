@@ -9,7 +9,7 @@ import argparse
 
 from PIL import Image
 
-from kd.parts.datasets._food.menu import PAINTERS, render
+from kd.parts.datasets._dishes import DISHES, render
 
 
 def main() -> None:
@@ -20,8 +20,8 @@ def main() -> None:
     parser.add_argument("--to", default="docs/food_mini.jpg")
     given = parser.parse_args()
     side = given.pixels
-    sheet = Image.new("RGB", (given.columns * side, len(PAINTERS) * side))
-    for row, dish in enumerate(PAINTERS):
+    sheet = Image.new("RGB", (given.columns * side, len(DISHES) * side))
+    for row, dish in enumerate(DISHES):
         for column in range(given.columns):
             sheet.paste(render(dish, "train", column, 0, side), (column * side, row * side))
     sheet.save(given.to, quality=85)

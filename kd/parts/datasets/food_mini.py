@@ -29,8 +29,7 @@ from kd.core.host import cores
 from kd.core.keys import Field, Keys, keys
 from kd.core.types import Decoded, Label
 from kd.parts.datasets._decode import decode, read
-from kd.parts.datasets._food.menu import PAINTERS
-from kd.parts.datasets._food.paint import VERSION, file_name
+from kd.parts.datasets._dishes import DISHES, VERSION, file_name
 
 SECONDS = 0.2  # seconds between two counts of painted files for the bar: counting 4,200 takes 10 ms
 
@@ -75,7 +74,7 @@ class FoodMini:
 
     def __init__(self, options: Options, split: str, hidden: bool = False) -> None:
         self.options, self.split, self.hidden = options, split, hidden
-        self.dishes = tuple(PAINTERS)
+        self.dishes = tuple(DISHES)
         self.classes = () if hidden else self.dishes
         self.folder = Path(options.root).expanduser() / folder_name(options)
         self._pictures = pictures(options, split)
@@ -121,7 +120,7 @@ def folder_name(options: Options) -> str:
 
 def pictures(options: Options, split: str) -> list[tuple[int, str, int, int]]:
     """List (label, painted dish, plate, photograph) by label and dish; a tray's dishes are joined by "+"."""
-    dishes, train = tuple(PAINTERS), split == "train"
+    dishes, train = tuple(DISHES), split == "train"
     rng, trays = Random(f"{options.art_seed}/labels"), Random(f"{options.art_seed}/{split}/trays")
     listed = []
     for label, dish in enumerate(dishes):
@@ -149,7 +148,7 @@ def paint(options: Options, folder: Path) -> None:
     try:
         draft.mkdir(parents=True)
         (draft / "work.json").write_text(json.dumps(work))
-        command = [sys.executable, "-m", "kd.parts.datasets._food.paint", str(draft / "work.json"), str(processes)]
+        command = [sys.executable, "-m", "kd.parts.datasets._dishes", str(draft / "work.json"), str(processes)]
         painters = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(processes)]
         _show_progress(painters, draft, total)
         failures = [text for _, text in [painter.communicate() for painter in painters] if text]

@@ -9,8 +9,8 @@ import pytest
 
 from kd.core.errors import DataError
 from kd.parts.datasets import food_mini
-from kd.parts.datasets._food.menu import render
-from kd.parts.datasets._food.paint import main as paint_share
+from kd.parts.datasets._dishes import main as paint_share
+from kd.parts.datasets._dishes import render
 from kd.parts.datasets.food_mini import FoodMini, Options, build, folder_name, pictures
 
 
