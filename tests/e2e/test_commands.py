@@ -308,7 +308,7 @@ def test_check_prints_and_writes_nothing(fitted, settings, written, command, tmp
     assert answer.code == 0, answer
     assert files(tmp_path) == before
     said = {line.split()[0]: line for line in answer.out.splitlines() if not line.startswith(" ")}
-    rows = "config data student teacher losses batch length recipe plan backend memory images repeats time speed keys"
+    rows = "config data student teacher losses batch length recipe plan backend memory images repeats time speed"
     assert list(said) == rows.split()
     assert "36 training and 13 validation images, 3 classes, 16 px" in said["data"]
     assert said["batch"].endswith(" 8 images")

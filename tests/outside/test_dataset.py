@@ -14,6 +14,7 @@ import kd
 import kd.parts.datasets
 from kd.core.errors import DataError
 from kd.parts import registry
+from kd.parts.datasets import LabelColumn, Names, Repeated, SplitRequest, Storage, source
 
 
 @pytest.fixture
@@ -78,3 +79,16 @@ def test_a_storage_is_one_class_and_one_call(arrays, tmp_path):
     assert not {train.group(id) for id in range(len(train))} & {val.group(id) for id in range(len(val))}
     with pytest.raises(DataError, match=r"the class 'toast', which is not among"):
         build(options, "val", ["soup", "stew"], "some")
+
+
+def test_labels_of_a_storage_of_ones_own(tmp_path):
+    storage = Storage(Names([b"a", b"b", b"c", b"d"]), np.ones(4), np.zeros(4, np.uint64))
+    request = SplitRequest("train", None, "some", "data.file")
+    some = source(storage, LabelColumn(Repeated.of_each(["x", None, "y", ""])), request)
+    assert [some.label(id) for id in range(4)] == [0, -1, 1, -1]
+    sets = [frozenset(["\xe9"]), frozenset(["e\u0301", "z"]), None, frozenset()]
+    several = source(storage, LabelColumn(Repeated.of_each(sets), sets=True), request)
+    assert several.classes == ("z", "\xe9")
+    assert [several.label(id).tolist() for id in range(4)] == [[0, 1], [1, 1], [-1, -1], [0, 0]]
+    with pytest.raises(TypeError, match="sets are int8"):
+        source(storage, LabelColumn(np.array([1, 0, 1, 0]), ["a", "b"]), request)

@@ -64,7 +64,7 @@ def number_classes(
     `own`: this split's classes in order; None: those that occur. Training's `classes` are used instead; None for the
     training split itself.
     """
-    column = column._replace(texts=[nfc(name) for name in column.texts])
+    column = column._replace(texts=[nfc(name or "") for name in column.texts])
     labelled = {*column.texts} - {""}
     if not labelled:
         remedy = "Label some, or set data.labels=none"
@@ -97,7 +97,9 @@ def number_sets(
 
     The values of `column` are sets of class names, or None. See `number_classes`.
     """
-    own = class_order({name for names in column.texts for name in names or ()}) if own is None else own
+    texts = [names if names is None else {nfc(name) for name in names} for names in column.texts]
+    column = column._replace(texts=texts)
+    own = class_order({name for names in texts for name in names or ()}) if own is None else own
     order = tuple(own if classes is None else classes)
     position = {name: i for i, name in enumerate(order)}
     sets = np.zeros((len(column.texts), len(order)), np.int8)

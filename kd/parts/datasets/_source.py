@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from kd.core.errors import DataError
 from kd.core.facts import DatasetFacts
+from kd.core.text import nfc
 from kd.core.types import Decoded, Label
 from kd.files.folders import printable
 from kd.files.pixels import Least
@@ -50,8 +51,11 @@ class Storage:
         return f"{self.noun} '{self.name(row)}'"
 
     def keys(self) -> Iterable[bytes]:
-        """Return the key of each image whose hash decides whether it is held out for validation."""
-        return self.names
+        """Return the key of each image whose hash decides whether it is held out for validation.
+
+        It is the name in one Unicode form, so that a copy on another file system holds out the same images.
+        """
+        return (name if name.isascii() else os.fsencode(nfc(os.fsdecode(name))) for name in self.names)
 
     def take(self, rows: np.ndarray) -> Self:
         """Return these rows alone."""
@@ -106,6 +110,8 @@ def source(storage: Storage, labels: LabelColumn, request: SplitRequest, groups:
         order, label = (), np.full(len(storage.sizes), -1, np.int32)
     elif isinstance(column, np.ndarray):
         label = column
+        if label.shape != (len(storage.sizes), len(order or ())) or label.dtype != np.int8:
+            raise TypeError(f"sets are int8 [images, classes of `order`], not {label.dtype} {[*label.shape]}")
     elif labels.sets:
         order, label = number_sets(column, order, classes, where, subject)
     else:

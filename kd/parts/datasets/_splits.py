@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,18 @@ def grouped(rule: str, split: str, texts: Iterable[str]) -> Repeated | None:
     # An image whose path the pattern does not match is alone.
     if not rule:
         return None
-    with suppress(re.error):  # a column's name need be no pattern
+    broken = ""
+    try:
         pattern = re.compile(NAMED.get(rule, rule))
+    except re.error as error:  # a column's name need be no pattern
+        broken = f", and is no pattern: {error}"
+    else:
         if pattern.groups:
             texts = (found[1] if (found := pattern.search(text)) else text for text in texts)
     groups = Repeated.of_each(texts)
     if split == "train" and len(groups.texts) == len(groups.of):
         allowed = "`parent`, a pattern with the group in brackets such as '(.*)_', or a column of the table"
-        raise DataError("data.group", f"'{rule}' puts no two training images into one group", allowed)
+        raise DataError("data.group", f"'{rule}' puts no two training images into one group{broken}", allowed)
     return groups
 
 

@@ -91,6 +91,8 @@ def _table(content: str, path: str, root: str, separator: str, labels: str) -> t
         one_line(number, name, *more)
         cells.append((number, name, [cell.strip() for cell in more]))
     classes = [nfc(name) for name in written]
+    if twice := sorted({name for name in classes if classes.count(name) > 1}):  # in two Unicode forms
+        raise ValueError(f"its first line names '{twice[0]}' twice")
     if len(classes) > 1:
         return classes, [Entry(name, _wide(more, classes, number), number) for number, name, more in cells]
     _check_pairs([more[0] for _, _, more in cells], classes[0], separator)

@@ -215,7 +215,7 @@ def _hidden(ending: str, sample: Collection[str], wanted: Collection[str]) -> bo
 def _label(data: bytes, name: str, options: Options, where: str) -> str:
     try:
         parsed = options.label_field or options.label_sets
-        value: Any = json.loads(data) if parsed or data.lstrip()[:1] == b"[" else data.decode().strip()
+        value: Any = json.loads(data) if parsed or data.lstrip()[:1] == b"[" else data.decode("utf-8-sig").strip()
         value = value[options.label_field] if options.label_field else value
         if options.label_sets and isinstance(value, list) and all(type(one) in (str, int) for one in value):
             return json.dumps(sorted({nfc(str(one)) for one in value}))

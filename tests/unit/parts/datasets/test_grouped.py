@@ -146,7 +146,7 @@ def test_groups_in_two_given_splits_are_named(clips, tmp_path):
 def test_a_rule_that_puts_nothing_together_is_refused(clips, kind, group):
     keys = {"train_list": "all.csv"} if kind == "csv" else {}
     with pytest.raises(
-        DataError, match=r"data\.group: .* puts no two training images into one group\. Allowed: `parent`"
+        DataError, match=r"data\.group: .* puts no two training images into one group.*\. Allowed: `parent`"
     ):
         opened(clips, kind, val_fraction=0.3, group=group, **keys)
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pieces import WITHOUT_HEIF, labels, names
 from PIL import Image
 
 from kd.core.errors import CorruptImage, DataError
+from kd.core.text import nfc
 from kd.files.pixels import HEIF
 from kd.parts.datasets.imagefolder import Options, build, facts
 
@@ -234,3 +236,18 @@ def test_a_folder_of_unlabelled_images_does_not_become_a_class(tmp_path, folder)
     if folder != "rest":
         with pytest.raises(DataError, match=rf"^data\.unlabelled: .*'{folder}' would be a class.* Set it to {folder}"):
             build(options(tmp_path), "train", None, "some")
+
+
+def test_the_same_images_are_held_out_in_both_unicode_forms(tmp_path):
+    """macOS writes é as two characters: a copy of the data from there once had other validation images."""
+    held = []
+    for form in ("NFC", "NFD"):
+        root = tmp_path / form
+        for folder in ("b", unicodedata.normalize(form, "é")):
+            (root / folder).mkdir(parents=True)
+            for number in range(20):
+                (root / folder / f"{number}.png").write_bytes(b"x")
+        source = build(Options(root=str(root), val_fraction=0.2), "val", None)
+        held.append({nfc(source.name(id)) for id in range(len(source))})
+    assert held[0] == held[1]
+    assert len(held[0]) == 8

@@ -136,6 +136,7 @@ def test_classes_of_a_table(root, content, expected):
         ("a.csv", "file,labels\na.jpg,\"['rice']\"\nc.jpg,egg\n", "cell '['rice']' is a list"),
         ("a.csv", 'file,labels\na.jpg,"{""choices"": [""rice""]}"\nc.jpg,egg\n', "is a list, not text"),
         ("a.csv", "file,egg, egg\na.jpg,1,1\n", "its first line names 'egg' twice"),
+        ("a.csv", "file,\xe9,e\u0301\na.jpg,1,0\n", "its first line names"),
         ("a.csv", "file,egg,\na.jpg,1,1\n", "a column has no name"),
         ("a.csv", "file,egg,rice\na.jpg,1,maybe\n", "line 2 has 'maybe' where 0 or 1"),
         ("a.csv", "file,egg,rice\na.jpg,nan,1\n", "line 2 has 'nan' where 0 or 1"),
