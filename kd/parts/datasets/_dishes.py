@@ -155,8 +155,8 @@ CLUTTER = [
 def serve(scene: Scene, dish: str, x: float, y: float, share: float) -> None:
     """Paint a dish on its surface about (x, y), with this share of the picture's side."""
     half, (surfaces, layers) = scene.pixels / 2, DISHES[dish]
-    scene.x, scene.y = (half * (1 + place + share * scene.number(-0.1, 0.1)) for place in (x, y))
-    scene.unit, scene.squash = half * share * scene.number(0.95, 1.15), scene.number(0.85, 1.0)
+    scene.x, scene.y = (half * (1 + place + share * scene.number(-0.14, 0.14)) for place in (x, y))
+    scene.unit, scene.squash = half * share * scene.number(0.88, 1.15), scene.number(0.8, 1.0)
     surface = scene.rng.choice(surfaces.split())
     for layer in SURFACES[surface]:
         scene.paint(layer)
@@ -176,7 +176,7 @@ def render(dish: str, split: str, plate: int, seed: int, size: int, shot: int = 
     """
     scene = Scene(Random(f"{seed}/{split}/{dish}/{plate}"), size * SUPERSAMPLE)
     scene.image = scene.texture(scene.color(TABLES), scene.count((3, 50)))
-    if scene.rng.random() < 0.6:
+    for _ in range(scene.count((0, 1))):
         scene.paint(scene.rng.choice(CLUTTER))
     dishes = dish.split("+")
     start = scene.number(0, 2 * pi)
@@ -184,6 +184,8 @@ def render(dish: str, split: str, plate: int, seed: int, size: int, shot: int = 
     for number, name in enumerate(dishes):
         angle = start + 2 * pi * number / len(dishes)
         serve(scene, name, away * cos(angle), away * sin(angle), share)
+    if scene.rng.random() < 0.15:
+        scene.paint(scene.rng.choice(CLUTTER))
     if shot:
         scene.rng = Random(f"{seed}/{split}/{dish}/{plate}/{shot}")
         zoom, turn = scene.number(0.8, 0.88), scene.number(-0.1, 0.1)

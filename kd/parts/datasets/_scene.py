@@ -55,7 +55,7 @@ class Scene:
     def count(self, number: tuple[int, int]) -> int:
         return number[0] + int(self.rng.random() * (number[1] - number[0] + 1))
 
-    def color(self, palette: Sequence[Color], jitter: float = 10.0) -> Color:
+    def color(self, palette: Sequence[Color], jitter: float = 11.0) -> Color:
         """Draw a colour of the palette with a small variation."""
         light = self.rng.gauss(0, jitter)
         red, green, blue = (
@@ -169,10 +169,10 @@ def photograph(scene: Scene, size: int) -> Image.Image:
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BOX), dtype=np.float32) / 255
     axis = np.linspace(-1, 1, size, dtype=np.float32)
     window = scene.light[0] * axis[None, :] + scene.light[1] * axis[:, None]
-    light = (1 + scene.number(0, 0.3) * window) * scene.number(0.85, 1.15)
-    cast = np.asarray([1 + scene.rng.gauss(0, 0.04) for _ in range(3)], dtype=np.float32)
+    light = (1 + scene.number(0, 0.35) * window) * scene.number(0.8, 1.15)
+    cast = np.asarray([1 + scene.rng.gauss(0, 0.05) for _ in range(3)], dtype=np.float32)
     pixels = pixels * light[:, :, None] * cast
-    pixels = 0.45 + (pixels - 0.45) * scene.number(0.85, 1.15)
+    pixels = 0.45 + (pixels - 0.45) * scene.number(0.8, 1.15)
     grain = np.random.default_rng(scene.rng.getrandbits(64)).standard_normal(pixels.shape, dtype=np.float32)
     return Image.fromarray((np.clip(pixels + grain * scene.number(0, 0.02), 0, 1) * 255).astype(np.uint8))
 
