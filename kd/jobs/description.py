@@ -55,7 +55,8 @@ def described(recipe: Recipe, path: str, answers: bool) -> tuple[list[str], floa
         *([f"          in this order: {_few(data.classes)}"] if data.classes else []),
         *(f"          {note}" for note in data.notes),
         *_skew(labels),
-        *_unseen(data.labels(val=True), data.classes),
+        *_unseen(labels, data.classes, "training", "which no label teaches"),
+        *_unseen(data.labels(val=True), data.classes, "validation", "which accuracy does not cover"),
         f"student   {recipe.student.model}: {_millions(student)}, images of {student.input_size} px, "
         f"init {recipe.student.init}",
         *(_teacher(recipe, where, model) for where, model in zip(recipe.members, teachers.members, strict=True)),
@@ -88,14 +89,14 @@ def _skew(labels: torch.Tensor) -> list[str]:
     return [f"classes   {largest}, the smallest {sizes[-1]}); see docs/sifting.md, uneven classes"]
 
 
-def _unseen(labels: torch.Tensor, classes: Sequence[str]) -> list[str]:
-    """Name the classes without validation images."""
+def _unseen(labels: torch.Tensor, classes: Sequence[str], split: str, hence: str) -> list[str]:
+    """Name the classes without a labelled image of a split: whole numbers in shards and tables of hf leave gaps."""
     seen = set((labels > 0).any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
     missing = [name for label, name in enumerate(classes) if label not in seen]
     if not missing or seen <= {-1}:
         return []
     count = f"{len(missing)} of {len(classes)} classes"
-    return [f"          no validation image: {count}, which accuracy does not cover: {_few(missing)}"]
+    return [f"          no {split} image: {count}, {hence}: {_few(missing)}"]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from pieces import centre, slow, tiny
 from PIL import Image
 from safetensors.torch import load_file
@@ -528,3 +531,20 @@ def test_no_secret_is_kept(written, command, photos, tmp_path, monkeypatch):
     held = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     assert {"config.yaml", "manifest.json", "report.md"} <= {path.name for path in held}
     assert [path.name for path in held if secret.encode() in path.read_bytes()] == []
+
+
+def test_check_names_classes_without_a_training_image(settings, photos, command, tmp_path):
+    """Labels 1, 2 and 5 in a shard are six classes."""
+    with tarfile.open(tmp_path / "train.tar", "w") as shard:
+        for number, photo in enumerate(sorted((photos / "train").rglob("*.*"))[:9]):
+            for ending, data in (("jpg", photo.read_bytes()), ("cls", str((1, 2, 5)[number % 3]).encode())):
+                member = tarfile.TarInfo(f"{number}.{ending}")
+                member.size = len(data)
+                shard.addfile(member, io.BytesIO(data))
+    shutil.copy(tmp_path / "train.tar", tmp_path / "val.tar")
+    shards = {"kind": "webdataset", "train": str(tmp_path / "train.tar"), "val": str(tmp_path / "val.tar")}
+    data = {**shards, "image_size": 16, "batch_size": 8}
+    file = tmp_path / "shards.yaml"
+    file.write_text(yaml.safe_dump({**settings, "data": data, "losses": [{"kind": "ce"}], "teacher": {}}))
+    answer = command("train", file, "--check")
+    assert "no training image: 3 of 6 classes, which no label teaches: 0, 3, 4\n" in answer.out, answer
