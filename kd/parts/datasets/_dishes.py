@@ -3,8 +3,8 @@
 A dish is a list of layers: pieces of some colours and sizes, scattered or arranged. Tables, crockery and clutter are
 shared by all dishes, and palettes overlap, so that neither colour nor background gives the dish away. A picture is a
 pure function of (seed, split, dish, plate, photograph). Pixels may differ between versions of Pillow, NumPy and the C
-library's sine, never between numbers of processes. Nothing of kd but
-the engine is imported, so that a painter starts in a fraction of a second.
+library's sine, never between numbers of processes. A painter imports nothing of kd but the engine: it starts in a
+fraction of a second.
 """
 
 import json
