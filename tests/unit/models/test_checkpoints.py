@@ -536,6 +536,17 @@ def test_a_file_is_recognized_by_its_shapes_alone(name, file):
         assert words in found.why
 
 
+def test_a_file_is_recognized_by_what_its_trainer_wrote(file):
+    """Twins have equal shapes: timm's trainer writes which of them it trained."""
+    twins = ("vit_tiny_patch16_224", "deit_tiny_patch16_224")
+    weights = timm.create_model(twins[1], num_classes=7).state_dict()
+    for arch in twins:
+        found = identify("--teacher", file({"arch": arch, "state_dict": weights}, "model_best.pth.tar"))
+        assert found.model == arch
+        assert "by what its trainer wrote" in found.why
+        assert "would fit too" not in found.why
+
+
 def test_the_index_of_shapes_is_that_of_this_timm():
     sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "tools"))
     from shapes import line_of
