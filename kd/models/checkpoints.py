@@ -6,7 +6,7 @@
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -46,6 +46,28 @@ class Weights:
     def section(self) -> str:
         """The config path of its model."""
         return self.where.removesuffix(".checkpoint").lstrip("-")
+
+    @property
+    def architecture(self) -> str:
+        """The network's name that its trainer wrote, without a tag such as `.augreg_in1k`; "": none."""
+        return str(self.trainer.get("model", "")).partition(".")[0]
+
+    def named_among(self, networks: Iterable[str]) -> list[str]:
+        """Return the networks whose names the trainer or the file's name gives, the likeliest first.
+
+        A file's name may leave out the `tf_` of networks that pad as TensorFlow does.
+        """
+        trained, stem = letters_of(self.architecture), letters_of(self.file.stem)
+        named = [
+            name for name in networks if letters_of(name) == trained or letters_of(name.removeprefix("tf_")) in stem
+        ]
+        named.sort(key=lambda name: (letters_of(name) != trained, letters_of(name) not in stem, -len(name)))
+        return named
+
+
+def letters_of(name: str) -> str:
+    """Return the letters and digits of a name in lower case."""
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def located(where: str, place: str) -> list[Path]:

@@ -16,7 +16,6 @@ from torch import nn
 
 from kd.core.errors import ModelError, in_short
 from kd.models.checkpoints import KNOWN, Tensors, Weights
-from kd.models.shapes import by_shapes
 
 is_averaged = re.compile(KNOWN["averaged"], re.IGNORECASE).search  # whether a set's name shows averaged weights (EMA)
 
@@ -51,7 +50,10 @@ def take(
         if choice == "by_order" and not (known and config_of(network)):
             fitting = ordered
         if not fitting:
-            remedy = "Correct model or args" + "; safetensors keep no order for by_order" * unordered
+            remedy = (
+                "Give the name of the network that was trained, and its args"
+                + "; safetensors keep no order for by_order" * unordered
+            )
             remedy = f"Set {weights.section}.weights=by_order: all shapes fit" if ordered else remedy
             wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
             raise known or ModelError(weights.where, wrong, "", remedy)
@@ -226,8 +228,18 @@ def origin(weights: Weights, tensors: Tensors, differences: Mapping[str, str], m
     lines = sorted(f"{kind} {name}" for name, kind in {**dict.fromkeys(tensors, "unexpected"), **differences}.items())
     for pattern, what, remedy, takers in KNOWN["origins"][1:]:
         if re.search(pattern, "\n".join(lines), re.MULTILINE) and not re.fullmatch(takers, model):
-            likely = next((name for name in by_shapes(tensors) if re.fullmatch(takers, name)), "NAME")
+            likely = next((name for name in _likely(weights, model) if re.fullmatch(takers, name)), "NAME")
             told = remedy.format(where=weights.section, file=weights.file, likely=likely)
             wrong = f"'{weights.file}' holds {what}, which '{model}' does not take ({_listed(differences)})"
             return ModelError(weights.where, wrong, "Weights of that network", told)
     return None
+
+
+def _likely(weights: Weights, model: str) -> list[str]:
+    """Return networks that look like `model`, or like what a file's trainer or name says, but have other tensors."""
+    import timm
+    from torchvision import models
+
+    theirs = weights.named_among(models.list_models(models))
+    twins = [name for name in (f"tf_{model}", *weights.named_among(timm.list_models("tf_*"))) if timm.is_model(name)]
+    return [*twins, *(f"torchvision.models:{name}" for name in theirs)]

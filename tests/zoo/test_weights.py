@@ -199,7 +199,7 @@ def test_an_efficientnet_of_tensorflow_s_padding_is_not_its_twin(tmp_path):
     assert "Set teacher.weights=by_order" in refusal(keys, size=64)
     assert same_answers(teacher({**keys, "weights": "by_order"}, size=64), whole)
     assert not same_answers(teacher({**keys, "weights": "by_order"}, size=64), twin(whole, "efficientnet_b0"))
-    found = identify("--teacher", tmp_path / "mine.pth")
+    found = identify("--teacher", tmp_path / "mine.pth", "tf_efficientnet_b0")
     assert (found.model, found.by_order) == ("tf_efficientnet_b0", True)
 
 
@@ -233,9 +233,10 @@ def test_a_twin_of_torchvision_s_is_refused_and_the_section_can_be_pasted(theirs
 def test_a_network_that_timm_lacks_is_named_as_torchvision_has_it(tmp_path):
     """`kd init` knows no name of timm for it, and pastes none."""
     whole = torchvision.models.shufflenet_v2_x0_5(num_classes=5).eval()
-    torch.save({f"features.0.{name}": tensor for name, tensor in whole.state_dict().items()}, tmp_path / "a.pth")
+    path = tmp_path / "shufflenet_v2_x0_5-f707e7126e.pth"
+    torch.save({f"features.0.{name}": tensor for name, tensor in whole.state_dict().items()}, path)
     with pytest.raises(ModelError, match=r"which 'timm' does not take.*torchvision\.models:shufflenet_v2_x0_5"):
-        identify("--teacher", tmp_path / "a.pth")
+        identify("--teacher", path)
 
 
 # ---------------------------------------------------------------------------------------- not the tensors themselves
@@ -251,7 +252,7 @@ def test_integers_without_their_scales_are_refused(dtype, which, tmp_path):
         text = refusal({"model": NAME, "args": ARGS, "checkpoint": str(tmp_path / name)})
         assert "quantized weights" in text
         assert "integers: " in text
-        assert "Correct model or args" not in text
+        assert "Give the name of the network that was trained, and its args" not in text
 
 
 def test_halves_are_cast(tmp_path):
@@ -316,7 +317,7 @@ def test_several_networks_are_named_to_kd_init(tmp_path):
     first, second = timm.create_model("resnet10t", num_classes=5), timm.create_model("resnet10t", num_classes=5)
     torch.save({"model": first.state_dict(), "net": second.state_dict()}, tmp_path / "a.pth")
     with pytest.raises(ModelError, match=r"several networks that fit: \['model', 'net'\]"):
-        identify("--teacher", tmp_path / "a.pth")
+        identify("--teacher", tmp_path / "a.pth", "resnet10t")
 
 
 def test_an_adapter_beside_its_base(tmp_path):
