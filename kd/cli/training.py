@@ -49,7 +49,7 @@ def train(argv: Sequence[str] | None = None) -> int:
         "kd-train vit_food run.epochs=5 optimizer.lr=5e-4",
     )
     text = "train nothing: validate the configuration, look for damaged and repeated images (a 5 s sample; =all: "
-    text += "every image, and settings timed in turns), time a few steps, and estimate time, memory and cost"
+    text += "every image), time a few steps, and estimate time, memory and cost"
     parser.add_argument("--check", nargs="?", choices=("some", "all"), metavar="all", help=text)
     text = "do not score the test split; use it while comparing runs"
     parser.add_argument("--no-test", action="store_true", help=text)

@@ -172,7 +172,7 @@ class Sessions:
     def __call__(self) -> Any:
         threads = torch.get_num_threads()
         if threads not in self.open:
-            # two are kept, because `--check` alternates between two numbers
+            # two are kept: a measurement on one thread does not cost the run its session
             self.open = {**dict([*self.open.items()][-1:]), threads: self._start(threads)}
         return self.open[threads]
 

@@ -16,7 +16,7 @@ class Options(Keys):
     """Options of the CPU backend."""
 
     threads: NonNegativeInt = 0
-    """torch's threads per rank. 0: this machine's cores divided by its ranks. `--check` reports if fewer are faster."""
+    """torch's threads per rank. 0: this machine's cores divided by its ranks."""
 
 
 class CPU(DDPBackend):

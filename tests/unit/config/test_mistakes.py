@@ -269,7 +269,7 @@ def test_the_last_length_counts():
 
 
 def test_a_dotted_key_at_the_top_counts_before_its_section():
-    """`--check=all` prints such keys, to be pasted at the end of the file."""
+    """Findings and pages name such keys, to be pasted at the end of the file."""
     assert load({**RIGHT, "run": {"name": "a"}, "run.name": "b"}).run.name == "b"
 
 

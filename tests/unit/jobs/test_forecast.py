@@ -1,7 +1,6 @@
-"""`--check` advises: candidates are timed in turns, and only keys that pay are printed."""
+"""The times that `--check` prints: each part of a step is timed with as many images as surely fit, and then scaled."""
 
 import re
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,18 +8,13 @@ import torch
 from kd import config
 from kd.core.text import clock as spoken
 from kd.jobs import estimate, stopwatch
-from kd.jobs import forecast as advice
-from kd.jobs.forecast import Found, forecast, torch_stages
-from kd.jobs.stopwatch import fastest, timed
+from kd.jobs.forecast import forecast
+from kd.jobs.stopwatch import timed
 from kd.parts.backends.cpu import CPU
 from kd.setup.build import distributed
 from kd.setup.data import open_sources
-from kd.setup.modes import ExecutionMode
 from kd.setup.recipe import resolve
 from kd.study.paying import AIM, ENOUGH
-
-RULE, FUSED = ExecutionMode("bf16", "unfused"), ExecutionMode("bf16", "fused")
-COMPILED, EXPORTED = ExecutionMode("bf16", "unfused", compiled=True), ExecutionMode("fp32", "openvino")
 
 
 class Clock:
@@ -51,136 +45,19 @@ class Clock:
 def clock(monkeypatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(stopwatch, "time", made)
-    monkeypatch.setattr(advice, "command_seconds", made.perf_counter)
     return made
-
-
-@pytest.fixture
-def compared(clock):
-    """Compare modes that take so long; return also which of them were made."""
-
-    def compare(seconds: float, **times: float) -> tuple[Found, list[ExecutionMode]]:
-        modes = {"rule": RULE, "fused": FUSED, "compiled": COMPILED, "exported": EXPORTED}
-        names, made = {modes[name]: taken for name, taken in times.items()}, []
-
-        def work(mode: ExecutionMode):
-            made.append(mode)
-            if not callable(names[mode]) and names[mode] < 0:
-                raise RuntimeError("no compiler here\nand a long explanation")
-            return clock.working(names[mode])
-
-        return advice.compared(RULE, [[asdict(mode) for mode in names]], work, seconds, "teacher"), made
-
-    return compare
-
-
-def test_only_what_is_faster_is_advised(compared):
-    assert compared(1e6, rule=0.01, fused=0.01)[0][:2] == ([], [])
-    (line,) = compared(1e6, rule=0.03, fused=0.005)[0].keys
-    key, _, reason = line.partition("   # ")
-    assert key == "teacher.attention: fused"
-    assert reason.startswith("teacher: bf16+fused is ")
-    assert reason.endswith(" times as fast as bf16+unfused")
-
-
-@pytest.mark.parametrize(("seconds", "tried"), [(239.0, False), (240.0, True)])
-def test_a_form_is_timed_where_it_can_pay(compared, seconds, tried):
-    """A minute of compiling in work of four minutes."""
-    found, made = compared(seconds, rule=0.03, compiled=0.005)
-    assert (COMPILED in made) == tried
-    assert bool(found[0]) == tried
-
-
-@pytest.mark.parametrize(("age", "tried"), [(89.0, True), (91.0, False)])
-def test_a_form_that_would_not_be_ready_in_time_is_not_tried(compared, clock, age, tried):
-    """Of a long run, on a command that has already taken so long: compiling takes a minute and more."""
-    clock.now = age
-    assert (COMPILED in compared(1e6, rule=0.03, compiled=0.005)[1]) == tried
-    assert FUSED in compared(1e6, rule=0.03, fused=0.005)[1]
-
-
-def test_a_form_must_save_more_than_it_costs(compared):
-    assert compared(240.0, rule=0.03, compiled=0.027)[0][:2] == ([], [])  # a tenth of 240 s, and a minute at each start
-    keys = [line.split("   #")[0] for line in compared(1e6, rule=0.03, exported=0.005)[0][0]]
-    assert keys == ["teacher.precision: fp32", "teacher.runtime: openvino"]
-
-
-def test_a_mode_that_cannot_run_is_reported_and_skipped(compared):
-    found, _ = compared(1e6, rule=0.005, compiled=-1.0)
-    said = "teacher: bf16+unfused+compiled cannot be run here (RuntimeError: no compiler here and a long explanation)"
-    assert found[:2] == ([], [said])
-
-
-def test_keys_that_are_named_are_left_alone():
-    stages = torch_stages("auto", "auto", 2)
-    assert stages == [[{"precision": "fp32"}, {"precision": "bf16"}], [{"kernel": "unfused"}, {"kernel": "fused"}]]
-    assert torch_stages("auto", "unfused", 2) == stages[:1]
-    assert torch_stages("bf16", "auto", 2) == stages[1:]
-    assert torch_stages("bf16", "auto", 0) == []
-
-
-@pytest.mark.parametrize(
-    ("rounds", "winner"),
-    [
-        ({"plain": [20] * 7 + [60], "other": [19.5] * 8}, "plain"),
-        ({"plain": [20] * 7 + [60], "other": [18] * 7 + [90]}, "other"),
-        ({"plain": [20] * 7 + [60], "other": [10] * 6 + [21, 61]}, "plain"),  # only in six of eight
-        ({"plain": [20] * 8, "other": [18] * 8, "third": [17] * 8}, "third"),
-        ({"plain": [20] * 8, "other": [25] * 8}, "plain"),
-        ({"plain": [900] * 8, "other": [400] * 8}, "other"),  # after one round the time is over
-    ],
-)
-def test_a_candidate_must_win_clearly(clock, rounds, winner):
-    seconds = {name: iter([1, *times]) for name, times in rounds.items()}  # after a warm-up
-    works = {name: clock.working(lambda times=times: next(times) / 100) for name, times in seconds.items()}
-    assert fastest(works)[0] == winner
 
 
 def test_a_first_call_that_compiles_is_not_measured(clock):
     first_call = iter([0.7])  # lost, if it were measured
     assert timed(lambda images: clock.working(lambda: next(first_call, 0.005)), 1, 1).ms == pytest.approx(5)
-    first_call = iter([0.7])
-    slow_once = {"a": clock.working(0.02), "b": clock.working(lambda: next(first_call, 0.001))}
-    assert fastest(slow_once)[0] == "b"
 
 
-def test_printed_keys_are_valid_yaml(settings, monkeypatch):
-    """The keys are YAML that a file takes; the models are as they were before."""
-    line = "teacher.attention: fused   # 1.30 times"
-    monkeypatch.setattr(advice, "compared", lambda *given: Found([line], ["form: cannot be run here"]))
+def test_a_check_names_what_the_sifter_saves_and_times_no_other_setting(settings):
     settings["sifter"] = {"kind": "history"}
     lines = forecast(resolve(config.load(settings)), everything=True).splitlines()
-    start = lines.index(line) - 1
-    assert lines[start].startswith("keys      faster here")
-    assert any(one.startswith("sifter    'history' ") for one in lines[:start])
-    assert line not in forecast(resolve(config.load(settings))).splitlines()  # only --check=all compares
-    assert config.load({**settings, "teacher.attention": "fused"}).teacher.attention == "fused"
-
-
-def test_a_single_win_is_not_advised(compared):
-    """A neighbour slows the plain mode in the warm-up and the first four of eight rounds alone."""
-    disturbed = iter([0.01] + [0.05] * 4)
-    assert compared(1e6, rule=lambda: next(disturbed, 0.01), fused=0.01)[0].keys == []
-
-
-def test_threads_are_timed_with_the_keys_that_were_found(clock):
-    """Issue 62: fp32 and one thread were each said to be 4 times as fast; together they were 6 times, not 16."""
-    assert advice.compare_threads(2, [clock.working(0.01)]) == (2, [])
-
-    def step(precision: str) -> float:
-        return {("bf16", 2): 0.24, ("bf16", 1): 0.06, ("fp32", 2): 0.06, ("fp32", 1): 0.04}[
-            precision, torch.get_num_threads()
-        ]
-
-    before = torch.get_num_threads()
-    try:
-        number, keys = advice.compare_threads(2, [clock.working(lambda: step("fp32"))])
-        assert (number, keys) == (1, ["backend.threads: 1   # 1.50 times as fast as 2 threads"])
-        plain = advice.stepping(2, [clock.working(lambda: step("bf16"))])
-        best = advice.stepping(1, [clock.working(lambda: step("fp32"))])
-        assert advice.fastest({"plain": plain, "all": best}) == ("all", pytest.approx(6.0))
-    finally:
-        torch.set_num_threads(before)
+    assert any(line.startswith("sifter    'history' ") for line in lines)
+    assert not any(line.startswith("keys") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +179,6 @@ def test_a_check_of_a_slow_network_and_a_large_batch_looks_at_few_images(setting
     lines = forecast(recipe, everything=True).splitlines()
     assert sum(images) <= 40  # about half of them in the examination of the network
     assert any("timed on 2 images, scaled to 1024" in line for line in lines if line.startswith("speed"))
-    assert any(line.startswith("keys      not compared: already a step of 2 images takes 6.0 s") for line in lines)
 
 
 @pytest.mark.parametrize(
