@@ -3,9 +3,8 @@
 Run: python benchmarks/rules.py [--rounds 2] [--only NAME ...] [--record FOLDER]
 
 Each case is a tiny run with one fault. Its findings must hold the case's rule. What that finding advises, one key and
-one value, is then set, and both runs take turns. A row is one run. `measured` is what the fault is about:
-mean milliseconds of a step after the first epoch, or of an image, or MiB of growth. Where the
-advice is a profile, a run with it shows the fault, which is then removed by hand.
+one value, is then set, and both runs take turns. A row is one run. `measured` is mean milliseconds of a step after the
+first epoch.
 
 The machine is sampled ten times a second, so that runs of a few seconds are enough. Not here: a synchronizing loss and
 a starved GPU, which need a GPU.
@@ -49,11 +48,8 @@ class Case:
 
     rule: str
     overrides: tuple[str, ...]
-    measured: str = "step_ms"
     ranks: int = 1
     photos: tuple[int, int] = SMALL
-    cured: tuple[str, ...] = ()
-    """Where the advice is to look closer: what is then done by hand."""
 
 
 INTERVAL = 0.1
@@ -76,17 +72,8 @@ CASES = {
     "no_workers": Case("Dataloader", ("data.workers=0", "backend.threads=1"), photos=MEDIUM),
     "decoding": Case("CPUBottleneck", (ONE,), photos=LARGE),
     "slow_disk": Case("IOBottleneck", (SLOW, "data.sleep_ms=8", ONE)),
-    "tiny_batch": Case(
-        "BatchSize", ("data.batch_size=1", "data.image_size=32", "student.args.embed_dim=384", ONE), "image_ms"
-    ),
     "sleeping_rank": Case("LoadBalancing", (SLOW, "data.sleep_ms=5", "data.rank=1", "data.workers=0"), ranks=2),
     "uneven_shards": Case("LoadBalancing", (SLOW, "data.again=3", "data.rank=1", ONE), ranks=2, photos=LARGE),
-    "leak": Case(
-        "MemoryIncrease",
-        ("losses=[{kind: sabotage.loss, leak_mib: 4}]", ONE),
-        "growth_mib",
-        cured=("losses=[{kind: sabotage.loss}]",),
-    ),
 }
 
 
@@ -147,19 +134,14 @@ def run(config: dict[str, Any], overrides: tuple[str, ...], ranks: int) -> Path:
     return Path(config["run"]["folder"]) / config["run"]["name"]
 
 
-def value(folder: Path, what: str) -> float:
-    """Return what a case measures, from the files of a run; a step is one of those after the first epoch."""
+def step_ms(folder: Path) -> float:
+    """Return the mean milliseconds of a step after the first epoch, from the files of a run."""
     rows = read_rows(folder / "timeline_0.jsonl")
     steady = [row for row in rows if row["kind"] == "steady" and row["steps"]]
     steady = steady[len(steady) // 3 :]
-    if what == "growth_mib":
-        samples = [row["process_mib"] for row in read_rows(next(folder.glob("monitor_*.jsonl")))]
-        quarter = max(1, len(samples) // 4)
-        return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter])
     apart = ("evaluation", "checkpoint", "setup", "profile")
     steps = [sum(ms for name, ms in row["ms"].items() if name not in apart) / row["steps"] for row in steady]
-    batch = int(kd.load_config(str(folder / "config.yaml")).data.batch_size) if what == "image_ms" else 1
-    return statistics.mean(steps) / batch
+    return statistics.mean(steps)
 
 
 def keep(folder: Path, case: Case, target: Path) -> None:
@@ -169,7 +151,6 @@ def keep(folder: Path, case: Case, target: Path) -> None:
         "cores": cores(),
         "local_ranks": case.ranks,
         "workers": config.data.workers,
-        "batch_size": config.data.batch_size,
         "store": config.data.store,
     }
     names = ("time", "step", "steps", "kind", "wall_ms", "median_ms", "ms", "loading_ms", "regions")
@@ -198,7 +179,7 @@ def play(name: str, rounds: int, photos: Path, runs: Path, record: Path | None) 
             folder = run(config, (*case.overrides, *(advice if cured else ())), case.ranks)
             findings = json.loads((folder / "findings.json").read_text())
             row = {"case": name, "rule": case.rule, "round": number, "advice": " ".join(advice) if cured else ""}
-            row |= {"what": case.measured, "measured": round(value(folder, case.measured), 3)}
+            row |= {"what": "step_ms", "measured": round(step_ms(folder), 3)}
             table.append(row | {"found": " ".join(one["rule"] for one in findings)})
             print(" ".join(str(each) for each in table[-1].values()), flush=True)
             if cured or number:
@@ -211,10 +192,6 @@ def play(name: str, rounds: int, photos: Path, runs: Path, record: Path | None) 
             if mine is None:
                 return table
             advice = (f"{mine['key']}={mine['value']}",)
-            if case.cured:
-                profiled = run(settings(photos, runs, "profiled"), (*case.overrides, *advice), case.ranks)
-                print(f"  {advice[0]}: see {profiled / 'profile'}")
-                advice = case.cured
     return table
 
 

@@ -155,7 +155,6 @@ def facts_of(setting: Setting, run: Run) -> Facts:
         cores=cores(),
         local_ranks=backend.local_world_size,
         workers=getattr(run.loader, "workers", 0),
-        batch_size=run.length.batch_size,
         store=setting.data.plan.store,
         epochs=run.length.steps * run.length.batch_size / max(1, len(setting.data.train)) or run.length.epochs,
         live=isinstance(run.teacher, LiveTeacher) and not run.teacher.divided,

@@ -103,7 +103,7 @@ SMALLEST: dict[str, tuple[str, str, set[str]]] = {
     "losses": ("--work {work} --seeds 0 --epochs 1 --teacher-epochs 1 --losses kl --images {photos}", "loss", {"kl"}),
     "multi_label": ("--seeds 0 --steps 2 --fit 2 {short}", "distilled_map", set()),
     "page_faults": ("--rounds 1 --teachers vit_tiny_patch16_224 --batch 2 --precision fp32", "way", {"glibc", "kd"}),
-    "rules": ("--rounds 1 --only tiny_batch", "case", {"tiny_batch"}),
+    "rules": ("--rounds 1 --only no_workers", "case", {"no_workers"}),
     "same_data": ("--images 2000 --files 16", "part", {"listing", "equal", "search", "contents, 500 x 375"}),
     "scale": ("--sizes 2000 --parts listing epoch history cache", "part", {"listing", "epoch", "history", "cache"}),
     "shift": ("{exported} {photos}/val --streams 1 --images 9", "stream", {"0"}),

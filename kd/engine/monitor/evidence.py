@@ -21,7 +21,6 @@ class Facts:
     cores: int = 1  # cores of the machine, for all its ranks
     local_ranks: int = 1
     workers: int = 0  # data workers per rank
-    batch_size: int = 1
     store: str = "none"
     epochs: float = 2.0
     live: bool = False  # a teacher runs in each step, and nothing keeps its outputs
@@ -104,9 +103,3 @@ class Evidence:
 
     def load(self) -> float | None:  # of the machine's cores, percent
         return self.mean(lambda sample: statistics.mean(sample["cpu"] or [0.0]))
-
-    def others(self) -> float:
-        """Return the share of the machine's cores used by other programs, if all ranks use as much as this one."""
-        cores, ranks = max(1, self.facts.cores), self.facts.local_ranks
-        own = self.mean(lambda sample: ranks * (sample["process_cpu"] + sample["workers_cpu"])) or 0.0
-        return max(0.0, (self.load() or 0.0) / 100 - own / (100 * cores))

@@ -3,7 +3,6 @@
 Each threshold is a constant with its reason. Each finding names one configuration key and a value to try.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kd.core.recommended import stored_views
 from kd.core.types import Loading
-from kd.engine.monitor.evidence import MIN_SAMPLES, Evidence, Facts, Finding, Row
+from kd.engine.monitor.evidence import Evidence, Facts, Finding, Row
 from kd.engine.monitor.timeline import summed
 
 MIN_STEPS = 20  # steady steps before rules apply: one log window by default
@@ -37,19 +36,9 @@ as fast, 6.4 M parameters at 64 px 2.0 times (two cores with AVX-512 BF16)."""
 FULL_CORES = 90.0  # percent. SageMaker's CPUBottleneck has the same default (cpu_threshold).
 LOW_GPU = 70.0
 """Percent of mean GPU load. SageMaker's LowGPUUtilization takes 70 for the 95th percentile (threshold_p95)."""
-HALF_MEMORY = 0.5  # share of a GPU's memory: a batch twice as large still fits
-FIXED_SHARE = 0.20
-"""Fixed overhead as a share of non-data step time. Doubling the batch then saves a tenth of the time per image."""
 IMBALANCE = 1.2  # slowest rank relative to the median of the others. SageMaker's LoadBalancing has a threshold of 0.2.
-GROWTH, GROWTH_MIB = 0.05, 64.0
-"""Share and MiB by which memory must grow. SageMaker's GPUMemoryIncrease takes 5 %; a small process grows by more
-while its allocators settle."""
-SHARED = 0.20  # share of the machine's cores. If other programs use more, they may delay a rank.
 APART_MOST = {"evaluation": 0.25, "checkpoint": 0.1}
 """Largest shares of the time after the set-up. Half as many evaluations or checkpoints are seldom missed."""
-FORWARD = 0.5
-"""Share of a step. A backward pass takes twice as long as its forward pass, so the forward pass usually takes at most a
-third. If it takes more, and twice as long as the backward pass, something runs without gradients or in Python."""
 PROFILED = 6  # steps of an advised profile
 SERIOUS = 0.20
 """Share of the time that may be saved above which a finding is a warning, printed during the run."""
@@ -217,50 +206,9 @@ def low_gpu_utilization(evidence: Evidence) -> Finding | None:
     return _finding("LowGPUUtilization", 1 - load / 100, text, f"{LOW_GPU:.0f} %", advice)
 
 
-def gpu_memory_increase(evidence: Evidence) -> Finding | None:
-    """Memory (the GPU's, or on a CPU the process's) grows in every quarter of the longest start."""
-    samples, facts = max(evidence.during(), key=len, default=[]), evidence.facts
-    on_gpu = facts.device == "cuda" and any("memory_mib" in gpu for sample in samples for gpu in sample["gpu"])
-    values = [_gpu(evidence, sample, "memory_mib") if on_gpu else sample["process_mib"] for sample in samples]
-    if len(values) < 4 * MIN_SAMPLES:
-        return None
-    size = len(values) / 4
-    quarters = [statistics.median(values[round(i * size) : round((i + 1) * size)]) for i in range(4)]
-    grown, rising = quarters[-1] - quarters[0], all(a < b for a, b in itertools.pairwise(quarters))
-    if not rising or grown < max(GROWTH_MIB, GROWTH * quarters[0]):
-        return None
-    whose = "the GPU's memory" if on_gpu else "the training process"
-    text = f"{whose} grew from {quarters[0]:.0f} to {quarters[-1]:.0f} MiB, in every quarter of one start"
-    threshold = f"{100 * GROWTH:.0f} % and {GROWTH_MIB:.0f} MiB"
-    effect = "the trace in profile/ shows how; a list of tensors that carry gradients is the usual cause."
-    advice = Advice("profile.steps", _last_steps(evidence), effect)
-    if facts.store in ("ram", "views"):
-        advice = Advice("data.store", "disk", "a store in memory grows until all of its images or views are there.")
-    return _finding("GPUMemoryIncrease" if on_gpu else "MemoryIncrease", SERIOUS, text, threshold, advice)
-
-
 def _last_steps(evidence: Evidence) -> list[int]:
     last = evidence.steady()[-1]["step"]
     return [max(1, last - PROFILED), last - 1]
-
-
-def batch_size(evidence: Evidence) -> Finding | None:
-    """A step is too small: much of its time does not depend on the number of images."""
-    step, facts = evidence.step(), evidence.facts
-    # early ranks wait for late ones in communication, which is no cost of the batch
-    ranks = [rank for rank in evidence.timelines if evidence.steps(rank)]
-    needed = min(evidence.step(rank).get("communication", 0.0) for rank in ranks)
-    late = step.get("communication", 0.0) - (0.0 if evidence.others() >= SHARED else needed)
-    computing = sum(step.values()) - step.get("data", 0.0) - late
-    fixed = sum(step.get(name, 0.0) for name in ("optimizer", "communication", "other")) - late
-    memory = evidence.mean(lambda one: _gpu(evidence, one, "memory_mib") / _gpu(evidence, one, "memory_total_mib"))
-    if fixed < FIXED_SHARE * computing or (memory is not None and memory >= HALF_MEMORY):
-        return None
-    share = fixed / computing
-    text = f"optimizer, communication and bookkeeping take {100 * share:.0f} % of a step of {facts.batch_size} images"
-    effect = "their cost per image is then a quarter. Check the accuracy: a larger batch may need another optimizer.lr."
-    advice = Advice("data.batch_size", 4 * facts.batch_size, effect)
-    return _finding("BatchSize", 0.75 * share, text, f"{100 * FIXED_SHARE:.0f} %", advice)
 
 
 def load_balancing(evidence: Evidence) -> Finding | None:
@@ -288,7 +236,7 @@ def load_balancing(evidence: Evidence) -> Finding | None:
 
 
 def time_share(evidence: Evidence) -> Finding | None:
-    """Evaluations, checkpoints or the forward pass take too large a share of the time."""
+    """Evaluations or checkpoints take too large a share of the time."""
     rows = [row for row in evidence.timelines.get(0, ()) if row["kind"] != "setup" and row.get("clock") != "tracing"]
     total, made = summed([row.get("device_ms", row["ms"]) for row in rows]), sum(row["steps"] for row in rows)
     for name, every in (("evaluation", evidence.facts.evaluate), ("checkpoint", evidence.facts.checkpoint)):
@@ -301,16 +249,7 @@ def time_share(evidence: Evidence) -> Finding | None:
         advice = Advice(key, value, f"there is then one in {value} steps instead of {every}.")
         text = f"{name} takes {100 * share:.0f} % of the time"
         return _finding("TimeShare", share - most, text, f"{100 * APART_MOST[name]:.0f} %", advice)
-    step = evidence.step()
-    whole, forward, backward = sum(step.values()), step.get("forward", 0.0), step.get("backward", 0.0)
-    if not rows or forward < max(FORWARD * whole, 2 * backward):
-        return None
-    shares = [f"{100 * part / whole:.0f} %" for part in (forward, backward)]
-    text = f"the forward pass with its losses takes {shares[0]} of a step, the backward pass {shares[1]}"
-    effect = "the trace shows what computes there: a loss of your own, or a layer that works in Python."
-    advice = Advice("profile.steps", _last_steps(evidence), effect)
-    threshold = f"{100 * FORWARD:.0f} %, and twice the backward pass"
-    return _finding("TimeShare", (forward - backward) / whole, text, threshold, advice)
+    return None
 
 
 RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
@@ -321,7 +260,5 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     low_gpu_utilization,
     load_balancing,
     dataloader,
-    batch_size,
-    gpu_memory_increase,
     time_share,
 )

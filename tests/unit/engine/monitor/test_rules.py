@@ -39,7 +39,7 @@ def sample(i: int = 0, **more) -> dict:
 def ask(*rows: dict, samples: list[dict] | None = None, **facts) -> dict[str, rules.Finding]:
     """Return the findings on rank 0's rows, by rule."""
     samples = [sample(i) for i in range(30)] if samples is None else samples
-    of_run = Facts(**{"cores": 2, "workers": 1, "batch_size": 16, **facts})
+    of_run = Facts(**{"cores": 2, "workers": 1, **facts})
     return {finding.rule: finding for finding in find(Evidence({0: rows or [steady()]}, samples, of_run))}
 
 
@@ -51,8 +51,6 @@ STEP = {"data": 0.5, "teacher": 8.0, "forward": 4.0, "backward": 6.0, "optimizer
     [
         pytest.param({"evaluation": 70.0}, "78 %", "run.every.evaluate", 250, id="evaluation"),
         pytest.param({"checkpoint": 8.6}, "30 %", "run.every.checkpoint", 90, id="checkpoint"),
-        pytest.param({"forward": 34.0}, "68 %", "profile.steps", [94, 99], id="a loss in Python"),
-        pytest.param({"forward": 14.0}, "", "", None, id="forward, not half of the step"),
         pytest.param({"evaluation": 6.0, "checkpoint": 1.0}, "", "", None, id="usual"),
     ],
 )
@@ -64,7 +62,7 @@ def test_shares_of_the_table(more, share, key, value):
         assert share in found.evidence
         assert (found.severity, found.key, found.value) == ("warning", key, value)
     assert "TimeShare" not in ask(row | {"clock": "tracing"}, evaluate=10, checkpoint=10)
-    assert "forward" in more or "TimeShare" not in ask(row, evaluate=40, checkpoint=40)  # one, at the end
+    assert "TimeShare" not in ask(row, evaluate=40, checkpoint=40)  # one, at the end
 
 
 def test_each_rule_says_what_to_set():
@@ -79,7 +77,7 @@ def test_each_rule_says_what_to_set():
         assert finding.advice.startswith(f"Set {finding.key}={finding.value}: ")
         assert "%" in finding.threshold
         assert json.loads(json.dumps(asdict(finding)))["rule"] == finding.rule
-    assert len(rules.RULES) == 10
+    assert len(rules.RULES) == 8
 
 
 def test_a_healthy_run_has_no_finding():
@@ -115,14 +113,6 @@ def test_the_finding_on_data_wait_names_its_cause():
     assert [ask(reading, **known)["IOBottleneck"].value for known in ({"store": "ram"}, {"epochs": 1})] == [2, 2]
 
 
-@pytest.mark.parametrize(("ranks", "others"), [(4, 0.0), (2, 0.5), (1, 0.75)])
-def test_what_other_ranks_use_is_not_what_other_programs_use(ranks, others):
-    """Four cores are full, and this rank fills one of them."""
-    full = [sample(i, cpu=[100.0] * 4, process_cpu=80.0, workers_cpu=20.0) for i in range(9)]
-    evidence = Evidence({0: [steady()]}, full, Facts(cores=4, local_ranks=ranks))
-    assert evidence.others() == pytest.approx(others)
-
-
 def test_only_samples_during_the_steady_steps_count():
     """The first 0.8 s of steps end at 1,000 s, the last at 1,002 s."""
     samples = [sample(time=time) for time in (200.0, 999.1, 999.3, 1000.5, 1001.9, 1002.1)]
@@ -131,20 +121,6 @@ def test_only_samples_during_the_steady_steps_count():
 
 
 STARTED = {"kind": "setup", "steps": 0, "step": 0, "wall_ms": 5000.0, "ms": {"setup": 5000.0}}
-
-
-def test_memory_is_compared_within_one_start():
-    """Processes of one run, each flat, once "grew from 1210 to 1321 MiB, in every quarter"."""
-    rows, samples = [], []
-    for start, mib in enumerate((1210.0, 1250.0, 1290.0, 1321.0)):
-        end = 1000.0 + 100 * start
-        rows += [STARTED | {"time": end - 1}, steady(time=end)]
-        samples += [sample(time=end - 0.02 * i, process_mib=mib) for i in reversed(range(30))]
-    assert "MemoryIncrease" not in ask(*rows, samples=samples, store="ram")
-    one_process = [row for row in rows if row["kind"] != "setup"]
-    assert "from 1210 to 1321 MiB" in ask(*one_process, samples=samples)["MemoryIncrease"].evidence
-    grows = [sample(time=1300.0 - 0.02 * i, process_mib=1500.0 - 5 * i) for i in reversed(range(31))]
-    assert ask(*rows, samples=samples[:-30] + grows)["MemoryIncrease"].severity == "warning"
 
 
 def test_the_set_up_between_two_starts_is_no_load():
@@ -242,35 +218,9 @@ def test_gpus_that_the_run_does_not_use_say_nothing():
     used, idle = ({"utilization": x, "memory_mib": 700 * x, "memory_total_mib": 80_000.0} for x in (99.0, 0.0))
     samples = [sample(i, gpu=[idle, used, idle, idle]) for i in range(9)]
     row = steady(ms={"forward": 10.0, "backward": 10.0, "optimizer": 10.0})
-    assert ask(row, samples=samples, device="cuda") == {}  # its memory is full, too
-    assert set(ask(row, samples=samples, device="cuda", local_ranks=2)) == {"LowGPUUtilization", "BatchSize"}
+    assert ask(row, samples=samples, device="cuda") == {}
+    assert ask(row, samples=samples, device="cuda", local_ranks=2).keys() == {"LowGPUUtilization"}
     assert ask(samples=samples, device="cpu") == {}
-
-
-def test_the_memory_of_a_gpu_counts_where_there_is_one():
-    def samples(grow: float, begin: float = 2000.0) -> list[dict]:
-        gpu = {"utilization": 99.0, "memory_total_mib": 80_000.0}
-        return [sample(30 - i, gpu=[gpu | {"memory_mib": begin + grow * i}]) for i in range(30)]
-
-    found = ask(samples=samples(10.0), device="cuda")["GPUMemoryIncrease"]
-    assert found.key == "profile.steps"
-    assert "the GPU's memory" in found.evidence
-    assert ask(samples=samples(2.0), device="cuda") == {}
-    assert ask(samples=samples(10.0, 20_000.0), device="cuda") == {}  # a small share of what it had
-    assert ask(samples=samples(10.0), device="cuda", store="ram")["GPUMemoryIncrease"].value == "disk"
-
-
-def test_a_step_with_large_fixed_overhead_is_found():
-    small = {"forward": 7.0, "backward": 9.0, "optimizer": 4.0, "other": 0.5}
-    found = ask(steady(ms=small), batch_size=2)["BatchSize"]
-    assert (found.key, found.value) == ("data.batch_size", 8)
-    assert "take 22 % of a step of 2 images" in found.evidence  # 4.5 of 20.5 ms
-    assert found.severity == "info"  # three quarters of it are saved
-    assert ask(steady(ms=small | {"backward": 12.0}), batch_size=2) == {}
-    reduced = {"forward": 7.0, "backward": 9.0, "communication": 6.0, "optimizer": 0.5}
-    assert "BatchSize" in ask(steady(ms=reduced))
-    late = steady(ms=reduced | {"forward": 12.5, "communication": 0.5})  # rank 0 only waits for it
-    assert "BatchSize" not in {one.rule for one in find(Evidence({0: [steady(ms=reduced)], 1: [late]}, [], Facts()))}
 
 
 def test_ranks_are_compared_by_their_own_work():
