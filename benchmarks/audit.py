@@ -232,9 +232,9 @@ def labels(run: Path) -> list[dict[str, Any]]:
     """Count planted wrong labels among those that lists name first; names say which dish was painted."""
     from kd.data.loader import BATCH
     from kd.setup.data import open_sources
+    from kd.setup.finished import opened_run
     from kd.setup.recipe import resolve
     from kd.setup.student import best_student
-    from kd.study.finished import opened_run
 
     folder, stored = opened_run(run)
     recipe = resolve(stored)

@@ -44,8 +44,8 @@ import yaml
 from _record import commit, newest, write
 from kd.files.run_dir import RunDir
 from kd.parts.datasets import food_mini
+from kd.setup.finished import opened_run
 from kd.setup.recipe import resolve
-from kd.study.finished import opened_run
 from kd.study.report.record import RunRecord, record_of
 from kd.study.report.summary import verdict
 from kd.study.report.svg import Series, lines, standalone

@@ -37,9 +37,9 @@ from kd.models.live_teacher import LiveTeacher
 from kd.setup.build import distributed
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_data
+from kd.setup.finished import opened_run
 from kd.setup.recipe import resolve
 from kd.setup.student import best_student
-from kd.study.finished import opened_run
 from kd.study.report.confusion import Half
 from kd.study.report.predictions import ask_all
 from kd.study.report.record import Predictions

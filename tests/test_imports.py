@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "cluster": {"core", "files", "parts.registry", "data"},
     "setup": BELOW_SETUP,
     "study": BELOW_SETUP | {"setup", "parts.tasks"},
-    "deploy": BELOW_SETUP | {"setup", "parts.tasks", "study"},
+    "deploy": BELOW_SETUP | {"setup", "parts.tasks"},
     "jobs": BELOW_SETUP | {"setup", "study", "deploy"},
     "cli": BELOW_SETUP | {"__version__", "setup", "study", "deploy", "jobs"},
     "sifting": {"core", "parts.sifters._window"},  # stands alone
@@ -48,7 +48,7 @@ MAY_IMPORT_OUTSIDE = {
     "smdistributed": ("parts/backends/smddp.py",),
     "accelerate": ("jobs/progress/trackers.py",),
     "timm": ("models/", "deploy/export/calibrate.py", "data/views.py", "setup/build.py"),
-    "omegaconf": ("config/", "study/finished.py"),
+    "omegaconf": ("config/", "setup/finished.py"),
     "safetensors": ("models/", "files/", "deploy/export/", "deploy/verify/"),
     "boto3": ("cluster/",),
     "botocore": ("cluster/",),

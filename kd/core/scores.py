@@ -7,7 +7,7 @@ A row holds the student's scores under their keys, a teacher's under `teacher_KE
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from kd.core.intervals import Samples, verdict, within
 from kd.core.text import percent
 
+DIFFERENCES_NOTE = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
 TITLES = {"test": "test", "val": "validation"}  # names of splits as text
 
 
@@ -204,6 +205,13 @@ class Scored:
             for key, sample in recorded["samples"].items()
         }
         return cls(**{**recorded, "samples": samples})
+
+
+def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
+    """Return the samples of a run's last scores by model name."""
+    if scored is None:
+        return {}
+    return {**{name: scored.of(name) for name in teachers}, student: scored.samples}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from kd.models.cache import CachedTeacher, Store
 from kd.models.inference import predict
 from kd.setup.build import build_run
 from kd.setup.data import Data
+from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import Recipe, resolve
 from kd.study.audit import lists
 from kd.study.audit.labels import TeacherAnswers, joined, labelled, write_labels, write_repeats
-from kd.study.finished import Trust, opened_run, require_files
 
 READ = 1024  # cache records read at once: 4 MB for 1,000 classes
 

@@ -130,7 +130,7 @@ def open_run(record: Record, rank: int) -> Iterator[RunDir]:
     try:
         stored, differences = folder.stored_config(), []
         if stored not in (None, record.yaml):  # parsing takes 0.7 CPU seconds, and a waiting run is here twice a second
-            from kd.study.finished import parse  # only if the folder has another text
+            from kd.setup.finished import parse  # only if the folder has another text
 
             old = flatten(config.to_dict(parse(folder.config_file, stored, trust=True), values=True))
             for key in sorted(old.keys() | record.keys.keys()):

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kd.core.intervals import Samples, paired, wilson
-from kd.core.scores import Column, Scored, Scores
+from kd.core.scores import DIFFERENCES_NOTE, Column, Scored, Scores
 from kd.core.text import VARIANTS_NOTE, percent, table, variant_rows
 from kd.deploy.export.defer import lines_of
 from kd.deploy.export.flags import accepted_line
 from kd.deploy.export.receipt import ALONE, OWN, licence_lines, plain
 from kd.files.manifest import DIGITS, served_first
 from kd.models.licences import UNKNOWN
-from kd.study.report.summary import DIFFERENCES_NOTE, chain_lines
+from kd.setup.provenance import chain_lines
 
 LUCK = "The numbers above are from one run. Intervals cover sampling of the images, not variation between seeds."
 NAMED = 30  # most labels in the card; config.json has all

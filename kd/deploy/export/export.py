@@ -37,9 +37,9 @@ from kd.setup.build import distributed
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_data, open_sources
 from kd.setup.data_plan import DataPlan
+from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import best_student
-from kd.study.finished import Trust, opened_run, require_files
 
 FORMAT = 2  # version of manifest.json, raised with every change of the card or of a key's meaning
 

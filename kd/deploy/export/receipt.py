@@ -11,6 +11,7 @@ from typing import Any
 
 from kd.core.intervals import Samples
 from kd.core.references import written
+from kd.core.scores import samples_of
 from kd.core.text import table
 from kd.deploy.export.claims import AboutClaims, ChainClaims, ChainStudent, Manifest, ScoreClaims, ScoreOfModel
 from kd.deploy.export.graphs import Made, Subject
@@ -20,9 +21,8 @@ from kd.models.classifier import digest
 from kd.models.licences import NONE, UNKNOWN, licence_of, reaches
 from kd.models.live_teacher import count_parameters
 from kd.models.timm_folder import is_timm
+from kd.setup.finished import MAP_DATASET
 from kd.setup.recipe import Recipe
-from kd.study.finished import MAP_DATASET
-from kd.study.report.summary import samples_of
 
 OWN, ALONE = "student", "labels only"  # models in `scores`: the exported one, and the same student without a teacher
 NAMED = "by its name"  # a source: the weights belong to the model's name

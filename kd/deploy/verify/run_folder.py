@@ -17,8 +17,8 @@ from kd.deploy.verify.comparison import Claims, with_gaps
 from kd.deploy.verify.images import Line
 from kd.models.licences import UNKNOWN
 from kd.models.timm_folder import export_files
+from kd.setup.finished import Trust, opened_run, require_files
 from kd.setup.recipe import resolve
-from kd.study.finished import Trust, opened_run, require_files
 
 LIMITS = (2000, 0)  # numbers of images that kd-export compares: its default, all
 

@@ -27,7 +27,7 @@ from kd.files.json_file import DAMAGE, read_json
 from kd.files.manifest import MANIFEST, SIGNATURE, checksum
 from kd.models.classifier import Classifier
 from kd.parts import registry
-from kd.study.report.summary import chain_lines
+from kd.setup.provenance import chain_lines
 
 MOST_SHOWN = 100  # characters of a value in the table
 

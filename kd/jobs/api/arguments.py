@@ -24,9 +24,9 @@ from kd.models.classifier import LogitsModel
 from kd.models.examination import examine, require_apart
 from kd.models.examined import IMAGES
 from kd.setup.auto import completed
+from kd.setup.finished import MAP_DATASET
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.same_data import require_equal
-from kd.study.finished import MAP_DATASET
 
 LABELS = ("all", "some", "none", "sets")
 OWN_WORDS = (

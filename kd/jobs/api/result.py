@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kd.core.errors import ConfigError
 from kd.core.host import environment
-from kd.core.scores import Scores, Trained
+from kd.core.scores import Scores, Trained, samples_of
 from kd.core.seeds import evenly_spaced
 from kd.core.text import html_table
 from kd.core.types import State
@@ -24,10 +24,9 @@ from kd.data.map_dataset import MapDataset
 from kd.files.run_dir import RunDir
 from kd.jobs.api.arguments import Arguments, map_style
 from kd.models.classifier import Classifier, Network, digest, resized
+from kd.setup.finished import opened_run
 from kd.setup.recipe import Recipe, resolve
 from kd.setup.student import best_student
-from kd.study.finished import opened_run
-from kd.study.report.summary import samples_of
 
 if TYPE_CHECKING:
     from kd.deploy.export.export import WrittenExport

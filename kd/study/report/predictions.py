@@ -21,10 +21,10 @@ from kd.models.live_teacher import LiveTeacher
 from kd.parts.tasks.single_label import temperature
 from kd.setup.build_teacher import load_fitted
 from kd.setup.data import open_sources
+from kd.setup.finished import Trust
 from kd.setup.recipe import Recipe
 from kd.setup.student import best_student
 from kd.study.audit.lists import FOLDER, read_repeats, thumbnail, with_ids
-from kd.study.finished import Trust
 from kd.study.report.record import Picture, Predictions
 
 FILE = "answers.json"

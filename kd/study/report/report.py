@@ -12,13 +12,14 @@ from kd.core.text import printed, table
 from kd.files.json_file import DAMAGE, read_json
 from kd.files.run_dir import RunDir
 from kd.files.storage import read_rows, write_text
+from kd.setup.finished import Trust, opened_run
+from kd.setup.provenance import chain_lines
 from kd.setup.recipe import Recipe, resolve
-from kd.study.finished import Trust, opened_run
 from kd.study.report.operators import how_to_profile, profile_of, table_of
 from kd.study.report.page import render
 from kd.study.report.predictions import answers
 from kd.study.report.record import RunRecord, differences, mean_cells, price_rows, record_of, repeats, verdicts
-from kd.study.report.summary import chain_lines, described
+from kd.study.report.summary import described
 
 
 @dataclass(frozen=True, slots=True)

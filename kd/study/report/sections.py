@@ -7,9 +7,10 @@ from typing import Any
 from kd.core.scores import Column
 from kd.core.text import VARIANTS_NOTE, clock, html_table, percent, variant_rows
 from kd.engine.monitor.timeline import APART, SPANS
+from kd.setup.provenance import chain_lines
 from kd.study.paying import Arms
 from kd.study.report.record import RunRecord, teachers_of
-from kd.study.report.summary import chain_lines, clock_of, learning_text, verdict
+from kd.study.report.summary import clock_of, learning_text, verdict
 from kd.study.report.svg import Series, bars, esc, evenly, legend, lines, number, stack
 
 COLORS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6")

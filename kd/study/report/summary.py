@@ -1,21 +1,17 @@
 """A run as Markdown for report.md and terminals: a table of scores, and findings."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from kd.core.intervals import Samples
-from kd.core.scores import TITLES, Scored, Scores, skipped_text
-from kd.core.text import clock, printed, table
-from kd.files.manifest import DIGITS, served_first
-from kd.setup.open_cache import CHECKED
+from kd.core.scores import DIFFERENCES_NOTE, Scores, samples_of, skipped_text
+from kd.core.text import clock, table
 from kd.study.learning import LONGER
 from kd.study.paying import ENOUGH, Arms, cost_of_step, has_stopped, learned
 from kd.study.report.record import RunRecord, on_cpu, total
 from kd.study.sifting import sifted
 
 ALONE = "student, labels only"
-DIFFERENCES_NOTE = "In brackets: 95 % intervals, of the difference on the same images where two models are compared."
 
 
 def described(run: RunRecord) -> list[str]:
@@ -64,13 +60,6 @@ def described(run: RunRecord) -> list[str]:
     if text := verdict(run):
         lines += [text, "", *curves_table(run)]
     return lines + ([learning_text(run), ""] if scored is not None else [])
-
-
-def samples_of(scored: Scored | None, teachers: Iterable[str], student: str) -> dict[str, Mapping[str, Samples]]:
-    """Return the samples of a run's last scores by model name."""
-    if scored is None:
-        return {}
-    return {**{name: scored.of(name) for name in teachers}, student: scored.samples}
 
 
 def differences(
@@ -167,44 +156,3 @@ def learning_text(run: RunRecord) -> str:
     outputs = "with the stored" if run.keys.get("teacher.cache.views") else "without"
     takes = f"takes about {clock(LONGER * each * run.steps)} of {clock_of(run)}"
     return f"{text} `run.{key}={LONGER}x` {takes}, {outputs} outputs of the teacher."
-
-
-def chain_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return an export's chain of provenance as a tree, with the comparison at each arrow; [] without a chain."""
-    chain, lines = facts.get("chain", {}), list[str]()
-    if teacher := chain.get("teacher"):
-        answers = chain["answers"]
-        for where, one in teacher["members"].items():
-            lines += [f"{where}  {one['name']} ({one['source']}), licence {facts['licences'].get(where, 'unknown')}"]
-        lines[-1] += f", weights {_short(teacher['weights'])}" + (" of all" if len(lines) > 1 else "")
-        if answers:
-            lines += [f"  | compared: {CHECKED} stored outputs, computed again whenever a run opened them"]
-            lines += [f"outputs  {answers.get('count', 'not counted')} in the cache {_short(answers['cache'])}"]
-        else:
-            lines += ["  | compared: nothing, since the teacher ran live", "outputs  not stored"]
-        lines += [f"  | compared: {_against_teacher(facts) or 'no score against the teacher is recorded'}"]
-    if own := chain.get("student"):
-        lines += [f"{own['is']}  run {own['run']}, step {own['step']}, weights {_short(own['weights'])}"]
-        if own["weights"] != own["exported"]:
-            by = facts.get("calibration", {}).get("temperature", 0)
-            lines += [
-                f"  | compared: its logits, divided by {by:.3g}",
-                f"calibrated  weights {_short(own['exported'])}",
-            ]
-    for name in served_first(facts) if chain else ():
-        one = facts["parity"][name]
-        same = f"the same prediction on {one['same_top1']} of " if "same_top1" in one else ""
-        lines += [f"  | compared: {same}{one['images']} images, largest difference {one['max_difference']:.1e}"]
-        lines += [f"graph  {name} {_short(chain['graphs'][name])}"]
-    return [printed(line.replace("`", "'")) for line in lines]
-
-
-def _against_teacher(facts: Mapping[str, Any]) -> str:
-    told = facts["scores"]
-    if "columns" not in told:  # of kd 0.3
-        return facts["chain"]["against_teacher"]
-    return Scores.read(told["columns"]).against_teacher(told["pair"], TITLES[told["split"]])
-
-
-def _short(digest: str) -> str:
-    return digest[:DIGITS] or "unknown"

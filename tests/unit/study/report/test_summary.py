@@ -12,9 +12,10 @@ from kd.core.intervals import Samples, paired, wilson
 from kd.core.scores import Scored
 from kd.core.text import clock
 from kd.parts.tasks.single_label import SCORES
+from kd.setup.provenance import chain_lines
 from kd.study.report.page import render
 from kd.study.report.record import RunRecord
-from kd.study.report.summary import chain_lines, described, verdict
+from kd.study.report.summary import described, verdict
 
 
 def of(right):
