@@ -52,6 +52,14 @@ class Weights:
         """The network's name that its trainer wrote, without a tag such as `.augreg_in1k`; "": none."""
         return str(self.trainer.get("model", "")).partition(".")[0]
 
+    def arguments(self, model: str) -> dict[str, Any]:
+        """Return the arguments with which its trainer built a network of timm; {} if it built another network."""
+        if self.architecture not in ("", model.partition(".")[0]):
+            return {}
+        renamed = {"gp": "global_pool", "bn_eps": "bn_eps"}  # options of timm's train.py
+        written = {argument: self.trainer[option] for option, argument in renamed.items() if option in self.trainer}
+        return {**written, **self.trainer.get("model_kwargs", {})}
+
     def named_among(self, networks: Iterable[str]) -> list[str]:
         """Return the networks whose names the trainer or the file's name gives, the likeliest first.
 

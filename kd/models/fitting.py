@@ -28,6 +28,17 @@ class Taken(NamedTuple):
     steps: tuple[str, ...] = ()
 
 
+class Origin(NamedTuple):
+    """What a file holds whose tensors do not fit, as far as their names tell."""
+
+    content: str
+    remedy: str
+
+    def refusal(self, weights: Weights, model: str, differences: Mapping[str, str]) -> ModelError:
+        wrong = f"'{weights.file}' holds {self.content}, which '{model}' does not take ({_listed(differences)})"
+        return ModelError(weights.where, wrong, "Weights of that network", self.remedy)
+
+
 class SeveralNetworks(ModelError):
     """More than one network of a file fits."""
 
@@ -56,11 +67,12 @@ def take(
             )
             remedy = f"Set {weights.section}.weights=by_order: all shapes fit" if ordered else remedy
             wrong = f"the weights are not those of '{model}' ({_listed(differences)})"
-            raise known or ModelError(weights.where, wrong, "", remedy)
+            raise known.refusal(weights, model, differences) if known else ModelError(weights.where, wrong, "", remedy)
     names = [name for name in fitting if is_averaged(name)] or [*fitting]
     if len(names) > 1:
         wrong = f"'{weights.file}' holds several networks that fit: {names}"
-        raise SeveralNetworks(weights.where, wrong, "One of them", f"Set {weights.section}.weights to its name")
+        remedy = f"Set {weights.section}.weights to its name, in a configuration"
+        raise SeveralNetworks(weights.where, wrong, "One of them", remedy)
     taken = fitting[names[0]]
     others = [name for name in fitting if name not in names]
     chosen = f"the set '{taken.name}'" if taken.name else ""
@@ -198,8 +210,10 @@ def _resampled(given: Tensors, tensors: Tensors) -> str:
 
 def _in_order(tensors: Tensors, own: Tensors, bare: bool) -> Tensors:
     """Rename tensors to a network's names, by position."""
-    more = [*tensors][len(own) + 2 * bare :]  # two may belong to a classifier that the model does not have
-    return dict(zip([*own, *more], tensors.values(), strict=False))
+    counted = any(tensor.ndim == 0 for tensor in tensors.values())  # older files count no batches
+    names = [name for name in own if counted or not name.endswith("num_batches_tracked")]
+    more = [*tensors][len(names) + 2 * bare :]  # two may belong to a classifier that the model does not have
+    return dict(zip([*names, *more], tensors.values(), strict=False))
 
 
 def _differences(own: Tensors, tensors: Tensors, heads: Collection[str]) -> dict[str, str]:
@@ -223,15 +237,13 @@ def _listed(differences: Mapping[str, str]) -> str:
     return "; ".join(f"{kind}: {', '.join(names[:3])} ({len(names)})" for kind, names in kinds.items())
 
 
-def origin(weights: Weights, tensors: Tensors, differences: Mapping[str, str], model: str) -> ModelError | None:
-    """Return the error that names a known origin of tensors, or of their differences from a network."""
+def origin(weights: Weights, tensors: Tensors, differences: Mapping[str, str], model: str) -> Origin | None:
+    """Return the known origin of tensors, or of their differences from a network."""
     lines = sorted(f"{kind} {name}" for name, kind in {**dict.fromkeys(tensors, "unexpected"), **differences}.items())
     for pattern, what, remedy, takers in KNOWN["origins"][1:]:
         if re.search(pattern, "\n".join(lines), re.MULTILINE) and not re.fullmatch(takers, model):
             likely = next((name for name in _likely(weights, model) if re.fullmatch(takers, name)), "NAME")
-            told = remedy.format(where=weights.section, file=weights.file, likely=likely)
-            wrong = f"'{weights.file}' holds {what}, which '{model}' does not take ({_listed(differences)})"
-            return ModelError(weights.where, wrong, "Weights of that network", told)
+            return Origin(what, remedy.format(where=weights.section, file=weights.file, likely=likely))
     return None
 
 

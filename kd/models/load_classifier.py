@@ -28,7 +28,12 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     """Build a model with its weights. If its input size is free, it is `image_size`, the side of the data's images."""
     source = _source(spec)
     weights = checkpoints.read(f"{spec.where}.checkpoint", spec.checkpoint) if spec.checkpoint else None
-    recorded = _recorded(spec, weights.trainer) if weights is not None else {}
+    recorded, trained = dict[str, Any](), dict[str, Any]()
+    if weights is not None:
+        recorded = _recorded(spec, weights.trainer)
+        arguments = weights.arguments(spec.model).items()
+        trained = {key: value for key, value in arguments if key not in {*spec.args, "num_classes", "img_size"}}
+        spec = replace(spec, args={**trained, **spec.args})
     image_size = recorded.get("input_size", (image_size,))[-1]
     if not spec.logits:
         spec = replace(spec, exact_head=False)
@@ -47,8 +52,8 @@ def load(spec: Spec, image_size: int, features: Collection[str] = ()) -> Classif
     if weights is not None:
         steps = _load_weights(spec, network, weights, taken)
     config = timm_folder.data_config(network, recorded)
-    if recorded:
-        steps += (f"kd uses the {', '.join(recorded)} that its trainer wrote",)
+    if recorded or trained:
+        steps += (f"kd uses the {', '.join([*recorded, *trained])} that its trainer wrote",)
     if spec.exact_head and spec.args.get("in_chans") == 1:
         steps += (_see_grey(spec, network, config),)
     described = "input_size" in recorded or {"pretrained_cfg", "pretrained_cfg_overlay", "img_size"} & spec.args.keys()
@@ -97,9 +102,9 @@ def _preprocessing(config: dict[str, Any]) -> Preprocessing:
     return Preprocessing("timm", create_transform(**config, is_training=False), shown)  # type: ignore[arg-type]
 
 
-def built_bare(where: str, model: str) -> tuple[nn.Module, list[str]]:
-    """Return a timm network with default arguments, without weights, and the names of its classifier."""
-    spec = Spec(where, model, {}, None)
+def built_bare(where: str, model: str, args: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
+    """Return a timm network without weights, and the names of its classifier."""
+    spec = Spec(where, model, {**args}, None)
     network, _ = _create(spec, _source(spec), False, 0, 0)
     return network, _head_names(network)
 

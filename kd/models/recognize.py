@@ -41,16 +41,19 @@ def identify(where: str, file: Path, model: str = "") -> Recognized:
             return Recognized(best, by_order, f"{contents[best]}; known {'by you' if model else source}")
     if refusals:
         raise refusals[0]
-    lookalike = origin(weights, candidates(weights)[0].tensors, {}, "timm")
     wrong = f"neither the name of '{file}' nor its trainer says of which network of timm its weights are"
     remedy = f"Write the name before the file: NAME={file}"
-    raise lookalike or ModelError(where, wrong, "NAME=FILE, where NAME is the network that was trained", remedy)
+    known = origin(weights, candidates(weights)[0].tensors, {}, "timm")
+    if known is not None:
+        wrong += f"; it holds {known.content}"
+        remedy += f". If timm lacks the network: {known.remedy}"
+    raise ModelError(where, wrong, "NAME=FILE with the network that was trained", remedy)
 
 
 def _content(weights: Weights, name: str, by_order: bool) -> str:
     """Return what a file holds for a network, and the changes that fit it; raise ModelError if it does not fit."""
     with torch.device("meta"):
-        network, heads = built_bare(weights.section, name)
+        network, heads = built_bare(weights.section, name, weights.arguments(name))
         taken = take(weights, network, name, "by_order" if by_order else "by_name", heads)
     rows = next((len(taken.tensors[head]) for head in heads if head in taken.tensors), 0)
     facts = [f"{len(taken.tensors)} tensors of {name}", f"{rows:,} classes" if rows else "no classifier"]

@@ -235,7 +235,7 @@ def test_a_network_that_timm_lacks_is_named_as_torchvision_has_it(tmp_path):
     whole = torchvision.models.shufflenet_v2_x0_5(num_classes=5).eval()
     path = tmp_path / "shufflenet_v2_x0_5-f707e7126e.pth"
     torch.save({f"features.0.{name}": tensor for name, tensor in whole.state_dict().items()}, path)
-    with pytest.raises(ModelError, match=r"which 'timm' does not take.*torchvision\.models:shufflenet_v2_x0_5"):
+    with pytest.raises(ModelError, match=r"names of torchvision.*torchvision\.models:shufflenet_v2_x0_5"):
         identify("--teacher", path)
 
 

@@ -28,6 +28,7 @@ STUDENTS: dict[str, dict[str, Any]] = {
 }
 """Students from docs/guide.md, "How small may the student be?", most accurate first: one per kind and cost."""
 COARSE = 96  # images of at least this side get patches of 16 px instead of 8, at a quarter of the cost
+WEIGHT_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".safetensors")  # of files that a trainer writes
 SERVING_MS = 1.0  # milliseconds that kd-serve adds: decoding a small JPEG, and HTTP
 
 log = logging.getLogger("kd")
@@ -82,7 +83,8 @@ def _fitted(keys: dict[str, Any], why: str, classes: Sequence[str]) -> Teacher:
 def named(where: str, text: str) -> tuple[dict[str, Any], str]:
     """Return the keys of the pretrained weights NAME, FILE or NAME=FILE, and the facts in a file."""
     model, _, file = text.rpartition("=")
-    if not Path(file).is_file():
+    is_name = not model and Path(file).suffix not in WEIGHT_ENDINGS and not Path(file).is_file()
+    if is_name:
         require_weights(Spec(where, text, {}, (), pretrained=True))
         return {"model": text}, ""
     model, by_order, why = identify(where, Path(file), model)

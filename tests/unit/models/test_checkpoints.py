@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kd.core.errors import ModelError
+from kd.jobs.init.networks import named
 from kd.models import checkpoints, fitting
 from kd.models.load_classifier import load
 from kd.models.recognize import identify
@@ -559,10 +560,65 @@ def test_a_file_is_recognized_by_what_its_trainer_wrote(file):
 
 
 def test_files_of_other_libraries_are_recognized(file):
-    with pytest.raises(ModelError, match="names of torchvision"):
-        identify("--teacher", file(torchvision.models.mobilenet_v3_small().state_dict(), "mine.pth"))
+    """timm takes some of them under a name of its own: the name is wanted first."""
+    path = file(torchvision.models.swin_t(num_classes=5).state_dict(), "swin_t-704ceda3.pth")
+    with pytest.raises(ModelError, match="names of torchvision") as told:
+        identify("--teacher", path)
+    assert f"NAME={path}" in str(told.value)
+    assert "{kind: torch, model: 'torchvision.models:swin_t'" in str(told.value)
+    assert "()" not in str(told.value)
+    assert identify("--teacher", path, "swin_tiny_patch4_window7_224").model == "swin_tiny_patch4_window7_224"
     with pytest.raises(ModelError, match=r"neither the name.*NAME=FILE"):
         identify("--teacher", file(nn.Sequential(nn.Linear(3, 3)).state_dict(), "mine.pth"))
+
+
+def test_a_file_that_is_not_there_is_no_unknown_network():
+    for text in ("resnet18=nothere.pth", "nothere.pth"):
+        with pytest.raises(ModelError, match=r"--teacher: no file 'nothere.pth'"):
+            named("--teacher", text)
+    with pytest.raises(ModelError, match="Did you mean 'resnet18'"):
+        named("--teacher", "resnet1")
+
+
+def test_order_without_counts_of_batches(file):
+    """Older torch counted no batches."""
+    whole = timm.create_model("resnet10t", num_classes=5)
+    tensors = {n: t for n, t in whole.state_dict().items() if not n.endswith("num_batches_tracked")}
+    path = file({f"layer_{i}": tensor for i, tensor in enumerate(tensors.values())})
+    made = taken(path, model="resnet10t", args={}, weights="by_order")
+    assert same(made.network, whole)
+
+
+@pytest.mark.parametrize(
+    ("args", "beside"),
+    [
+        ({"act_layer": "gelu"}, {"model_kwargs": {"act_layer": "gelu"}}),
+        ({"global_pool": "max"}, {"gp": "max"}),
+        ({"bn_eps": 0.1}, {"bn_eps": 0.1, "model": "test_efficientnet.r160_in1k"}),
+    ],
+)
+def test_arguments_that_shapes_cannot_tell_are_those_of_the_trainer(args, beside, file):
+    model = "test_efficientnet"
+    whole = timm.create_model(model, num_classes=5, **args).eval()
+    path = file({"state_dict": whole.state_dict(), "args": argparse.Namespace(**beside)})
+    made = taken(path, model=model, args={}, size=64)
+    pixels = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(made.network.eval()(pixels), whole(pixels))
+    assert f"{next(iter(args))} that its trainer wrote" in made.notes[0]
+    assert made.architecture["args"] == args
+    plain = timm.create_model(model, num_classes=5).eval()
+    plain.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        assert not torch.allclose(plain(pixels), whole(pixels))
+
+
+def test_a_part_of_a_network_and_an_encoder_with_its_decoder_are_named(file):
+    tensors = vit().state_dict()
+    part = {name: tensor for name, tensor in tensors.items() if not name.startswith("blocks.0.mlp.")}
+    assert "a part of the network" in refusal(file(part))
+    encoder = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+    assert "the decoder of its pretraining" in refusal(file(encoder | {"decoder_embed.weight": torch.zeros(3, 48)}))
 
 
 def test_a_student_starts_from_files_of_other_libraries(file):
