@@ -32,7 +32,7 @@ from PIL import Image, ImageOps
 import _record
 from kd.core.contracts import Source
 from kd.parts import registry
-from kd.study.audit.copies import BASES, Album, Pairs, copies, hashes
+from kd.study.audit.copies import BASES, Album, Pairs, copies
 from kd.study.audit.lists import COPY, FOLDER, repeats
 
 SHARE, SEEDS = 0.05, (0, 1, 2)
@@ -73,24 +73,27 @@ def cost(source: Source, rounds: int = 9, block: int = 200) -> dict[str, float]:
     return {f"{name}_ms": round(float(np.median(found)), 4) for name, found in times.items()}
 
 
+def plant(root: Path, home: Path, seed: int) -> tuple[list[Path], dict[tuple[str, str], str]]:
+    """Copy a folder and plant copies in its test split; return its training files, and each planted pair's kind."""
+    rng, truth = random.Random(seed), {}
+    shutil.copytree(root, home, ignore=lambda path, names: ["val"] if Path(path) == root else [])
+    files = sorted(home.glob("train/*/*.jpg"))
+    count = round(SHARE * len(files))
+    for number, file in enumerate(rng.sample(files, len(KINDS) * count)):
+        kind = KINDS[number // count]
+        target = home / "test" / file.parent.name / f"planted_{number}.jpg"
+        _plant(file, target, kind, rng)
+        truth[f"train/{file.parent.name}/{file.name}", f"test/{file.parent.name}/{target.name}"] = kind
+    return files, truth
+
+
 def planted(root: Path) -> list[dict[str, Any]]:
     """Plant copies of training photographs in the test split, and count what is found."""
     rows = []
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
-            home, rng = Path(folder) / "data", random.Random(seed)
-            shutil.copytree(root, home, ignore=lambda path, names: ["val"] if Path(path) == root else [])
-            files = sorted(home.glob("train/*/*.jpg"))
-            chosen, count, truth = (
-                rng.sample(files, len(KINDS) * round(SHARE * len(files))),
-                round(SHARE * len(files)),
-                {},
-            )
-            for number, file in enumerate(chosen):
-                kind = KINDS[number // count]
-                target = home / "test" / file.parent.name / f"planted_{number}.jpg"
-                _plant(file, target, kind, rng)
-                truth[f"train/{file.parent.name}/{file.name}", f"test/{file.parent.name}/{target.name}"] = kind
+            home = Path(folder) / "data"
+            files, truth = plant(root, home, seed)
             splits = opened(home, "train", "test")
             album = filled(splits)
             start = time.process_time()
@@ -211,16 +214,12 @@ def scale(count: int) -> dict[str, Any]:
     album._show(count)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.process_time()
-    hashed = hashes(album.luma)
-    del hashed
-    middle = time.process_time()
     pairs = copies(album)
-    seconds = time.process_time() - middle
+    seconds = time.process_time() - start
     a, b = np.minimum(pairs.first, pairs.second), np.maximum(pairs.first, pairs.second)
     right = int(((b - a == 100) & (a % 10_000 < 100)).sum())
     row = {"part": "scale", "images": count, "planted": count // 100, "found": right, "others": len(a) - right}
     row |= {
-        "hash_s": round(middle - start, 2),
         "compare_s": round(seconds, 2),
         "names_mib": round(names.size / 2**20),
     }

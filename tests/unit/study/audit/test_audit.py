@@ -51,7 +51,7 @@ def test_stored_outputs_are_averaged_over_the_views_that_are_there(photos, tmp_p
     source = registry.build("datasets", "imagefolder", options, "data.kind", split="train", classes=None)
     found = _stored(store, 2, source)
     assert found.id.tolist() == [0, 1]
-    assert found.answer.tolist() == [0, 1]
+    assert found.prediction.tolist() == [0, 1]
     assert found.share == pytest.approx(logits[:2].softmax(-1).amax(-1).tolist())
 
 
@@ -161,11 +161,11 @@ def test_the_teacher_does_not_run_on_unlabelled_images(settings, photos: Path, t
     answers = answers_to(Teacher(), data.shown(data.train, "skip"), range(len(data.train)))
     assert len(data.train) == 36
     assert seen == answers.id.tolist() == [id for id in range(36) if data.train.label(id) >= 0]
-    for share in (answers.share, answers.own):
+    for share in (answers.confidence, answers.label_probability):
         assert ((share >= 0) & (share <= 1)).all()
-    right = answers.answer == answers.label
-    assert np.array_equal(answers.share[right], answers.own[right])
-    assert (answers.share >= answers.own).all()
+    right = answers.prediction == answers.label
+    assert np.array_equal(answers.confidence[right], answers.label_probability[right])
+    assert (answers.confidence >= answers.label_probability).all()
 
 
 def test_a_run_without_a_teacher_is_refused(written, command, refused, inside: Path):
