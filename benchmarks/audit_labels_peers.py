@@ -1,10 +1,10 @@
-"""Labels that are planted wrong: which way to rank doubts finds them? kd's list and cleanlab's, from equal probabilities.
+"""Which list of doubted labels finds planted mistakes? kd's and cleanlab's, from equal probabilities.
 
     python benchmarks/audit_labels_peers.py --data CIFAR10 --weights LITE0.pth [--people NPY]
 
-Features of an EfficientNet-Lite0 of ImageNet's weights (96 px, 128 components) of 5,000 training pictures; on them a
-logistic regression learns the labels with the mistakes. Its probabilities come from five folds, of pictures that it was not
-fitted on ("out of sample"), and from one fit on all ("in sample", as a teacher answers its own training pictures).
+A logistic regression learns the labels with the mistakes from features of 5,000 training pictures: 128 components of an
+EfficientNet-Lite0 with ImageNet's weights at 96 px. Its probabilities come from five folds, for pictures that it was not
+fitted on ("out of sample"), and from one fit on all ("in sample", like a teacher's for its own training pictures).
 `--people`: labels of CIFAR-10N (arXiv:2110.12088) in the published order, mistakes that people made. Needs cleanlab.
 """
 
@@ -118,8 +118,8 @@ def measured(label: np.ndarray, wrong: np.ndarray, shares: np.ndarray) -> Iterat
         place = np.empty(len(label))
         place[order] = np.arange(len(label))
         first = ranked[: wrong.sum()]
-        precision = wrong[first].sum() / wrong.sum()
-        average = average_precision_score(wrong, -place)
+        precision = round(float(wrong[first].sum() / wrong.sum()), 4)
+        average = round(float(average_precision_score(wrong, -place)), 4)
         yield {"method": name, "listed": len(ranked), "precision_at_k": precision, "average_precision": average}
 
 
@@ -153,8 +153,7 @@ def main() -> None:
             right = (shares.argmax(1) == truth[chosen]).mean()
             facts = {"mistakes": kind, "share": round(share, 3), "seed": seed, "probabilities": sample}
             for row in measured(label, wrong, shares):
-                numbers = {key: round(float(value), 4) if isinstance(value, float) else value for key, value in row.items()}
-                rows.append({**facts, "planted": int(wrong.sum()), "right": round(float(right), 4), **numbers})
+                rows.append({**facts, "planted": int(wrong.sum()), "right": round(float(right), 4), **row})
                 print(rows[-1], flush=True)
     words = "--data PATH --weights PATH" + " --people PATH" * bool(options.people)
     _record.write("audit_labels_peers", f"python benchmarks/audit_labels_peers.py {words}", rows)

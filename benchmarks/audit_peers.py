@@ -1,6 +1,6 @@
 """Which way finds copies of photographs? kd's and those of other libraries, on planted and on real copies; CPU seconds.
 
-    python benchmarks/audit_peers.py planted --data GROCERY [--draws 0 1 2]     # copies as benchmarks/audit.py plants them
+    python benchmarks/audit_peers.py planted --data GROCERY [--draws 0 1 2]     # as benchmarks/audit.py
     python benchmarks/audit_peers.py listed --data CIFAR10 --known CSV --labels NPY NPY
 
 `listed`: the 249 pairs of arXiv:1902.00423 among `MORE` further images of each split. A peer compares training images

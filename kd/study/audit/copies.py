@@ -1,9 +1,9 @@
 """Find pairs of images of the same photograph: copies, re-encoded, cropped, mirrored, with black bars.
 
 An album has a small grey picture of each image without black bars (576 bytes). faiss searches the pictures with the
-most similar low frequencies to a picture, to 9 crops of it, and to their mirror images; the aligned pictures of such a
-pair are then correlated. benchmarks/audit_peers.py compares this with hashes of three libraries and with embeddings,
-which miss crops or list pairs of different photographs.
+low frequencies most similar to those of a picture, of its 9 crops, and of their mirror images; the aligned pictures of
+such a pair are then correlated. `audit_peers_*.csv` compares this with imagehash, pdqhash and embeddings, which miss
+crops or list pairs of different photographs.
 
 Legend: N images, P pairs, S = 24 pixels, G = 12 cells, F = 64 frequencies.
 """
@@ -109,7 +109,7 @@ _DULL = 0.5
 
 
 def candidates(luma: np.ndarray) -> Pairs:
-    """Return pairs of pictures [N, S, S] whose low frequencies correlate, each once with its best variant."""
+    """Return pairs of pictures [N, S, S] and variants of them whose low frequencies correlate."""
     count = len(luma)
     hits = [Pairs(*(np.zeros(0, kind) for kind in (np.int64, np.int64, np.int64, np.float32)))]
     if count:
@@ -121,10 +121,7 @@ def candidates(luma: np.ndarray) -> Pairs:
             second = neighbours[rows, places]
             hits.append(Pairs(start + rows, second, np.full(len(rows), variant), scores[rows, places]))
     pairs = Pairs(*map(np.concatenate, zip(*hits, strict=True)))
-    pairs = pairs.take(np.flatnonzero(pairs.first != pairs.second))
-    pairs = pairs.take(np.argsort(-pairs.score, kind="stable"))
-    unordered = np.minimum(pairs.first, pairs.second) * count + np.maximum(pairs.first, pairs.second)
-    return pairs.take(np.unique(unordered, return_index=True)[1])
+    return pairs.take(np.flatnonzero(pairs.first != pairs.second))
 
 
 def _index(luma: np.ndarray) -> faiss.Index:
@@ -170,7 +167,7 @@ _CHUNK = 2048  # pairs per batch: 5 MB for one picture of each as float32
 
 
 def same_photograph(album: Album, pairs: Pairs) -> Pairs:
-    """Return the pairs whose aligned pictures, and their detail, correlate; most similar first."""
+    """Return the pairs whose aligned pictures, and their detail, correlate; each once, most similar first."""
     scores = np.zeros(len(pairs.first))
     for variant in np.unique(pairs.variant):
         rows = np.flatnonzero(pairs.variant == variant)
@@ -178,7 +175,10 @@ def same_photograph(album: Album, pairs: Pairs) -> Pairs:
             chunk = rows[start : start + _CHUNK]
             scores[chunk] = _overlaid(album.luma[pairs.first[chunk]], album.luma[pairs.second[chunk]], int(variant))
     order = np.argsort(-scores, kind="stable")
-    return pairs._replace(score=scores).take(order[scores[order] >= LEAST])
+    similar = pairs._replace(score=scores).take(order[scores[order] >= LEAST])
+    unordered = np.sort(np.stack([similar.first, similar.second]), axis=0)
+    _, best = np.unique(unordered, axis=1, return_index=True)
+    return similar.take(np.sort(best))
 
 
 def _overlaid(first: np.ndarray, second: np.ndarray, variant: int) -> np.ndarray:
