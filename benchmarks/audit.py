@@ -99,7 +99,7 @@ def planted(root: Path) -> list[dict[str, Any]]:
             start = time.process_time()
             pairs = copies(album)
             compared = time.process_time() - start
-            found = {(one.one.name, one.other.name) for one in repeats(album, pairs, splits) if one.leaks}
+            found = {(one.first.name, one.second.name) for one in repeats(album, pairs, splits) if one.leaks}
             scenes = {frozenset(one) for one in _scenes(album, pairs, splits)}
             origin = {copy: first for first, copy in truth}
             others = [pair for pair in found if pair not in truth]
@@ -165,16 +165,16 @@ def leaks(root: Path, train: str, val: str, known: Callable[[dict[str, Source]],
     found = repeats(album, pairs, splits)
     across = [one for one in found if one.leaks]
     row = {"part": f"leaks of {root.name}", "images": len(album), "all_pairs": len(pairs.first)}
-    row |= {"leaking_pairs": len(across), "leaking_images": len({one.other.name for one in across})}
+    row |= {"leaking_pairs": len(across), "leaking_images": len({one.second.name for one in across})}
     row |= {"same_bytes": sum(one.kind == COPY for one in across), "two_labels": sum(one.contradicts for one in found)}
     row |= {"exact_labels_differ": sum(one.contradicts for one in across), "of": len(splits["val"])}
     row |= cost(splits["train"])
     row["compare_ms"] = round(1000 * compared / len(album), 4)
     if known is not None:
-        listed, named = known(splits), {(one.one.name, one.other.name) for one in across}
+        listed, named = known(splits), {(one.first.name, one.second.name) for one in across}
         row |= {"listed": len(listed), "listed_found": len(listed & named)}
         row["listed_images_found"] = len({val for _, val in listed} & {val for _, val in named})
-    print(row, [(one.one.name, one.other.name, one.kind, one.score) for one in across[:5]], flush=True)
+    print(row, [(one.first.name, one.second.name, one.kind, one.score) for one in across[:5]], flush=True)
     return row
 
 

@@ -3,8 +3,8 @@
     python benchmarks/audit_labels_peers.py --data CIFAR10 --weights LITE0.pth [--people NPY]
 
 A logistic regression learns the labels with the mistakes from features of 5,000 training pictures: 128 components of an
-EfficientNet-Lite0 with ImageNet's weights at 96 px. Its probabilities come from five folds, for pictures that it was not
-fitted on ("out of sample"), and from one fit on all ("in sample", like a teacher's for its own training pictures).
+EfficientNet-Lite0 with ImageNet's weights at 96 px. Its probabilities come from five folds, for pictures of the other
+folds ("out of sample"), and from one fit on all ("in sample", like a teacher's for its own training pictures).
 `--people`: labels of CIFAR-10N (arXiv:2110.12088) in the published order, mistakes that people made. Needs cleanlab.
 """
 
@@ -86,6 +86,15 @@ def by_kd(label: np.ndarray, shares: np.ndarray) -> np.ndarray:
     return doubted(label, shares.argmax(1), shares.max(1), shares[np.arange(len(label)), label])
 
 
+def relative(label: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Return kd's list before 2026-11-30: where a prediction reaches 3/4 of its class's mean probability."""
+    prediction, own = shares.argmax(1), shares[np.arange(len(label)), label]
+    usual = np.bincount(label, own) / np.bincount(label)
+    confidence = shares.max(1) / usual[prediction]
+    rows = np.flatnonzero((prediction != label) & (confidence >= 0.75))
+    return rows[np.argsort(own[rows] / usual[label[rows]] / confidence[rows], kind="stable")]
+
+
 def by_score(method: str, adjusted: bool) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Return cleanlab's order of all labels by a score, the lowest quality first."""
     return lambda label, shares: np.argsort(
@@ -102,6 +111,7 @@ def by_filter(method: str, order: str) -> Callable[[np.ndarray, np.ndarray], np.
 
 METHODS = {
     "kd": by_kd,
+    "kd, relative to the class": relative,
     **{f"cleanlab {score}": by_score(score, False) for score in SCORES},
     **{f"cleanlab {score}, adjusted": by_score(score, True) for score in SCORES[:2]},
     **{f"cleanlab {name}, {score}": by_filter(name, score) for name in FILTERS for score in SCORES[:2]},

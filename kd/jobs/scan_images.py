@@ -102,7 +102,7 @@ def _described(repeats: Sequence[lists.Repeat], of: str) -> list[str]:
     )
     lines = [f"repeats   {text}"]
     for pair in [*leaks[:NAMED], *contradictions[:NAMED]]:
-        first, second = pair.one, pair.other
+        first, second = pair.first, pair.second
         labels = f", labelled {first.label} and {second.label}" if pair.contradicts else ""
         names = f"{first.split}:{first.name} = {second.split}:{second.name}"
         lines.append(f"          {names} ({pair.kind}, {pair.score:.2f}{labels})")
