@@ -14,12 +14,12 @@ import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cleanlab
+import cleanlab  # pyright: ignore[reportMissingImports]
 import numpy as np
 import timm
 import torch
-from cleanlab.filter import find_label_issues
-from cleanlab.rank import get_label_quality_scores
+from cleanlab.filter import find_label_issues  # pyright: ignore[reportMissingImports]
+from cleanlab.rank import get_label_quality_scores  # pyright: ignore[reportMissingImports]
 from PIL import Image
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression

@@ -1,6 +1,6 @@
 """Which way finds copies of photographs? kd's and those of other libraries, on planted and on real copies; CPU seconds.
 
-    python benchmarks/audit_peers.py planted --data GROCERY [--draws 0 1 2]     # as benchmarks/audit.py
+    python benchmarks/audit_peers.py planted --data GROCERY [--draws 0 1 2]     # copies of five kinds: see `KINDS`
     python benchmarks/audit_peers.py listed --data CIFAR10 --known CSV --labels NPY NPY
 
 `listed`: the 249 pairs of arXiv:1902.00423 among `MORE` further images of each split. A peer compares training images
@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import imagehash
+import imagehash  # pyright: ignore[reportMissingImports]
 import numpy as np
-import pdqhash
+import pdqhash  # pyright: ignore[reportMissingImports]
 import timm
 import torch
-from audit import KINDS, opened, plant, published
+from audit import opened, published
 from PIL import Image, ImageOps
 from sklearn.neighbors import NearestNeighbors
 
@@ -31,6 +32,8 @@ import _record
 from kd.core.contracts import Source
 from kd.study.audit.copies import Album, copies
 
+SHARE = 0.05  # of the training images, per kind of copy
+KINDS = ("exact", "jpeg70", "crop90", "mirrored90", "bars")  # cropped to 90 % and mirrored; between black bars
 MORE = 2500
 CROP_RESISTANT = 60  # images of each split compared by imagehash.crop_resistant_hash: it takes long
 Found = Iterator[tuple[str, set[tuple[int, int]], float, float]]
@@ -159,6 +162,39 @@ def ways(weights: Path | None, side: int, name: str) -> dict[str, Callable[..., 
     if weights:
         found["embedding"] = by_cosine("embedding", embedded(weights, side), (0.95, 0.9, 0.85))
     return found
+
+
+def plant(root: Path, home: Path, seed: int) -> tuple[list[Path], dict[tuple[str, str], str]]:
+    """Copy a folder and plant copies in its test split; return its training files, and each planted pair's kind."""
+    rng, truth = random.Random(seed), {}
+    shutil.copytree(root, home, ignore=lambda path, names: ["val"] if Path(path) == root else [])
+    files = sorted(home.glob("train/*/*.jpg"))
+    count = round(SHARE * len(files))
+    for number, file in enumerate(rng.sample(files, len(KINDS) * count)):
+        kind = KINDS[number // count]
+        target = home / "test" / file.parent.name / f"planted_{number}.jpg"
+        _plant(file, target, kind, rng)
+        truth[f"train/{file.parent.name}/{file.name}", f"test/{file.parent.name}/{target.name}"] = kind
+    return files, truth
+
+
+def _plant(file: Path, target: Path, kind: str, rng: random.Random) -> None:
+    if kind == "exact":
+        shutil.copy(file, target)
+        return
+    with Image.open(file) as opened_image:
+        image = opened_image.convert("RGB")
+    if kind == "bars":  # a tenth to a quarter of a side, above and below or left and right
+        width, height = image.size
+        bar, upright = rng.uniform(0.1, 0.25) / 2, rng.random() < 0.5
+        x, y = (0, round(bar * height)) if upright else (round(bar * width), 0)
+        image = ImageOps.expand(image, (x, y), 0)
+    if kind in ("crop90", "mirrored90"):
+        width, height = image.size
+        x, y = (rng.random() * 0.1 * side for side in (width, height))
+        image = image.crop((round(x), round(y), round(x + 0.9 * width), round(y + 0.9 * height)))
+        image = ImageOps.mirror(image) if kind == "mirrored90" else image
+    image.save(target, quality=70 if kind == "jpeg70" else 90)
 
 
 def pictures(source: Source, ids: Sequence[int]) -> list[Image.Image]:

@@ -124,11 +124,12 @@ def candidates(luma: np.ndarray) -> Pairs:
     return pairs.take(np.flatnonzero(pairs.first != pairs.second))
 
 
-def _index(luma: np.ndarray) -> faiss.Index:
+def _index(luma: np.ndarray) -> faiss.IndexIVFFlat:
     """Return an index of the low frequencies of pictures, in lists of similar ones."""
     vectors = np.concatenate([spectra(luma[start : start + _ROWS], 0) for start in range(0, len(luma), _ROWS)])
-    lists = max(1, min(len(luma), round(LISTS * len(luma) ** 0.5)))
-    index = faiss.index_factory(vectors.shape[1], f"IVF{lists},Flat", faiss.METRIC_INNER_PRODUCT)
+    width = vectors.shape[1]
+    lists = min(len(luma), round(LISTS * len(luma) ** 0.5))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT)
     index.cp.min_points_per_centroid = 1  # or it warns of a few pictures
     index.train(vectors)
     index.add(vectors)
