@@ -63,7 +63,6 @@ MAY_IMPORT_OUTSIDE = {
     "nncf": ("parts/exporters/openvino.py",),
     "executorch": ("parts/exporters/executorch.py",),
     "ray": ("cluster/ray_cluster.py", "cluster/decoders.py"),
-    "faiss": ("study/audit/",),
     "psutil": ("engine/monitor/system.py", "core/host.py"),
     "pynvml": ("engine/monitor/system.py",),
     "transformers": ("parts/networks/_towers.py",),

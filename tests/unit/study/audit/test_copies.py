@@ -8,7 +8,7 @@ from PIL import Image, ImageOps
 
 from kd.core.types import Decoded
 from kd.study.audit import copies
-from kd.study.audit.copies import MIRRORED, SPANS, Album, frequencies, inside, spectra
+from kd.study.audit.copies import MIRRORED, SPANS, Album, frequencies, hashes, inside, spectra
 
 
 def photograph(seed: int, size: int = 96) -> Image.Image:
@@ -62,7 +62,9 @@ def test_a_changed_copy_is_found_among_others_and_nothing_else(change: str):
     assert pairs <= expected
 
 
-def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs():
+def test_many_equal_images_and_empty_ones_are_paired_without_all_their_pairs(monkeypatch):
+    monkeypatch.setattr(copies, "WINDOW", 4)
+    monkeypatch.setattr(copies, "TABLES", 4)
     same, plain = [photograph(1)] * 400, [Image.new("RGB", (40, 40), "white")] * 3
     pairs = found([*same, *plain])
     assert {row for pair in pairs for row in pair} == set(range(403))
@@ -100,6 +102,8 @@ def test_spectra_are_a_cosine_transform_of_each_part():
     assert vector[1:] == pytest.approx(waves * vector[0] / copies._DULL, abs=1e-4)
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
     np.testing.assert_array_equal(spectra(luma, MIRRORED), spectra(luma[:, :, ::-1], 0))
+    bits = np.unpackbits(hashes(luma)[:, :1].copy().view(np.uint8))
+    assert (bits[1:] == (waves > 0)).all()
 
 
 def test_a_score_is_the_mean_of_two_correlations():
