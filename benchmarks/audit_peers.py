@@ -5,7 +5,8 @@
 
 `listed`: the 249 pairs of arXiv:1902.00423 among `MORE` further images of each split. A peer compares training images
 with test images and their mirror images only; kd compares all. Needs imagehash, pdqhash and scikit-learn; `--weights`:
-the file of an EfficientNet-Lite0, for embeddings. `--kd` is the name of kd's row, to compare two of its commits.
+the file of an EfficientNet-Lite0, for embeddings. `--kd` is the name of kd's row, to compare two of its commits:
+"kd, with faiss" is commit b675337d.
 """
 
 from __future__ import annotations
